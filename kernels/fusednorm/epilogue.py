@@ -1,0 +1,110 @@
+"""What is fused after the affine step: activations with their derivatives, and dropout.
+
+The jit functions here are called by every kernel; the plain-torch meaning of the same names is in `reference`.
+
+Dropout's mask is a pure function of (seed, row, position in the row), so it is the same on every device, in
+forward and backward, and for any batch.  It is Philox-4x32 with seven rounds, the fewest that pass BigCrush
+(Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC'11, table 2), with the counter
+(position // 4, row low, row high, 0) and the key (seed low, seed high); word position % 4 decides the element.
+An element is kept when its word is at least `dropout_threshold(p)`.
+"""
+
+import triton
+import triton.language as tl
+
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+PHILOX_ROUNDS = 7
+
+_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_GELU_CUBIC = tl.constexpr(0.044715)
+
+
+def dropout_threshold(p: float) -> int:
+    """The smallest random word that keeps its element: P(word >= threshold) = 1 - p, to 2^-32."""
+    return min(round(p * 2**32), 2**32 - 1)
+
+
+@triton.jit
+def sigmoid(z, FAST: tl.constexpr):
+    """1 / (1 + exp(-z)); FAST uses the hardware reciprocal, 1 ulp, where the interpreter has none."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [1.0 + tl.exp2(-_LOG2E * z)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp2(-_LOG2E * z))
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """act(z) in float32, elementwise."""
+    if ACTIVATION == "relu":
+        # Not tl.maximum: a NaN must come through.
+        return tl.where(z < 0.0, 0.0, z)
+    elif ACTIVATION == "silu":
+        return z * sigmoid(z, FAST)
+    elif ACTIVATION == "gelu":
+        return 0.5 * z * (1.0 + tl.erf(z * _SQRT_HALF))
+    elif ACTIVATION == "gelu_tanh":
+        return z * sigmoid(2.0 * _SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z), FAST)
+    else:
+        return z
+
+
+@triton.jit
+def activation_derivative(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """act'(z) in float32, elementwise."""
+    if ACTIVATION == "relu":
+        return tl.where(z > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "silu":
+        s = sigmoid(z, FAST)
+        return s * (1.0 + z * (1.0 - s))
+    elif ACTIVATION == "gelu":
+        density = _INV_SQRT_2PI * tl.exp2((-0.5 * _LOG2E) * z * z)
+        return 0.5 * (1.0 + tl.erf(z * _SQRT_HALF)) + z * density
+    elif ACTIVATION == "gelu_tanh":
+        s = sigmoid(2.0 * _SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z), FAST)
+        slope = 2.0 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * z * z)
+        return s + z * s * (1.0 - s) * slope
+    else:
+        return tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _random_words(seed, row, quad):
+    """Four uint32 words for each (row, group of four positions); `row` int64 broadcasts against `quad`."""
+    row = row + tl.zeros(quad.shape, tl.int64)
+    c0 = quad.to(tl.uint32)
+    c1 = row.to(tl.uint32)
+    c2 = (row >> 32).to(tl.uint32)
+    return tl.philox(seed, c0, c1, c2, tl.zeros(quad.shape, tl.uint32), _ROUNDS)
+
+
+@triton.jit
+def dropout_keep(seed, row, position, threshold):
+    """Whether each element is kept, for any shape of `position` (int64 or int32, its place in the row)."""
+    w0, w1, w2, w3 = _random_words(seed, row, position // 4)
+    lane = position % 4
+    word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+    return word >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def dropout_keep_tile(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """`dropout_keep` of a [ROWS, COLS] tile whose columns start at 4·first_quad: one Philox for four elements.
+
+    `row` is [ROWS, 1] int64; COLS is a multiple of 4.
+    """
+    quad = first_quad + tl.arange(0, COLS // 4)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    w0, w1, w2, w3 = _random_words(seed, row, quad)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
+    return words >= threshold.to(tl.uint32)

@@ -1,0 +1,35 @@
+"""What every forward and every backward launcher returns."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Forward(NamedTuple):
+    """Result of a forward pass; what was not asked for is None.
+
+    Attributes:
+        y: the normalised tensor, in x's shape.
+        mean: float32 mean of each row or group (never for RMSNorm), when statistics were asked for.
+        rstd: float32 reciprocal standard deviation of each row or group, when statistics were asked for.
+        residual_out: h = x + residual, the tensor that was normalised, when a residual came in.
+    """
+
+    y: Tensor
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    residual_out: Tensor | None = None
+
+
+class Backward(NamedTuple):
+    """Result of a backward pass; what was not asked for is None.
+
+    Attributes:
+        dx: the gradient of x (and equally of the residual), in x's shape.
+        dweight: the gradient of weight, when weight came in.
+        dbias: the gradient of bias, when bias came in.
+    """
+
+    dx: Tensor
+    dweight: Tensor | None = None
+    dbias: Tensor | None = None

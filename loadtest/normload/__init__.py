@@ -1,0 +1,1 @@
+"""Load tests for any server that speaks normserve's HTTP API."""

@@ -1,0 +1,130 @@
+"""Everything that can go wrong with a request, as one tree.  No HTTP here: `http_errors` maps it to statuses.
+
+NormserveError
+├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
+├── UnauthorizedError            unauthorized
+├── NotFoundError                not_found
+│   └── UnknownLayerError        unknown_layer
+├── MethodNotAllowedError        method_not_allowed
+├── NotAcceptableError           not_acceptable         no representation that the client accepts
+├── UnsupportedMediaTypeError    unsupported_media_type
+├── TooLargeError                too_large
+├── InvalidRequestError                                 well-formed, but means nothing
+│   ├── InvalidParameterError    invalid_parameter
+│   ├── InvalidShapeError        invalid_shape
+│   ├── UnsupportedDtypeError    unsupported_dtype
+│   ├── MissingTensorError       missing_tensor
+│   └── UnexpectedTensorError    unexpected_tensor
+├── ClientLeftError              client_left
+├── DeadlineExceededError        deadline_exceeded
+├── DeviceFailureError           device_failure         sticky: the process is of no more use
+└── RetryLaterError                                     carries retry_after_s
+    ├── OverloadedError          overloaded
+    ├── DrainingError            draining
+    ├── NotReadyError            not_ready
+    └── DeviceOutOfMemoryError   device_out_of_memory
+"""
+
+from typing import ClassVar
+
+
+class NormserveError(Exception):
+    """Base of the tree.  `detail` says what was expected and what came, never the payload itself."""
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+
+class MalformedPayloadError(NormserveError):
+    code = "malformed_payload"
+
+
+class UnauthorizedError(NormserveError):
+    code = "unauthorized"
+
+
+class NotFoundError(NormserveError):
+    code = "not_found"
+
+
+class UnknownLayerError(NotFoundError):
+    code = "unknown_layer"
+
+
+class MethodNotAllowedError(NormserveError):
+    code = "method_not_allowed"
+
+
+class NotAcceptableError(NormserveError):
+    code = "not_acceptable"
+
+
+class UnsupportedMediaTypeError(NormserveError):
+    code = "unsupported_media_type"
+
+
+class TooLargeError(NormserveError):
+    code = "too_large"
+
+
+class InvalidRequestError(NormserveError):
+    """The request is well-formed, but what it asks for means nothing."""
+
+
+class InvalidParameterError(InvalidRequestError):
+    code = "invalid_parameter"
+
+
+class InvalidShapeError(InvalidRequestError):
+    code = "invalid_shape"
+
+
+class UnsupportedDtypeError(InvalidRequestError):
+    code = "unsupported_dtype"
+
+
+class MissingTensorError(InvalidRequestError):
+    code = "missing_tensor"
+
+
+class UnexpectedTensorError(InvalidRequestError):
+    code = "unexpected_tensor"
+
+
+class ClientLeftError(NormserveError):
+    code = "client_left"
+
+
+class DeadlineExceededError(NormserveError):
+    code = "deadline_exceeded"
+
+
+class DeviceFailureError(NormserveError):
+    code = "device_failure"
+
+
+class RetryLaterError(NormserveError):
+    """The request is fine, the moment is not: try again after `retry_after_s` seconds."""
+
+    def __init__(self, detail: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(RetryLaterError):
+    code = "overloaded"
+
+
+class DrainingError(RetryLaterError):
+    code = "draining"
+
+
+class NotReadyError(RetryLaterError):
+    code = "not_ready"
+
+
+class DeviceOutOfMemoryError(RetryLaterError):
+    code = "device_out_of_memory"

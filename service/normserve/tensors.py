@@ -1,0 +1,43 @@
+"""A tensor as the server passes it around: a description of memory that somebody else owns.
+
+No torch and no numpy: the codec makes these from a request body, and the executor gives them back as results.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+
+class DType(Enum):
+    """Element types of the API; the value is the name used in parameters, metrics and torch."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A contiguous, row-major, little-endian tensor in host memory.
+
+    Attributes:
+        dtype: element type.
+        shape: sizes, outermost first; () is a scalar.
+        data: flat view of `nbytes` bytes (format "B"); it keeps the memory that it shows alive.
+        fortran_order: the bytes are in column-major order instead (an npy file may say so).
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: memoryview
+    fortran_order: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that shape and dtype ask for."""
+        return prod(self.shape) * self.dtype.itemsize
