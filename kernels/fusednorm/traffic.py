@@ -1,0 +1,28 @@
+"""The fewest bytes an operation must move through device memory; metrics and benchmarks share this accounting.
+
+A forward pass reads x and writes y; a backward pass reads dy and x and writes dx.  A residual costs one more read,
+its sum one more write, an outside gradient one more read.  Parameters, statistics and their gradients are vectors
+and do not count.  Bandwidth everywhere in this project is these bytes over device time, whatever a kernel moves.
+"""
+
+
+def forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out: int = 0) -> int:
+    """Fewest bytes of a forward pass.
+
+    Args:
+        numel: elements of x.
+        x: bytes of one element of x; likewise y, residual and residual_out, 0 where the tensor is absent.
+    """
+    return numel * (x + y + residual + residual_out)
+
+
+def backward_bytes(
+    numel: int, x: int, dy: int, *, dx: int | None = None, residual: int = 0, dresidual_out: int = 0
+) -> int:
+    """Fewest bytes of a backward pass.
+
+    Args:
+        numel: elements of x.
+        x: bytes of one element of x; likewise dy, dx (x's when None), residual and dresidual_out, 0 where absent.
+    """
+    return numel * (x + dy + (x if dx is None else dx) + residual + dresidual_out)
