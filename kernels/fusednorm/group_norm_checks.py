@@ -1,0 +1,39 @@
+"""What GroupNorm alone asks of its input: a layout it can walk and groups that come out even."""
+
+from torch import Tensor
+
+from fusednorm.errors import KernelInputError, UnsupportedShapeError
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether [N, C, *spatial] lies in memory as [N, *spatial, C]; False when it is plainly contiguous.
+
+    A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
+
+    Raises:
+        UnsupportedShapeError: x is neither, so that walking it would need a copy.
+    """
+    if x.is_contiguous():
+        return False
+    if x.dim() > 2 and x.permute(0, *range(2, x.dim()), 1).is_contiguous():
+        return True
+    raise UnsupportedShapeError(
+        f"x must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.stride())}"
+    )
+
+
+def check_groups(x: Tensor, num_groups: int) -> None:
+    """Refuse what has no groups to normalise.
+
+    Raises:
+        KernelInputError: x has no channel axis, the groups do not divide the channels, or a group is empty.
+    """
+    shape = list(x.shape)
+    if x.dim() < 2:
+        raise KernelInputError(f"x must be [N, C, *spatial], got {shape}")
+    if num_groups < 1 or shape[1] % num_groups:
+        raise KernelInputError(
+            f"num_groups must be at least 1 and divide C = {shape[1]}, got num_groups = {num_groups}"
+        )
+    if any(size == 0 for size in shape[1:]):
+        raise KernelInputError(f"x must have at least one element in each group, got {shape}")

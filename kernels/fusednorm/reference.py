@@ -1,0 +1,470 @@
+"""The oracle: every operation of the library in plain torch, on any device and in either precision.
+
+It follows the formulas as they are written and is made to be read and trusted, not to be fast.  Sums are
+taken in `precision`: float64 when that is asked for or x is float64, float32 otherwise.  Three decisions hold
+here and bind every kernel:
+
+- y = dropout(act(x_hat * weight + bias)), and backward takes dy with respect to y;
+- with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
+  rounded to x's dtype for `residual_out`; backward forms h again from x and residual in the same way;
+- dx is the gradient of h, so it is also the gradient of the residual; `dresidual_out`, what reached
+  `residual_out` from elsewhere, is added to it.
+
+y has `out_dtype` or else x's dtype, residual_out and dx x's, dweight weight's, dbias bias's; mean and rstd
+come in `precision`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusednorm.epilogue import ACTIVATIONS, PHILOX_ROUNDS, dropout_threshold
+from fusednorm.errors import KernelInputError
+from fusednorm.group_norm_checks import check_groups, is_channels_last
+from fusednorm.results import Backward, Forward
+
+_WORD = 0xFFFFFFFF
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+@dataclass(frozen=True)
+class _View:
+    """How one operation sees its tensors: x as an array of `shape`, normalised over `axes`.
+
+    Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
+    `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
+    into `shape`.  `work` is the dtype of every sum.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    statistics_shape: tuple[int, ...]
+    parameter_shape: tuple[int, ...]
+    parameter_axes: tuple[int, ...]
+    rows: int
+    positions: int
+    mask: Callable[[Tensor], Tensor]
+    work: torch.dtype
+    centre: bool = True
+
+
+@dataclass(frozen=True)
+class _After:
+    """What follows the affine step."""
+
+    activation: str
+    dropout: float
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise KernelInputError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.dropout and self.seed is None:
+            raise KernelInputError("dropout needs a seed, got None")
+
+    def factors(self, view: _View, device: torch.device) -> Tensor:
+        """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
+        assert self.seed is not None
+        keep = dropout_mask(self.seed, view.rows, view.positions, self.dropout, device)
+        return view.mask(keep).to(view.work) / (1.0 - self.dropout)
+
+
+def layer_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    precision: torch.dtype | None = None,
+) -> Forward:
+    """y = dropout(act((h - mean) * rstd * weight + bias)) over the last axis, h = x + residual.
+
+    Dropout's row is the index of the row in x flattened to [rows, cols], its position the column.
+
+    Args:
+        x: [..., cols], any float dtype, any strides.
+        weight: [cols], or None for ones.
+        bias: [cols], or None for zeros.
+        eps: added to the variance.
+        residual: like x.
+        activation: one of `epilogue.ACTIVATIONS`.
+        dropout: probability of a zero, in [0, 1).
+        seed: int64, required with dropout.
+        out_dtype: y's dtype; x's when None.
+        stats: whether to return mean and rstd, [...] each.
+        precision: torch.float32 or torch.float64.
+
+    Raises:
+        KernelInputError: an empty last axis, an unknown activation, dropout out of range or without a seed.
+    """
+    view = _rows_view(x, centre=True, precision=precision)
+    after = _After(activation, dropout, seed)
+    return _forward(view, x, weight, bias, eps, residual, after, out_dtype, stats)
+
+
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    precision: torch.dtype | None = None,
+) -> Forward:
+    """y = dropout(act(h * rstd * weight)), rstd = 1 / sqrt(mean(h^2) + eps); else `layer_norm_forward`."""
+    view = _rows_view(x, centre=False, precision=precision)
+    after = _After(activation, dropout, seed)
+    return _forward(view, x, weight, None, eps, residual, after, out_dtype, stats)
+
+
+def group_norm_forward(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    precision: torch.dtype | None = None,
+) -> Forward:
+    """y = dropout(act((h - mean) * rstd * weight + bias)), statistics over each sample's groups of channels.
+
+    Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
+    for a contiguous x and channel last for a channels-last one, so the two layouts draw different masks.
+
+    Args:
+        x: [N, C, *spatial], contiguous or channels-last by its strides; results keep that layout.
+        num_groups: divides C.
+        weight: [C], or None for ones.
+        bias: [C], or None for zeros.
+        stats: whether to return mean and rstd, [N, num_groups] each.
+        eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
+
+    Raises:
+        KernelInputError: as `layer_norm_forward`, or the groups do not divide C.
+        UnsupportedShapeError: x is neither contiguous nor channels-last.
+    """
+    view = _groups_view(x, num_groups, precision=precision)
+    after = _After(activation, dropout, seed)
+    return _forward(view, x, weight, bias, eps, residual, after, out_dtype, stats)
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: torch.dtype | None = None,
+) -> Backward:
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * weight.
+
+    dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * weight + bias; dweight = sum(dz * x_hat) and
+    dbias = sum(dz) over the rows.
+
+    Args:
+        dy: the gradient of y, in x's shape.
+        mean, rstd: [...], what forward returned; both are computed again unless both came.
+        dresidual_out: the gradient that reached residual_out, in x's shape.
+        x, weight, bias, eps, residual, activation, dropout, seed, precision: as in forward.
+
+    Raises:
+        KernelInputError: as in forward.
+    """
+    view = _rows_view(x, centre=True, precision=precision)
+    after = _After(activation, dropout, seed)
+    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, after)
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: torch.dtype | None = None,
+) -> Backward:
+    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
+    view = _rows_view(x, centre=False, precision=precision)
+    after = _After(activation, dropout, seed)
+    return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, after)
+
+
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: torch.dtype | None = None,
+) -> Backward:
+    """`layer_norm_backward` with means over a group, dweight and dbias summed over samples and positions.
+
+    Dropout's mask is that of `group_norm_forward` for x's layout, whatever dy's.
+    """
+    view = _groups_view(x, num_groups, precision=precision)
+    after = _After(activation, dropout, seed)
+    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, after)
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    """act(z) in z's dtype."""
+    match activation:
+        case "none":
+            return z
+        case "relu":
+            return torch.relu(z)
+        case "silu":
+            return z * torch.sigmoid(z)
+        case "gelu":
+            return 0.5 * z * (1.0 + torch.erf(z * math.sqrt(0.5)))
+        case "gelu_tanh":
+            return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
+    raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def activation_derivative(z: Tensor, activation: str) -> Tensor:
+    """act'(z) in z's dtype; relu's is 0 at 0."""
+    match activation:
+        case "none":
+            return torch.ones_like(z)
+        case "relu":
+            return (z > 0).to(z.dtype)
+        case "silu":
+            s = torch.sigmoid(z)
+            return s * (1.0 + z * (1.0 - s))
+        case "gelu":
+            density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+            return 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5))) + z * density
+        case "gelu_tanh":
+            t = torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
+            slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * z * z)
+            return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
+    raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four random words, int64 in [0, 2^32), of each (row, quad); see `epilogue` for the definition.
+
+    Args:
+        seed: int64.
+        row: int64, broadcasts against quad.
+        quad: int64, the position divided by four.
+    """
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    row, quad = row + torch.zeros_like(quad), quad + torch.zeros_like(row)
+    c0, c1, c2, c3 = quad & _WORD, row & _WORD, (row >> 32) & _WORD, torch.zeros_like(quad)
+    for _ in range(PHILOX_ROUNDS):
+        high0, low0 = _multiply_words(c0, _PHILOX_MULTIPLIERS[0])
+        high1, low1 = _multiply_words(c2, _PHILOX_MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _PHILOX_KEY_STEPS[0]) & _WORD, (k1 + _PHILOX_KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def dropout_mask(seed: int, rows: int, positions: int, p: float, device: torch.device | str) -> Tensor:
+    """Which elements of a [rows, positions] array are kept, as bool."""
+    row = torch.arange(rows, device=device)[:, None]
+    quad = torch.arange((positions + 3) // 4, device=device)[None, :]
+    words = torch.stack(philox_words(seed, row, quad), dim=-1).reshape(rows, -1)
+    return words[:, :positions] >= dropout_threshold(p)
+
+
+def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low words of a 32 x 32-bit product; halves keep every step inside a signed int64."""
+    upper = a * (multiplier >> 16) + ((a * (multiplier & 0xFFFF)) >> 16)
+    return upper >> 16, (a * multiplier) & _WORD
+
+
+def _rows_view(x: Tensor, *, centre: bool, precision: torch.dtype | None) -> _View:
+    if x.dim() < 1 or x.shape[-1] == 0:
+        raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
+    cols = x.shape[-1]
+    rows = math.prod(x.shape[:-1])
+    return _View(
+        shape=(rows, cols),
+        axes=(1,),
+        statistics_shape=tuple(x.shape[:-1]),
+        parameter_shape=(1, cols),
+        parameter_axes=(0,),
+        rows=rows,
+        positions=cols,
+        mask=lambda mask: mask,
+        work=_work_dtype(x, precision),
+        centre=centre,
+    )
+
+
+def _groups_view(x: Tensor, num_groups: int, *, precision: torch.dtype | None) -> _View:
+    check_groups(x, num_groups)
+    n, c = x.shape[:2]
+    hw = math.prod(x.shape[2:])
+    shape = (n, num_groups, c // num_groups, hw)
+    channels_last = is_channels_last(x)
+
+    def mask_in_view(mask: Tensor) -> Tensor:
+        return (mask.view(n, hw, c).transpose(1, 2) if channels_last else mask).reshape(shape)
+
+    return _View(
+        shape=shape,
+        axes=(2, 3),
+        statistics_shape=(n, num_groups),
+        parameter_shape=(1, num_groups, c // num_groups, 1),
+        parameter_axes=(0, 3),
+        rows=n,
+        positions=c * hw,
+        mask=mask_in_view,
+        work=_work_dtype(x, precision),
+    )
+
+
+def _forward(
+    view: _View,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    after: _After,
+    out_dtype: torch.dtype | None,
+    stats: bool,
+) -> Forward:
+    h = _summed(view, x, residual)
+    mean, rstd = _statistics(view, h, eps)
+    y = activate(_affine(view, (h - mean) * rstd, weight, bias), after.activation)
+    if after.dropout:
+        y = y * after.factors(view, x.device)
+    return Forward(
+        y=_laid_out_like(x, y, out_dtype or x.dtype),
+        mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
+        rstd=rstd.reshape(view.statistics_shape) if stats else None,
+        residual_out=None if residual is None else _laid_out_like(x, h, x.dtype),
+    )
+
+
+def _backward(
+    view: _View,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    residual: Tensor | None,
+    dresidual_out: Tensor | None,
+    after: _After,
+) -> Backward:
+    work = view.work
+    h = _summed(view, x, residual)
+    if rstd is None or (view.centre and mean is None):
+        centre, scale = _statistics(view, h, eps)
+    else:
+        aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
+        scale = rstd.to(work).reshape(aligned)
+        centre = torch.zeros_like(scale) if mean is None else mean.to(work).reshape(aligned)
+
+    xhat = (h - centre) * scale
+    dz = dy.to(work).reshape(view.shape)
+    if after.dropout:
+        dz = dz * after.factors(view, x.device)
+    if after.activation != "none":
+        dz = dz * activation_derivative(_affine(view, xhat, weight, bias), after.activation)
+
+    g = dz if weight is None else dz * weight.to(work).reshape(view.parameter_shape)
+    dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
+    if view.centre:
+        dh = dh - g.mean(view.axes, keepdim=True)
+    dh = dh * scale
+    if dresidual_out is not None:
+        dh = dh + dresidual_out.to(work).reshape(view.shape)
+    return Backward(
+        dx=_laid_out_like(x, dh, x.dtype),
+        dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
+        dbias=None if bias is None else _parameter_gradient(view, dz, bias),
+    )
+
+
+def _work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
+    if precision is not None:
+        return precision
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _summed(view: _View, x: Tensor, residual: Tensor | None) -> Tensor:
+    h = x.to(view.work) if residual is None else x.to(view.work) + residual.to(view.work)
+    return h.reshape(view.shape)
+
+
+def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean (zero where the operation does not centre) and reciprocal standard deviation, broadcastable."""
+    if view.centre:
+        mean = h.mean(view.axes, keepdim=True)
+        variance = (h - mean).square().mean(view.axes, keepdim=True)
+    else:
+        variance = h.square().mean(view.axes, keepdim=True)
+        mean = torch.zeros_like(variance)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    z = xhat
+    if weight is not None:
+        z = z * weight.to(xhat.dtype).reshape(view.parameter_shape)
+    if bias is not None:
+        z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
+    return z
+
+
+def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
+    return terms.sum(view.parameter_axes).reshape(parameter.shape).to(parameter.dtype)
+
+
+def _laid_out_like(x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype).copy_(values.reshape(x.shape))
