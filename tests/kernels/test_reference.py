@@ -148,7 +148,7 @@ def test_no_rows_give_empty_results():
 
 
 def test_philox_words_are_the_published_ones():
-    """The all-zero vector is Random123's known answer for seven rounds; the others run in Python's integers."""
+    """The all-zero vector is Random123's answer for seven rounds; the others run in Python's integers."""
 
     def philox(counter, key):
         c, k = list(counter), list(key)
