@@ -1,0 +1,191 @@
+"""npy, versions 1.0 to 3.0: a magic, a header that is a Python literal, then the bytes of one array.
+
+The header is read by a grammar that admits what numpy writes for a plain array and nothing else; it is never
+evaluated.  Sizes are checked against the body before anything is made from them.
+
+Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+"""
+
+import re
+from typing import NamedTuple
+
+from normserve.codec.media_types import NPY_MAGIC
+from normserve.codec.shapes import bits_of
+from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedDtypeError
+from normserve.tensors import DType, HostTensor
+
+_DTYPES = {"<f4": DType.FLOAT32, "<f2": DType.FLOAT16}
+_DESCRS = {dtype: descr for descr, dtype in _DTYPES.items()}
+
+# Kinds of plain elements and the sizes in bytes that each comes in; None where any size will do.
+_ELEMENT_SIZES = {
+    "b": (1,),
+    "i": (1, 2, 4, 8),
+    "u": (1, 2, 4, 8),
+    "f": (2, 4, 8, 12, 16),
+    "c": (8, 16, 24, 32),
+    "m": (8,),
+    "M": (8,),
+    "S": None,
+    "U": None,
+}
+_DESCR = re.compile(r"(?P<order>[<>|])(?P<kind>[a-zA-Z])(?P<size>[0-9]{1,9})(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+
+_ITEM = re.compile(
+    r"""(?:'(?P<key>\w{1,32})'|"(?P<key2>\w{1,32})")\s*:\s*
+        (?:'(?P<text>[^'\\\n]*)'|"(?P<text2>[^"\\\n]*)"|(?P<flag>True|False)|\((?P<sizes>[0-9,\s]*)\))
+        \s*(?:,\s*|\Z)""",
+    re.ASCII | re.VERBOSE,
+)
+_SIZE = re.compile("0|[1-9][0-9]{0,18}")
+
+# Version to the width of its length field and its header's encoding.
+_VERSIONS = {(1, 0): (2, "latin-1"), (2, 0): (4, "latin-1"), (3, 0): (4, "utf-8")}
+_VERSION_END = len(NPY_MAGIC) + 2
+_MAX_HEADER_BYTES = 64 * 1024
+
+#: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
+DATA_ALIGNMENT = 64
+
+
+class _Header(NamedTuple):
+    descr: str
+    fortran_order: bool
+    shape: tuple[int, ...]
+
+
+def decode(body: memoryview) -> HostTensor:
+    """Return the array in `body`.
+
+    Args:
+        body: the whole payload, a flat view of bytes; the tensor is a view of it.
+
+    Raises:
+        MalformedPayloadError: the bytes are no well-formed npy of plain elements, or fewer or more than the
+            shape asks for.
+        UnsupportedDtypeError: all is well-formed, but the elements are not little-endian float32 or float16.
+    """
+    data_start, text = _read_header_text(body)
+    header = _parse_header(text)
+    data = body[data_start:]
+    expected = bits_of(header.shape, 8 * _element_bytes(header.descr)) // 8
+    if len(data) != expected:
+        raise MalformedPayloadError(f"the shape asks for {expected} bytes of data, got {len(data)}")
+    dtype = _DTYPES.get(header.descr)
+    if dtype is None:
+        raise UnsupportedDtypeError(
+            f"an npy array must be little-endian float32 or float16, '<f4' or '<f2', got {header.descr!r}"
+        )
+    # With fewer than two dimensions the orders are one.
+    return HostTensor(dtype, header.shape, data, header.fortran_order and len(header.shape) > 1)
+
+
+def _read_header_text(body: memoryview) -> tuple[int, str]:
+    if body[: len(NPY_MAGIC)] != NPY_MAGIC or len(body) < _VERSION_END:
+        raise MalformedPayloadError("npy must begin with its magic and a version")
+    version = (body[len(NPY_MAGIC)], body[len(NPY_MAGIC) + 1])
+    if version not in _VERSIONS:
+        raise MalformedPayloadError(f"the npy version must be 1.0, 2.0 or 3.0, got {version[0]}.{version[1]}")
+    length_bytes, encoding = _VERSIONS[version]
+    start = _VERSION_END + length_bytes
+    if len(body) < start:
+        raise MalformedPayloadError(f"npy must begin with {start} bytes up to its header, got {len(body)}")
+    length = int.from_bytes(body[_VERSION_END:start], "little")
+    room = min(_MAX_HEADER_BYTES, len(body) - start)
+    if length > room:
+        raise MalformedPayloadError(f"the header must be at most {room} bytes here, got {length}")
+    try:
+        return start + length, str(body[start : start + length], encoding)
+    except UnicodeDecodeError as error:
+        raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
+
+
+def _parse_header(text: str) -> _Header:
+    items = _parse_items(text)
+    if items.keys() != {"descr", "fortran_order", "shape"}:
+        raise MalformedPayloadError("the header must have exactly descr, fortran_order and shape")
+    descr, fortran_order, shape = items["descr"], items["fortran_order"], items["shape"]
+    if not isinstance(descr, str):
+        raise MalformedPayloadError("descr must be a string: structured arrays are not accepted")
+    if not isinstance(fortran_order, bool):
+        raise MalformedPayloadError("fortran_order must be True or False")
+    if not isinstance(shape, tuple):
+        raise MalformedPayloadError("shape must be a tuple of whole numbers")
+    return _Header(descr, fortran_order, shape)
+
+
+def _parse_items(text: str) -> dict[str, str | bool | tuple[int, ...]]:
+    """Read `{'key': value, ...}`, a value being a string, a truth value or a tuple of whole numbers."""
+    items: dict[str, str | bool | tuple[int, ...]] = {}
+    literal = text.strip()
+    if len(literal) < 2 or literal[0] != "{" or literal[-1] != "}":
+        raise MalformedPayloadError("the header must be a dictionary")
+    body = literal[1:-1].strip()
+    position = 0
+    while position < len(body):
+        match = _ITEM.match(body, position)
+        if match is None:
+            raise MalformedPayloadError(
+                "the header must map names to a string, a truth value or a tuple of whole numbers"
+            )
+        key = match["key"] or match["key2"]
+        if key in items:
+            raise MalformedPayloadError("the header repeats a key")
+        items[key] = _read_value(match)
+        position = match.end()
+    return items
+
+
+def _read_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
+    if match["flag"] is not None:
+        return match["flag"] == "True"
+    if match["sizes"] is not None:
+        return _read_sizes(match["sizes"])
+    return match["text"] if match["text"] is not None else match["text2"]
+
+
+def _read_sizes(text: str) -> tuple[int, ...]:
+    """Read what stands between the parentheses; (3) is no tuple, (3,) is."""
+    if not text.strip():
+        return ()
+    *sizes, last = (size.strip() for size in text.split(","))
+    if last:
+        sizes.append(last)
+    if "," not in text or not all(_SIZE.fullmatch(size) for size in sizes):
+        raise MalformedPayloadError("shape must be a tuple of whole numbers")
+    return tuple(int(size) for size in sizes)
+
+
+def _element_bytes(descr: str) -> int:
+    match = _DESCR.fullmatch(descr)
+    if descr.lstrip("<>|=")[:1] == "O":
+        raise MalformedPayloadError("arrays of Python objects are not accepted")
+    if descr.lstrip("<>|=")[:1] == "V":
+        raise MalformedPayloadError("arrays of raw bytes are not accepted; send bfloat16 as safetensors")
+    if match is None or match["kind"] not in _ELEMENT_SIZES:
+        raise MalformedPayloadError("descr must name a byte order, a kind and a size, such as '<f4'")
+    size, allowed = int(match["size"]), _ELEMENT_SIZES[match["kind"]]
+    if allowed is not None and size not in allowed:
+        raise MalformedPayloadError(f"there are no elements of kind {match['kind']} with {size} bytes")
+    return size * 4 if match["kind"] == "U" else size
+
+
+def encode(tensor: HostTensor) -> list[bytes | memoryview]:
+    """Return the file in pieces: an npy 1.0 header padded to `DATA_ALIGNMENT`, then the tensor's own buffer.
+
+    Raises:
+        NotAcceptableError: the tensor is bfloat16, which npy cannot express.
+        ValueError: the buffer is of another size than shape and dtype ask for.
+    """
+    if tensor.dtype not in _DESCRS:
+        raise NotAcceptableError(
+            f"npy has no {tensor.dtype.value}: accept safetensors, or ask for out_dtype float32 or float16"
+        )
+    if tensor.data.nbytes != tensor.nbytes:
+        raise ValueError(f"the tensor must have {tensor.nbytes} bytes, got {tensor.data.nbytes}")
+    header = repr(
+        {"descr": _DESCRS[tensor.dtype], "fortran_order": tensor.fortran_order, "shape": tuple(tensor.shape)}
+    )
+    unpadded = _VERSION_END + 2 + len(header) + 1
+    text = (header + " " * (-unpadded % DATA_ALIGNMENT) + "\n").encode("latin-1")
+    return [NPY_MAGIC + bytes((1, 0)) + len(text).to_bytes(2, "little") + text, tensor.data]

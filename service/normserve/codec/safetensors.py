@@ -1,0 +1,241 @@
+"""safetensors: 8 bytes of header length, a JSON header, then the tensors' bytes without a hole.
+
+Everything that a header says is checked against the body before anything is made from it.  A tensor's data
+are a view of the body; nothing is copied, and nothing is allocated in proportion to what the header claims.
+
+Source: https://github.com/huggingface/safetensors (format section of its README).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from normserve.codec import strict_json
+from normserve.codec.shapes import bits_of
+from normserve.errors import MalformedPayloadError, TooLargeError, UnsupportedDtypeError
+from normserve.tensors import DType, HostTensor
+
+_DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+# Bits of an element, for every dtype that the format defines: a size is checked even where it is of no use.
+_ELEMENT_BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8"), 8),
+    **dict.fromkeys(("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+# Names that a later version of the format may define: unsupported here, but no lie.
+_FUTURE_DTYPE = re.compile(r"(?:I|U|F|BF|C)[0-9]{1,3}(?:_[A-Z0-9]{1,12})?")
+
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_LENGTH_BYTES = 8
+_HEADER_DEPTH = 3
+_SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+#: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
+DATA_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much header to accept, so that a hostile one costs nothing."""
+
+    header_bytes: int
+    tensors: int
+
+
+REQUEST_LIMITS = Limits(header_bytes=64 * 1024, tensors=64)
+#: For files that the operator names: as much as the usual library accepts.
+CHECKPOINT_LIMITS = Limits(header_bytes=100_000_000, tensors=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor as the header describes it, its place checked.
+
+    Attributes:
+        name: as in the header.
+        dtype: the format's name of the element type, one that we compute in or not.
+        shape: sizes, outermost first.
+        start, stop: the tensor's bytes, counted from the first byte of the body.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def tensor(self, body: memoryview) -> HostTensor:
+        """Return the tensor as a view of the body that this entry was read from.
+
+        Raises:
+            UnsupportedDtypeError: the element type is not float32, float16 or bfloat16.
+        """
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise UnsupportedDtypeError(
+                f"{_label(self.name)} must be one of {', '.join(_DTYPES)}, got {self.dtype}"
+            )
+        return HostTensor(dtype, self.shape, body[self.start : self.stop])
+
+
+def decode(body: memoryview, limits: Limits = REQUEST_LIMITS) -> dict[str, HostTensor]:
+    """Return every tensor in `body` by name, in the header's order.
+
+    Args:
+        body: the whole payload, a flat view of bytes; the tensors are views of it.
+        limits: how much header to accept.
+
+    Raises:
+        MalformedPayloadError: the bytes are no well-formed safetensors.
+        TooLargeError: there are more tensors than `limits` allows.
+        UnsupportedDtypeError: all is well-formed, but an element type is not float32, float16 or bfloat16.
+    """
+    return {entry.name: entry.tensor(body) for entry in read_entries(body, limits)}
+
+
+def read_entries(body: memoryview, limits: Limits = REQUEST_LIMITS) -> list[Entry]:
+    """Return what the header says about each tensor, all of it checked, whatever the element types.
+
+    Raises:
+        MalformedPayloadError: the bytes are no well-formed safetensors.
+        TooLargeError: there are more tensors than `limits` allows.
+    """
+    data_start = _header_end(body, limits)
+    header = _read_header(body[_LENGTH_BYTES:data_start])
+    _check_metadata(header.pop(_METADATA, {}))
+    if len(header) > limits.tensors:
+        raise TooLargeError(f"a payload must hold at most {limits.tensors} tensors, got {len(header)}")
+    entries = [_read_entry(name, fields, data_start) for name, fields in header.items()]
+    _check_tiling(entries, data_start, len(body))
+    return entries
+
+
+def _header_end(body: memoryview, limits: Limits) -> int:
+    if len(body) < _LENGTH_BYTES:
+        raise MalformedPayloadError(
+            f"safetensors must begin with {_LENGTH_BYTES} bytes of header length, got {len(body)} bytes"
+        )
+    length = int.from_bytes(body[:_LENGTH_BYTES], "little")
+    if length > limits.header_bytes:
+        raise MalformedPayloadError(f"the header must be at most {limits.header_bytes} bytes, got {length}")
+    end = _LENGTH_BYTES + length
+    if end > len(body):
+        raise MalformedPayloadError(
+            f"the header must end within the body of {len(body)} bytes, ends at {end}"
+        )
+    return end
+
+
+def _read_header(raw: memoryview) -> dict[str, object]:
+    if bytes(raw[:1]) != b"{":
+        raise MalformedPayloadError("the header must begin with '{'")
+    try:
+        text = str(raw, "utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
+    return strict_json.parse_object(text, _HEADER_DEPTH)
+
+
+def _check_metadata(metadata: object) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise MalformedPayloadError(f"{_METADATA} must map strings to strings")
+
+
+def _read_entry(name: str, fields: object, data_start: int) -> Entry:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise MalformedPayloadError(f"{_label(name)} must have exactly dtype, shape and data_offsets")
+    dtype, shape = fields["dtype"], fields["shape"]
+    if not isinstance(dtype, str) or not (dtype in _ELEMENT_BITS or _FUTURE_DTYPE.fullmatch(dtype)):
+        raise MalformedPayloadError(f"{_label(name)} has a dtype that safetensors does not define")
+    if not _are_sizes(shape):
+        raise MalformedPayloadError(f"{_label(name)} must have a shape of whole numbers")
+    begin, end = _read_offsets(name, fields["data_offsets"])
+    element_bits = _ELEMENT_BITS.get(dtype)
+    bits = bits_of(shape, element_bits or 1)
+    if element_bits is not None and bits != 8 * (end - begin):
+        raise MalformedPayloadError(
+            f"{_label(name)} must have the {bits / 8:g} bytes that its shape asks for, got {end - begin}"
+        )
+    return Entry(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _read_offsets(name: str, offsets: object) -> tuple[int, int]:
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedPayloadError(f"{_label(name)} must have data_offsets [begin, end] with begin <= end")
+    return offsets[0], offsets[1]
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    # `type is`, because a JSON true is an int to isinstance.
+    return isinstance(value, list) and all(type(size) is int for size in value)
+
+
+def _check_tiling(entries: Sequence[Entry], data_start: int, body_bytes: int) -> None:
+    position = data_start
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != position:
+            fault = "leaves a hole before" if entry.start > position else "overlaps"
+            raise MalformedPayloadError(f"the data {fault} {_label(entry.name)}")
+        position = entry.stop
+    if position != body_bytes:
+        raise MalformedPayloadError(
+            f"the tensors must end where the body does, at byte {body_bytes}, but end at {position}"
+        )
+
+
+def _label(name: str) -> str:
+    """A tensor's name fit for a message: a client may call it anything, of any length."""
+    return f"tensor {name!r}" if _SAFE_NAME.fullmatch(name) else "a tensor of unprintable name"
+
+
+def data_order(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> list[str]:
+    """Return the names in the order in which their data must follow the header.
+
+    Widest elements first, otherwise as given: so every tensor starts at a multiple of its element size, which
+    readers that reinterpret the buffer rely on.
+    """
+    return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+
+
+def encode_header(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> bytes:
+    """Return everything that precedes the data: length, JSON, and spaces up to `DATA_ALIGNMENT`.
+
+    The caller sends these bytes and then the tensors' buffers in `data_order(tensors)`, with nothing between.
+    """
+    header: dict[str, Any] = {}
+    position = 0
+    for name in data_order(tensors):
+        if name == _METADATA:
+            raise ValueError(f"no tensor can be called {_METADATA}")
+        dtype, shape = tensors[name]
+        end = position + bits_of(shape, dtype.itemsize * 8) // 8
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def encode(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
+    """Return the payload in pieces: the header, then each tensor's own buffer in `data_order`.
+
+    Raises:
+        ValueError: a tensor is in column-major order, which safetensors cannot say, or its buffer is of
+            another size than its shape and dtype ask for.
+    """
+    for name, tensor in tensors.items():
+        if tensor.fortran_order:
+            raise ValueError(f"{name} must be row-major")
+        if tensor.data.nbytes != tensor.nbytes:
+            raise ValueError(f"{name} must have {tensor.nbytes} bytes, got {tensor.data.nbytes}")
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return [encode_header(described), *(tensors[name].data for name in data_order(described))]
