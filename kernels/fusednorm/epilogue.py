@@ -1,12 +1,13 @@
 """What is fused after the affine step: activations with their derivatives, and dropout.
 
-The jit functions here are called by every kernel; the plain-torch meaning of the same names is in `reference`.
+The jit functions here are called by every kernel; `reference` has their meaning in plain torch.  A tensor
+stands left of a constexpr in every product: the other way round the interpreter makes a constexpr of it.
 
 Dropout's mask is a pure function of (seed, row, position in the row), so it is the same on every device, in
 forward and backward, and for any batch.  It is Philox-4x32 with seven rounds, the fewest that pass BigCrush
 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC'11, table 2), with the counter
-(position // 4, row low, row high, 0) and the key (seed low, seed high); word position % 4 decides the element.
-An element is kept when its word is at least `dropout_threshold(p)`.
+(position // 4, row low, row high, 0) and the key (seed low, seed high); word position % 4 decides the
+element, which is kept when the word is at least `dropout_threshold(p)`.
 """
 
 import triton
@@ -35,13 +36,13 @@ def sigmoid(z, FAST: tl.constexpr):
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;",
             "=f,f",
-            [1.0 + tl.exp2(-_LOG2E * z)],
+            [1.0 + tl.exp2(z * -_LOG2E)],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
     else:
-        return 1.0 / (1.0 + tl.exp2(-_LOG2E * z))
+        return 1.0 / (1.0 + tl.exp2(z * -_LOG2E))
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     elif ACTIVATION == "gelu":
         return 0.5 * z * (1.0 + tl.erf(z * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
-        return z * sigmoid(2.0 * _SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z), FAST)
+        return z * sigmoid((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI), FAST)
     else:
         return z
 
@@ -69,11 +70,11 @@ def activation_derivative(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
         s = sigmoid(z, FAST)
         return s * (1.0 + z * (1.0 - s))
     elif ACTIVATION == "gelu":
-        density = _INV_SQRT_2PI * tl.exp2((-0.5 * _LOG2E) * z * z)
+        density = tl.exp2(z * z * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
         return 0.5 * (1.0 + tl.erf(z * _SQRT_HALF)) + z * density
     elif ACTIVATION == "gelu_tanh":
-        s = sigmoid(2.0 * _SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z), FAST)
-        slope = 2.0 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * z * z)
+        s = sigmoid((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI), FAST)
+        slope = (1.0 + z * z * (3.0 * _GELU_CUBIC)) * (2.0 * _SQRT_2_OVER_PI)
         return s + z * s * (1.0 - s) * slope
     else:
         return tl.full(z.shape, 1.0, tl.float32)
@@ -100,7 +101,7 @@ def dropout_keep(seed, row, position, threshold):
 
 @triton.jit
 def dropout_keep_tile(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`dropout_keep` of a [ROWS, COLS] tile whose columns start at 4·first_quad: one Philox for four elements.
+    """`dropout_keep` of a [ROWS, COLS] tile from column 4 * first_quad on: one Philox for four elements.
 
     `row` is [ROWS, 1] int64; COLS is a multiple of 4.
     """

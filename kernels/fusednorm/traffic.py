@@ -1,8 +1,9 @@
-"""The fewest bytes an operation must move through device memory; metrics and benchmarks share this accounting.
+"""The fewest bytes an operation must move through device memory, for metrics and benchmarks alike.
 
-A forward pass reads x and writes y; a backward pass reads dy and x and writes dx.  A residual costs one more read,
-its sum one more write, an outside gradient one more read.  Parameters, statistics and their gradients are vectors
-and do not count.  Bandwidth everywhere in this project is these bytes over device time, whatever a kernel moves.
+A forward pass reads x and writes y; a backward pass reads dy and x and writes dx.  A residual costs one more
+read, its sum one more write, an outside gradient one more read.  Parameters, statistics and their gradients
+are vectors and do not count.  Bandwidth everywhere in this project is these bytes over device time, whatever
+a kernel really moves.
 """
 
 
@@ -23,6 +24,7 @@ def backward_bytes(
 
     Args:
         numel: elements of x.
-        x: bytes of one element of x; likewise dy, dx (x's when None), residual and dresidual_out, 0 where absent.
+        x: bytes of one element of x; likewise dy, dx (x's when None), residual and dresidual_out, 0 where the
+            tensor is absent.
     """
     return numel * (x + dy + (x if dx is None else dx) + residual + dresidual_out)

@@ -1,0 +1,125 @@
+"""The input contract, once: what every launcher checks before it allocates or launches anything."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusednorm.device import INTERPRETED
+from fusednorm.epilogue import ACTIVATIONS
+from fusednorm.errors import KernelInputError, UnsupportedShapeError
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows the affine step, checked: see `fusednorm.epilogue`.
+
+    Raises:
+        KernelInputError: an unknown activation, dropout outside [0, 1), dropout without a seed, or a seed
+            that is no int64.
+    """
+
+    activation: str = "none"
+    dropout: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise KernelInputError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.dropout and self.seed is None:
+            raise KernelInputError("dropout needs a seed, got None")
+        if self.seed is not None and not INT64_MIN <= self.seed <= INT64_MAX:
+            raise KernelInputError(f"seed must be an int64, got {self.seed}")
+
+
+def check_eps(eps: float) -> None:
+    """Raises KernelInputError unless eps is positive and finite."""
+    if not (eps > 0.0 and math.isfinite(eps)):
+        raise KernelInputError(f"eps must be positive and finite, got {eps}")
+
+
+def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
+    """A float tensor that a kernel can reach; with `like`, of its shape and on its device.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+    """
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+    if tensor.device.type != "cuda" and not INTERPRETED:
+        raise KernelInputError(f"{name} must be on a CUDA device, got {tensor.device}")
+    if like is not None:
+        if tensor.device != like.device:
+            raise KernelInputError(f"{name} must be on x's device {like.device}, got {tensor.device}")
+        if tensor.shape != like.shape:
+            raise KernelInputError(f"{name} must have x's shape {list(like.shape)}, got {list(tensor.shape)}")
+
+
+def check_parameter(name: str, parameter: Tensor | None, size: int, x: Tensor) -> None:
+    """A contiguous float vector [size] on x's device, or None.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: not contiguous.
+    """
+    if parameter is None:
+        return
+    check_tensor(name, parameter)
+    if parameter.device != x.device:
+        raise KernelInputError(f"{name} must be on x's device {x.device}, got {parameter.device}")
+    if parameter.shape != (size,):
+        raise KernelInputError(f"{name} must be [{size}], got {list(parameter.shape)}")
+    if not parameter.is_contiguous():
+        raise UnsupportedShapeError(f"{name} must be contiguous, got stride {parameter.stride(0)}")
+
+
+def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size, x: Tensor) -> None:
+    """Saved statistics: contiguous float32 of `shape` on x's device, or None.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: not contiguous.
+    """
+    for name, tensor in (("mean", mean), ("rstd", rstd)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.float32 or tensor.device != x.device or tensor.shape != shape:
+            raise KernelInputError(
+                f"{name} must be float32 {list(shape)} on {x.device}, "
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise UnsupportedShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def as_rows(name: str, tensor: Tensor) -> Tensor:
+    """[rows, cols] view of [..., cols] whose rows lie one constant stride apart; never a copy.
+
+    Raises:
+        KernelInputError: no axis, or an empty last one.
+        UnsupportedShapeError: rows that no single stride reaches, or a last axis that is not contiguous.
+    """
+    if tensor.ndim == 0 or tensor.shape[-1] == 0:
+        raise KernelInputError(f"{name} must be [..., cols] with cols >= 1, got {list(tensor.shape)}")
+    cols = tensor.shape[-1]
+    if cols > 1 and tensor.stride(-1) != 1:
+        raise UnsupportedShapeError(
+            f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"
+        )
+    if tensor.ndim == 2:
+        return tensor
+    try:
+        return tensor.view(tensor.numel() // cols, cols)
+    except RuntimeError:
+        raise UnsupportedShapeError(
+            f"the rows of {name} must lie one constant stride apart, "
+            f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        ) from None

@@ -1,0 +1,158 @@
+"""Launch configurations of LayerNorm and RMSNorm, and how one is chosen.
+
+A choice depends on the row length and the width of an element, never on the number of rows: a row's bits are
+the same whatever came with it, and rows never cause a compile.  All row lengths up to a table entry's limit
+share its configuration, so the number of compiled kernels is bounded.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MAX_VEC = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch, decided but not yet made; `options` holds constexprs and compile options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+def run(device: torch.device, launches: Iterable[Launch]) -> None:
+    """Launch in order on the device's current stream."""
+    # Triton launches on the current device; index -1 leaves it alone, and is all there is without CUDA.
+    with torch.cuda.device(device.index if device.type == "cuda" else -1):
+        for launch in launches:
+            # Pinned: later versions of Triton change this default, and with it the last bits.
+            launch.kernel[launch.grid](*launch.arguments, enable_fp_fusion=True, **launch.options)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTile:
+    """`rows` whole rows a program in one tile of `block_n` columns, held in registers."""
+
+    rows: int
+    block_n: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSweep:
+    """One row a program, swept twice in chunks of `block_n` columns."""
+
+    block_n: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """Persistent programs over tiles of `rows` whole rows; `stages` tiles in flight through shared memory.
+
+    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.
+    """
+
+    rows: int
+    block_n: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+    hold_weight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSlab:
+    """A rows kernel for each row's constants, then slabs of `block_n` columns over tiles of `rows` rows."""
+
+    rows_block_n: int
+    rows_num_warps: int
+    rows: int
+    block_n: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+
+
+Forward = ForwardTile | ForwardSweep
+Backward = BackwardTile | BackwardSlab
+
+# (largest cols, configuration) by bytes of an element of x; the last entry holds for every longer row.
+_FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
+    2: (
+        (16, ForwardTile(rows=32, block_n=16, num_warps=4)),
+        (64, ForwardTile(rows=32, block_n=64, num_warps=4)),
+        (128, ForwardTile(rows=32, block_n=128, num_warps=4)),
+        (256, ForwardTile(rows=16, block_n=256, num_warps=4)),
+        (512, ForwardTile(rows=4, block_n=512, num_warps=1)),
+        (1024, ForwardTile(rows=4, block_n=1024, num_warps=4)),
+        (2048, ForwardTile(rows=4, block_n=2048, num_warps=4)),
+        (4096, ForwardTile(rows=1, block_n=4096, num_warps=4)),
+        (16384, ForwardSweep(block_n=4096, num_warps=8)),
+        (2**31, ForwardSweep(block_n=8192, num_warps=32)),
+    ),
+    4: (
+        (16, ForwardTile(rows=32, block_n=16, num_warps=4)),
+        (64, ForwardTile(rows=32, block_n=64, num_warps=4)),
+        (128, ForwardTile(rows=16, block_n=128, num_warps=4)),
+        (256, ForwardTile(rows=8, block_n=256, num_warps=4)),
+        (512, ForwardTile(rows=4, block_n=512, num_warps=4)),
+        (1024, ForwardTile(rows=4, block_n=1024, num_warps=4)),
+        (2048, ForwardTile(rows=2, block_n=2048, num_warps=4)),
+        (4096, ForwardTile(rows=1, block_n=4096, num_warps=8)),
+        (8192, ForwardSweep(block_n=2048, num_warps=8)),
+        (2**31, ForwardSweep(block_n=4096, num_warps=16)),
+    ),
+}
+
+_BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
+    2: (
+        (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (64, BackwardTile(32, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (128, BackwardTile(16, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (256, BackwardTile(8, 256, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (512, BackwardTile(4, 512, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (1024, BackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),
+        (2048, BackwardTile(1, 2048, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),
+        (4096, BackwardTile(1, 4096, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True)),
+        (8192, BackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, hold_weight=False)),
+        (2**31, BackwardSlab(4096, 8, rows=1, block_n=2048, num_warps=4, stages=3, programs_per_sm=4)),
+    ),
+    4: (
+        (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (128, BackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (256, BackwardTile(4, 256, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (512, BackwardTile(2, 512, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (1024, BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),
+        (2048, BackwardTile(1, 2048, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True)),
+        (4096, BackwardTile(1, 4096, num_warps=8, stages=2, programs_per_sm=2, hold_weight=True)),
+        (8192, BackwardTile(1, 8192, num_warps=16, stages=2, programs_per_sm=1, hold_weight=False)),
+        (2**31, BackwardSlab(4096, 8, rows=1, block_n=2048, num_warps=8, stages=3, programs_per_sm=3)),
+    ),
+}
+
+FOLD_BLOCK_P, FOLD_BLOCK_N, FOLD_NUM_WARPS = 32, 32, 8
+"""Tile and warps of the kernel that folds partial dweight and dbias; narrow, so that short rows fill it."""
+
+
+def choose_forward(cols: int, itemsize: int) -> Forward:
+    """The forward configuration for rows of `cols` elements of `itemsize` bytes."""
+    return next(choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
+
+
+def choose_backward(cols: int, itemsize: int) -> Backward:
+    """The backward configuration for rows of `cols` elements of `itemsize` bytes."""
+    return next(choice for limit, choice in _BACKWARD[itemsize] if cols <= limit)
+
+
+def vector_units(*sizes: int) -> int:
+    """The largest power of two up to MAX_VEC that divides every size: elements of one vector access."""
+    vec = MAX_VEC
+    while any(size % vec for size in sizes):
+        vec //= 2
+    return vec

@@ -1,0 +1,35 @@
+"""Where kernel tests run, and what they run on."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """A GPU where there is one, else the CPU, where kernels are interpreted."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same fresh random data in every run."""
+    torch.manual_seed(20)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New memory is full of NaN, so an element that no kernel writes fails the comparison."""
+
+    def poison(allocate):
+        def allocate_nan(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return allocate_nan
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+    return

@@ -1,0 +1,54 @@
+"""What the launchers refuse, and in which words."""
+
+import pytest
+import torch
+from fusednorm import KernelInputError, UnsupportedShapeError, layer_norm_backward, layer_norm_forward
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(4, 8, device=device)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eps": 0.0}, "eps must be positive and finite, got 0.0"),
+        ({"eps": float("nan")}, "eps must be positive and finite, got nan"),
+        ({"activation": "mish"}, "activation must be one of none, relu, silu, gelu, gelu_tanh, got 'mish'"),
+        ({"dropout": 1.0, "seed": 1}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"dropout": 0.5}, "dropout needs a seed, got None"),
+        ({"dropout": 0.5, "seed": 2**63}, "seed must be an int64, got 9223372036854775808"),
+        ({"weight": torch.ones(7)}, r"weight must be \[8\], got \[7\]"),
+        ({"weight": torch.ones(8, dtype=torch.int32)}, "weight must be float32, float16 or bfloat16"),
+        ({"residual": torch.ones(8)}, r"residual must have x's shape \[4, 8\], got \[8\]"),
+        ({"out_dtype": torch.float64}, "out_dtype must be float32, float16 or bfloat16, got torch.float64"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(x, arguments, message):
+    arguments = {k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    with pytest.raises(KernelInputError, match=message):
+        layer_norm_forward(x, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(), (8, 0)])
+def test_x_needs_a_last_axis_with_elements(shape, device):
+    with pytest.raises(KernelInputError, match=r"x must be \[..., cols\] with cols >= 1, got"):
+        layer_norm_forward(torch.empty(shape, device=device))
+
+
+def test_strides_that_no_kernel_handles_are_refused(x):
+    with pytest.raises(UnsupportedShapeError, match="contiguous along its last axis"):
+        layer_norm_forward(x.t())
+    with pytest.raises(UnsupportedShapeError, match="one constant stride apart"):
+        layer_norm_forward(x.new_empty(2, 3, 5, 8)[:, :, :4])
+    with pytest.raises(UnsupportedShapeError, match="weight must be contiguous"):
+        layer_norm_forward(x, x.new_empty(16)[::2])
+
+
+def test_statistics_come_in_pairs_and_in_float32(x):
+    mean = torch.zeros(4, device=x.device)
+    with pytest.raises(KernelInputError, match="mean and rstd must come together"):
+        layer_norm_backward(x, x, mean=mean)
+    with pytest.raises(KernelInputError, match=r"rstd must be float32 \[4\]"):
+        layer_norm_backward(x, x, mean=mean, rstd=mean.half())
