@@ -1,6 +1,9 @@
 """Everything that can go wrong with a request, as one tree.  No HTTP here: `http_errors` maps it to statuses.
 
 NormserveError
+├── MalformedHttpError           malformed_http         the bytes are no well-formed HTTP request
+├── HeadersTooLargeError         headers_too_large
+├── RequestTimeoutError          request_timeout        header or body came too slowly
 ├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
 ├── UnauthorizedError            unauthorized
 ├── NotFoundError                not_found
@@ -25,6 +28,7 @@ NormserveError
     └── DeviceOutOfMemoryError   device_out_of_memory
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -36,6 +40,18 @@ class NormserveError(Exception):
     def __init__(self, detail: str) -> None:
         super().__init__(detail)
         self.detail = detail
+
+
+class MalformedHttpError(NormserveError):
+    code = "malformed_http"
+
+
+class HeadersTooLargeError(NormserveError):
+    code = "headers_too_large"
+
+
+class RequestTimeoutError(NormserveError):
+    code = "request_timeout"
 
 
 class MalformedPayloadError(NormserveError):
@@ -55,7 +71,13 @@ class UnknownLayerError(NotFoundError):
 
 
 class MethodNotAllowedError(NormserveError):
+    """Carries the methods that the resource does take."""
+
     code = "method_not_allowed"
+
+    def __init__(self, detail: str, allowed: Sequence[str] = ()) -> None:
+        super().__init__(detail)
+        self.allowed = allowed
 
 
 class NotAcceptableError(NormserveError):

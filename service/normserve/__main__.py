@@ -1,0 +1,7 @@
+"""`python -m normserve` is `normserve`."""
+
+import sys
+
+from normserve.cli import main
+
+sys.exit(main())

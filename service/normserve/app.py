@@ -1,0 +1,143 @@
+"""The application, wired together."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match
+
+from normserve import __version__
+from normserve.backends.base import Backend
+from normserve.backends.choose import choose_backend
+from normserve.batcher import Batcher
+from normserve.checkpoint import register_checkpoint
+from normserve.edge import Edge
+from normserve.engine import Engine
+from normserve.errors import MethodNotAllowedError, NormserveError, NotFoundError
+from normserve.executor import Executor
+from normserve.layers import LayerRegistry
+from normserve.limits import Limits
+from normserve.metrics import Metrics
+from normserve.routes.body import BodyReader
+from normserve.routes.layers import Layers
+from normserve.routes.operations import Operations
+from normserve.routes.status import Status
+from normserve.settings import Settings
+
+# How long the device's thread may take to end what it is doing once nobody waits for it any more.
+_STOP_S = 5.0
+
+
+class Service:
+    """What lives as long as the server does."""
+
+    def __init__(self, settings: Settings, make_backend: Callable[[], Backend]) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.limits = Limits(
+            max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes
+        )
+        self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
+        self.layers = LayerRegistry(max_layers=settings.max_layers)
+        batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
+        self.engine = Engine(Executor(make_backend), batcher, self.metrics)
+
+    async def warm_up(self) -> None:
+        """Start the device, register the checkpoint's layers, then take work.
+
+        Raises:
+            NormserveError: the device cannot be used, or the checkpoint cannot be read.
+        """
+        await self.engine.start()
+        if self.settings.checkpoint is not None:
+            await register_checkpoint(self.settings.checkpoint, self.engine, self.layers)
+        self.engine.open()
+
+
+def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = None) -> FastAPI:
+    """The ASGI application; `app.state.service` is what it works with.
+
+    Args:
+        make_backend: called on the thread that will own the device; chosen by the settings if not given.
+    """
+    service = Service(
+        settings, make_backend or functools.partial(choose_backend, settings.backend, settings.cpu_threads)
+    )
+    app = FastAPI(
+        title="normserve",
+        version=__version__,
+        summary="Fused LayerNorm, RMSNorm and GroupNorm as a service",
+        lifespan=_lifespan,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: _answer_http_exception},
+    )
+    app.state.service = service
+    routers = _routers(service)
+    for router in routers:
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
+    key = None if settings.api_key is None else settings.api_key.get_secret_value()
+    app.add_middleware(Edge, metrics=service.metrics, api_key=key)
+    return app
+
+
+def _routers(service: Service) -> list[APIRouter]:
+    settings = service.settings
+    bodies = BodyReader(
+        service.limits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+    )
+    limits = settings.model_dump(
+        include={
+            "max_body_bytes",
+            "max_inflight_requests",
+            "max_inflight_bytes",
+            "max_batch_requests",
+            "max_batch_bytes",
+            "max_layers",
+            "timeout_ms",
+        }
+    )
+    return [
+        Operations(service.engine, service.layers, bodies, settings.timeout_ms).router(),
+        Layers(service.engine, service.layers, bodies).router(),
+        Status(service.engine, service.layers, service.metrics, limits).router(),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    # The server listens while it warms up, and says so at /readyz.
+    warming = asyncio.create_task(service.warm_up())
+    app.state.warming = warming
+    try:
+        yield
+    finally:
+        service.engine.close()
+        warming.cancel()
+        with contextlib.suppress(asyncio.CancelledError, NormserveError):
+            await warming
+        await asyncio.to_thread(service.engine.stop, _STOP_S)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """What the router has to say: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code != 405:
+        raise NotFoundError("nothing is at this path; GET /docs shows what there is")
+    allowed = _allowed_methods(request)
+    if request.method == "OPTIONS":
+        return Response(status_code=204, headers={"allow": ", ".join(allowed)})
+    raise MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    methods = {"OPTIONS"}
+    for route in request.app.state.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)

@@ -1,0 +1,26 @@
+"""Which backend this machine gets."""
+
+from normserve.backends.base import Backend
+from normserve.errors import DeviceFailureError
+
+
+def choose_backend(name: str, cpu_threads: int) -> Backend:
+    """Make the backend of that name; "auto" is triton where there is a CUDA device, torch elsewhere.
+
+    Imports only what it chose, as each takes seconds to load.
+
+    Raises:
+        DeviceFailureError: triton was asked for by name and there is no CUDA device.
+    """
+    if name != "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            from normserve.backends.triton import TritonBackend
+
+            return TritonBackend()
+        if name == "triton":
+            raise DeviceFailureError("the triton backend needs a CUDA device, torch sees none")
+    from normserve.backends.torch import TorchBackend
+
+    return TorchBackend(cpu_threads)

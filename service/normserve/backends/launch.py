@@ -1,0 +1,73 @@
+"""From a spec and its tensors to a call of the kernel library, whichever library that is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from fusednorm.results import Backward, Forward
+from torch import Tensor
+
+from normserve.backends.tensors import TORCH_DTYPES
+from normserve.jobs import NormSpec, Op, Pass
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentParameters:
+    """A registered layer's parameters where kernels read them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def parameters_of(resident: object) -> dict[str, Tensor]:
+    """A layer's parameters by the names of the API."""
+    assert isinstance(resident, ResidentParameters)
+    parameters = {"weight": resident.weight}
+    return parameters if resident.bias is None else parameters | {"bias": resident.bias}
+
+
+def launch(library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run one operation.
+
+    Args:
+        library: has the functions of `fusednorm`, on the tensors' device.
+        tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
+
+    Returns:
+        What the operation gives back, by the names of the API.
+    """
+    if not tensors["x"].numel():
+        return _empty(spec, tensors)
+    function = getattr(library, f"{spec.op.value}_{spec.direction.value}")
+    leading = [tensors["x"], *([spec.num_groups] if spec.op is Op.GROUP_NORM else [])]
+    options: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in ("x", "dy")}
+    options |= {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
+    if spec.direction is Pass.FORWARD:
+        options["out_dtype"] = None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
+        options["stats"] = spec.stats
+    else:
+        leading.insert(0, tensors["dy"])
+    result: Forward | Backward = function(*leading, **options)
+    return {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
+
+
+def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What comes of no rows at all: empty tensors, and sums of nothing."""
+    x = tensors["x"]
+    if spec.direction is Pass.BACKWARD:
+        gradients = {
+            f"d{name}": torch.zeros_like(tensors[name]) for name in ("weight", "bias") if name in tensors
+        }
+        return {"dx": torch.empty_like(x), **gradients}
+    outputs = {
+        "y": torch.empty_like(x, dtype=None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype])
+    }
+    if "residual" in tensors:
+        outputs["residual_out"] = torch.empty_like(x)
+    if spec.stats:
+        shape = (0, spec.num_groups) if spec.op is Op.GROUP_NORM else (0,)
+        for name in ("rstd",) if spec.op is Op.RMS_NORM else ("mean", "rstd"):
+            outputs[name] = x.new_empty(shape, dtype=torch.float32)
+    return outputs

@@ -1,0 +1,116 @@
+"""Between the host tensors of a batch and the torch tensors that one launch works on.
+
+A launch sees one tensor for each name: rows as [rows, N], samples as [B, C, *spatial], where channels-last is
+a permuted view of the same memory.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from fusednorm.traffic import backward_bytes, forward_bytes
+from torch import Tensor
+
+from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.tensors import DType, HostTensor
+
+TORCH_DTYPES = {
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+}
+_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+# The names that belong to the whole launch; everything else is rows of it.
+PARAMETERS = ("weight", "bias")
+_PARAMETER_GRADIENTS = ("dweight", "dbias")
+_STATISTICS = ("mean", "rstd")
+
+
+def view(tensor: HostTensor) -> Tensor:
+    """The tensor as torch sees it: the same memory, unless its column-major order must be turned round."""
+    dtype = TORCH_DTYPES[tensor.dtype]
+    if not tensor.nbytes:
+        return torch.empty(tensor.shape, dtype=dtype)
+    flat = torch.frombuffer(tensor.data, dtype=dtype)
+    if tensor.fortran_order:
+        axes = range(len(tensor.shape) - 1, -1, -1)
+        return flat.reshape(tensor.shape[::-1]).permute(*axes).contiguous()
+    return flat.reshape(tensor.shape)
+
+
+def rows_of(batch: Batch, name: str) -> list[Tensor]:
+    """Each job's tensor of that name, shaped so that they can be stacked along the first axis."""
+    return [_as_rows(job.spec, name, view(job.tensors[name])) for job in batch.jobs]
+
+
+def _as_rows(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
+    if spec.op is Op.GROUP_NORM:
+        return tensor
+    return tensor.reshape(-1) if name in _STATISTICS else tensor.reshape(-1, tensor.shape[-1])
+
+
+def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
+    if spec.layout is Layout.NHWC and name not in _STATISTICS and name not in PARAMETERS:
+        return tensor.movedim(-1, 1)
+    return tensor
+
+
+def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
+    """The way back from `channels_first`, contiguous."""
+    if spec.layout is Layout.NHWC and name not in _STATISTICS and name not in _PARAMETER_GRADIENTS:
+        tensor = tensor.movedim(1, -1)
+    return tensor.contiguous()
+
+
+def host_tensor(tensor: Tensor, shape: Sequence[int]) -> HostTensor:
+    """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return HostTensor(_DTYPES[tensor.dtype], tuple(shape), flat.numpy().data)
+
+
+def split(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[dict[str, HostTensor], ...]:
+    """Each job's share of a launch's outputs, which are in host memory and in payload order; no copy."""
+    shares = []
+    start = 0
+    for job in batch.jobs:
+        stop = start + job.rows
+        shares.append({name: _share(job, name, output, start, stop) for name, output in outputs.items()})
+        start = stop
+    return tuple(shares)
+
+
+def _share(job: NormJob, name: str, output: Tensor, start: int, stop: int) -> HostTensor:
+    if name in _PARAMETER_GRADIENTS:
+        return host_tensor(output, output.shape)
+    if name not in _STATISTICS:
+        return host_tensor(output[start:stop], job.x.shape)
+    by_group = job.spec.op is Op.GROUP_NORM
+    shape = (job.rows, job.spec.num_groups) if by_group else job.x.shape[:-1]
+    return host_tensor(output[start:stop], shape)
+
+
+def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
+    """The fewest bytes that a job's share of a launch must move through the device's memory."""
+
+    def width(tensor: HostTensor | None) -> int:
+        return 0 if tensor is None else tensor.dtype.itemsize
+
+    given = job.tensors.get
+    numel = job.x.nbytes // job.x.dtype.itemsize
+    if job.spec.direction is Pass.BACKWARD:
+        return backward_bytes(
+            numel,
+            width(job.x),
+            width(job.tensors["dy"]),
+            dx=width(outputs["dx"]),
+            residual=width(given("residual")),
+            dresidual_out=width(given("dresidual_out")),
+        )
+    return forward_bytes(
+        numel,
+        width(job.x),
+        width(outputs["y"]),
+        residual=width(given("residual")),
+        residual_out=width(outputs.get("residual_out")),
+    )

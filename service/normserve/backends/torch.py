@@ -1,0 +1,112 @@
+"""The CPU, through torch."""
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from fusednorm.errors import KernelInputError
+from torch import Tensor
+
+from normserve.backends import cpu_kernels
+from normserve.backends.base import DeviceInfo
+from normserve.backends.launch import ResidentParameters, launch, parameters_of
+from normserve.backends.tensors import (
+    PARAMETERS,
+    channels_first,
+    kernel_bytes,
+    payload_order,
+    rows_of,
+    split,
+    view,
+)
+from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
+from normserve.jobs import Batch, Execution
+from normserve.tensors import HostTensor
+
+_COPY_BYTES = 64 * 2**20
+
+
+class TorchBackend:
+    """Runs batches on the CPU, in the memory that the requests came in."""
+
+    name = "torch"
+
+    def __init__(self, threads: int = 0) -> None:
+        """Args: threads: of each operation; 0 leaves one core to the event loop."""
+        self._threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+
+    def start(self) -> DeviceInfo:
+        torch.set_num_threads(self._threads)
+        return DeviceInfo(
+            name=_processor(),
+            kind="cpu",
+            copy_bandwidth=_copy_bandwidth(),
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+
+    def load(self, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+        return ResidentParameters(view(weight).clone(), None if bias is None else view(bias).clone())
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Execution:
+        job = batch.jobs[0]
+        began = time.perf_counter()
+        tensors = {name: channels_first(job.spec, name, self._gather(batch, name)) for name in job.tensors}
+        if job.layer is not None:
+            tensors |= parameters_of(job.layer.resident)
+        ready = time.perf_counter()
+        outputs = launch(cpu_kernels, job.spec, tensors)
+        computed = time.perf_counter()
+        ordered = {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
+        shares = split(batch, ordered)
+        return Execution(
+            outputs=shares,
+            kernel_bytes=tuple(
+                kernel_bytes(job, share) for job, share in zip(batch.jobs, shares, strict=True)
+            ),
+            copy_in_s=ready - began,
+            kernel_s=computed - ready,
+            copy_out_s=time.perf_counter() - computed,
+        )
+
+    def translate(self, error: Exception) -> NormserveError | None:
+        if isinstance(error, KernelInputError):
+            return InvalidShapeError(str(error))
+        exhausted = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if exhausted or isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return DeviceOutOfMemoryError("there is not enough memory for this request now")
+        return None
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {}
+
+    @staticmethod
+    def _gather(batch: Batch, name: str) -> Tensor:
+        if name in PARAMETERS:
+            return view(batch.jobs[0].tensors[name])
+        rows = rows_of(batch, name)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _copy_bandwidth() -> float:
+    """Bytes a second, read plus written: the best of a few copies of a tensor that no cache holds."""
+    source = torch.ones(_COPY_BYTES // 4)
+    target = torch.zeros_like(source)
+    fastest = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * _COPY_BYTES / fastest
+
+
+def _processor() -> str:
+    """The processor's name, for people."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,62 @@
+"""Registering the norm layers of a safetensors checkpoint."""
+
+import asyncio
+import logging
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from normserve.codec.safetensors import CHECKPOINT_LIMITS, Entry, read_entries
+from normserve.engine import Engine
+from normserve.errors import MalformedPayloadError, NormserveError
+from normserve.jobs import Layer, Op
+from normserve.layers import LayerRegistry
+from normserve.tensors import HostTensor
+
+log = logging.getLogger(__name__)
+
+# `ln` as a word of its own: ln_1, ln_f, attn.ln, ln2; not the middle of another word.
+_NAMES_A_NORM = re.compile(r"norm|(?:^|[._])ln(?:$|[._\d])", re.IGNORECASE)
+_LAYER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_EPS = 1e-5
+
+
+async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry) -> None:
+    """Register every pair NAME.weight, NAME.bias of rank 1 whose name says norm or ln, as LayerNorm NAME.
+
+    Raises:
+        NormserveError: the file cannot be read, or its parameters are of no use.
+    """
+    try:
+        found = await asyncio.to_thread(_read_pairs, path)
+    except OSError as error:
+        raise NormserveError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    except NormserveError as error:
+        raise type(error)(f"the checkpoint {path}: {error.detail}") from error
+    for name, weight, bias in found:
+        resident = await engine.load(weight, bias)
+        layers.put(Layer(name, Op.LAYER_NORM, _EPS, 0, "none", weight.shape[0], weight.dtype, True, resident))
+    log.info("registered %d layers from %s", len(layers), path)
+
+
+def _read_pairs(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            raise MalformedPayloadError("the file is empty")
+        # Copy on write: torch wants memory that it could write to.
+        body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    entries = {entry.name: entry for entry in read_entries(body, CHECKPOINT_LIMITS)}
+    return [(name, weight.tensor(body), bias.tensor(body)) for name, weight, bias in _norm_pairs(entries)]
+
+
+def _norm_pairs(entries: dict[str, Entry]) -> Iterator[tuple[str, Entry, Entry]]:
+    for key, weight in entries.items():
+        name = key.removesuffix(".weight")
+        bias = entries.get(f"{name}.bias")
+        # A running mean makes it a BatchNorm, which is another operation.
+        if name == key or bias is None or f"{name}.running_mean" in entries:
+            continue
+        is_pair = len(weight.shape) == 1 and weight.shape == bias.shape and weight.shape[0] > 0
+        if is_pair and _NAMES_A_NORM.search(name) and _LAYER_NAME.fullmatch(name):
+            yield name, weight, bias

@@ -1,0 +1,158 @@
+"""The outermost layer of the application: what holds for every request, whatever its route.
+
+It names requests, asks for the API key, turns whatever goes wrong into a problem document, closes connections
+whose body nobody will read, gives permits back and tells the metrics.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
+from normserve.exchange import Exchange
+from normserve.http_errors import problem
+from normserve.metrics import Metrics, RequestRecord
+
+log = logging.getLogger(__name__)
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
+_GUARDED = "/v1/"
+
+# An unread body up to this long is read and dropped, so that the connection can be used again.
+_SMALL_BODY_BYTES = 64 * 1024
+# After an early answer the client may be sending still; closing at once could destroy the answer on its way.
+_LINGER_S = 2.0
+_LINGER_BYTES = 64 * 2**20
+
+
+class Edge:
+    """Wraps the application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        exchange = Exchange(_request_id(headers), RequestRecord())
+        scope.setdefault("state", {})["exchange"] = exchange
+        incoming = _Incoming(headers, receive, exchange)
+        outgoing = _Outgoing(send, incoming, exchange)
+        try:
+            self._authorise(scope["path"], headers)
+            await self._app(scope, incoming.receive, outgoing.send)
+        except NormserveError as error:
+            await respond_problem(error, exchange, outgoing.send)
+        except Exception:
+            log.exception("request %s met an error that nobody expected", exchange.request_id)
+            if not outgoing.started:
+                await respond_problem(NormserveError("an error of the server's own"), exchange, outgoing.send)
+        finally:
+            self._close(exchange, outgoing)
+
+    def _authorise(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self._authorization is None or not path.startswith(_GUARDED):
+            return
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._authorization):
+            raise UnauthorizedError("an API key must be given as Authorization: Bearer KEY, and be right")
+
+    def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
+        if exchange.permit is not None:
+            exchange.permit.release()
+        record = exchange.record
+        if outgoing.began is not None and "kernel" in record.stages:
+            record.stages["send"] = time.perf_counter() - outgoing.began
+        if exchange.client_left or not outgoing.started:
+            record.status = 499
+        self._metrics.observe_request(record)
+
+
+async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:
+    """Answer with an error's problem document."""
+    exchange.record.error = error.code
+    if isinstance(error, ClientLeftError):
+        exchange.client_left = True
+    status, headers, body = problem(error, exchange.request_id)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _Incoming:
+    """The request's body, and whether all of it has come."""
+
+    def __init__(self, headers: dict[bytes, bytes], receive: Receive, exchange: Exchange) -> None:
+        self._receive = receive
+        self._exchange = exchange
+        length = headers.get(b"content-length")
+        self.complete = b"transfer-encoding" not in headers and length in (None, b"0")
+        awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
+        self.is_small = not awaits_leave and length is not None and int(length) <= _SMALL_BODY_BYTES
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._exchange.client_left = True
+            self.complete = True
+        elif not message.get("more_body", False):
+            self.complete = True
+        return message
+
+    async def drop(self) -> None:
+        """Read what is still to come and forget it, within bounds."""
+        dropped = 0
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while not self.complete and dropped < _LINGER_BYTES:
+                    dropped += len((await self.receive()).get("body", b""))
+        except TimeoutError:
+            return
+
+
+class _Outgoing:
+    """The response, with what every response carries."""
+
+    def __init__(self, send: Send, incoming: _Incoming, exchange: Exchange) -> None:
+        self._send = send
+        self._incoming = incoming
+        self._exchange = exchange
+        self.began: float | None = None
+
+    @property
+    def started(self) -> bool:
+        return self.began is not None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+            return
+        self._exchange.record.sent += len(message.get("body", b""))
+        if self._incoming.complete or message.get("more_body", False):
+            await self._send(message)
+            return
+        await self._send({**message, "more_body": True})
+        await self._incoming.drop()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self, message: Message) -> None:
+        self.began = time.perf_counter()
+        self._exchange.record.status = message["status"]
+        headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode())]
+        if not self._incoming.complete and self._incoming.is_small:
+            await self._incoming.drop()
+        if not self._incoming.complete:
+            headers.append((b"connection", b"close"))
+        await self._send({**message, "headers": headers})
+
+
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if _SANE_ID.fullmatch(given) else secrets.token_hex(16)

@@ -1,0 +1,251 @@
+"""The glue between the event loop and the device: jobs in, results out, deadlines kept, drained in the end.
+
+Everything here runs on the event loop's thread.  Jobs wait in the batcher, not in the executor, so that one
+whose deadline passed or whose client left is simply taken out and costs the device nothing.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from normserve.backends.base import DeviceInfo
+from normserve.batcher import Batcher
+from normserve.errors import (
+    ClientLeftError,
+    DeadlineExceededError,
+    DeviceFailureError,
+    DrainingError,
+    NormserveError,
+    NotReadyError,
+)
+from normserve.executor import Executor, Outcome, Reply
+from normserve.jobs import Batch, Execution, NormJob, NormResult
+from normserve.metrics import Metrics
+from normserve.tensors import HostTensor
+
+log = logging.getLogger(__name__)
+
+# Batches handed to the device at once.
+_DEPTH = 1
+
+
+class State(Enum):
+    """What the engine can do for a request."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A job's way back, and what may end its wait."""
+
+    reply: asyncio.Future[NormResult]
+    submitted: float
+    timer: asyncio.TimerHandle | None
+
+
+class Engine:
+    """Feeds one executor."""
+
+    def __init__(self, executor: Executor, batcher: Batcher, metrics: Metrics) -> None:
+        self._executor = executor
+        self._batcher = batcher
+        self._metrics = metrics
+        self._waiting: dict[NormJob, _Waiting] = {}
+        self._running = 0
+        self._failure: NormserveError | None = None
+        self.state = State.STARTING
+        self.device: DeviceInfo | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        metrics.watch_queue(lambda: len(batcher))
+
+    @property
+    def backend_name(self) -> str:
+        """The backend that runs, or an empty string before it does."""
+        return "" if self.device is None else self._executor.backend.name
+
+    async def start(self) -> DeviceInfo:
+        """Start the device; the engine still takes no jobs until `open`.
+
+        Raises:
+            NormserveError: the device cannot be used.
+        """
+        device = await self._ask(self._executor.start)
+        assert isinstance(device, DeviceInfo)
+        self.device = device
+        backend = self._executor.backend
+        self._metrics.watch_device(backend.name, device, backend.memory_bytes)
+        return device
+
+    def open(self) -> None:
+        """Take jobs from now on."""
+        if self.state is State.STARTING:
+            self._enter(State.READY)
+
+    def close(self) -> None:
+        """Take no more jobs; those already admitted are finished."""
+        if self.state is not State.FAILED:
+            self._enter(State.DRAINING)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the device's thread; nothing may be submitted afterwards."""
+        self._executor.stop(timeout_s)
+
+    def require_ready(self) -> None:
+        """Refuse new work unless it can be done.
+
+        Raises:
+            NotReadyError, DrainingError, DeviceFailureError: by state.
+        """
+        match self.state:
+            case State.STARTING:
+                raise NotReadyError("the server is still warming up")
+            case State.DRAINING:
+                raise DrainingError("the server is shutting down and finishes only what it has admitted")
+            case State.FAILED:
+                raise self._failure or DeviceFailureError("the device has failed")
+
+    async def load(self, weight: HostTensor, bias: HostTensor | None) -> object:
+        """Bring a layer's parameters to where the device wants them.
+
+        Raises:
+            NormserveError: the device could not take them.
+        """
+        return await self._ask(lambda reply: self._executor.load(weight, bias, reply))
+
+    async def submit(self, job: NormJob, deadline: float) -> NormResult:
+        """Run a job.  Cancelling the call takes the job out of the queue if it is still there.
+
+        Args:
+            deadline: when execution must have begun, by `time.perf_counter`.
+
+        Raises:
+            DeadlineExceededError: it had not; the job was not run.
+            NormserveError: what the device said.
+        """
+        if self._failure is not None:
+            raise self._failure
+        loop = asyncio.get_running_loop()
+        submitted = time.perf_counter()
+        if deadline <= submitted:
+            raise self._late(job)
+        waiting = _Waiting(loop.create_future(), submitted, None)
+        self._waiting[job] = waiting
+        self._batcher.add(job)
+        self._feed()
+        if job in self._batcher:
+            waiting.timer = loop.call_later(deadline - submitted, self._expire, job)
+        try:
+            return await waiting.reply
+        finally:
+            self._forget(job)
+
+    def abandon(self, job: NormJob) -> None:
+        """The client of a job has left: take it out of the queue, or drop its result."""
+        self._batcher.discard(job)
+        self._reply_error((job,), ClientLeftError("the client left before its result was ready"))
+
+    def _feed(self) -> None:
+        for batch in self._batcher.due(_DEPTH - self._running):
+            for job in batch.jobs:
+                waiting = self._waiting[job]
+                if waiting.timer is not None:
+                    waiting.timer.cancel()
+            self._running += 1
+            self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
+
+    def _finish(self, batch: Batch, outcome: Outcome) -> None:
+        self._running -= 1
+        if outcome.error is not None:
+            self._note_failure(outcome.error)
+            self._reply_error(batch.jobs, outcome.error)
+        else:
+            self._reply_results(batch, outcome)
+        self._feed()
+
+    def _reply_results(self, batch: Batch, outcome: Outcome) -> None:
+        execution = outcome.value
+        assert isinstance(execution, Execution)
+        self._metrics.observe_launch(batch, execution)
+        launch_bytes = sum(execution.kernel_bytes)
+        for job, tensors, kernel_bytes in zip(
+            batch.jobs, execution.outputs, execution.kernel_bytes, strict=True
+        ):
+            waiting = self._waiting.get(job)
+            if waiting is None or waiting.reply.done():
+                continue
+            waiting.reply.set_result(
+                NormResult(
+                    tensors=tensors,
+                    queue_s=max(0.0, outcome.started - waiting.submitted),
+                    copy_in_s=execution.copy_in_s,
+                    kernel_s=execution.kernel_s,
+                    copy_out_s=execution.copy_out_s,
+                    kernel_bytes=kernel_bytes,
+                    launch_bytes=launch_bytes,
+                    batch_size=len(batch.jobs),
+                )
+            )
+
+    def _reply_error(self, jobs: tuple[NormJob, ...], error: NormserveError) -> None:
+        for job in jobs:
+            waiting = self._waiting.get(job)
+            if waiting is not None and not waiting.reply.done():
+                waiting.reply.set_exception(error)
+
+    def _note_failure(self, error: NormserveError) -> None:
+        """A failed device is of no more use: answer everybody who waits for it and tell the process."""
+        if not isinstance(error, DeviceFailureError) or self._failure is not None:
+            return
+        self._failure = error
+        self._enter(State.FAILED)
+        log.critical("the device failed, the server gives up: %s", error.detail)
+        queued = tuple(self._batcher)
+        for job in queued:
+            self._batcher.discard(job)
+        self._reply_error(queued, error)
+        self.on_failure()
+
+    def _expire(self, job: NormJob) -> None:
+        self._batcher.discard(job)
+        self._reply_error((job,), self._late(job))
+
+    def _forget(self, job: NormJob) -> None:
+        self._batcher.discard(job)
+        waiting = self._waiting.pop(job)
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+
+    def _late(self, job: NormJob) -> DeadlineExceededError:
+        return DeadlineExceededError(f"execution of this {job.spec.op.value} had not begun by its deadline")
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._metrics.set_ready(state is State.READY)
+
+    async def _ask(self, request: Callable[[Reply], None]) -> object:
+        """Hand something to the executor and wait for its reply."""
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        request(self._on_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
+        outcome = await future
+        if outcome.error is not None:
+            self._note_failure(outcome.error)
+            raise outcome.error
+        return outcome.value
+
+    def _on_loop(self, reply: Reply) -> Reply:
+        """A reply that the device's thread may call: it runs on the loop, or not at all once that is gone."""
+        loop = asyncio.get_running_loop()
+
+        def hand_over(outcome: Outcome) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(reply, outcome)
+
+        return hand_over

@@ -1,0 +1,23 @@
+"""One request and its response, as they are accounted for from the first header to the last byte."""
+
+from dataclasses import dataclass
+
+from normserve.limits import Permit
+from normserve.metrics import RequestRecord
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What the routes and the edge of the application share about a request.
+
+    Attributes:
+        request_id: the client's own, if it sent a sane one.
+        record: what the metrics will be told.
+        permit: once the request is admitted; the edge gives it back.
+        client_left: the connection went before the response was complete.
+    """
+
+    request_id: str
+    record: RequestRecord
+    permit: Permit | None = None
+    client_left: bool = False

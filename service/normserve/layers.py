@@ -1,0 +1,51 @@
+"""The layers that are registered: parameters by name."""
+
+from normserve.errors import TooLargeError, UnknownLayerError
+from normserve.jobs import Layer
+
+
+class LayerRegistry:
+    """Layers by name.  A replaced or removed layer lives on in the jobs that already hold it."""
+
+    def __init__(self, *, max_layers: int) -> None:
+        self._max_layers = max_layers
+        self._layers: dict[str, Layer] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def put(self, layer: Layer) -> bool:
+        """Register a layer; whether it replaced one.
+
+        Raises:
+            TooLargeError: there are as many as may be.
+        """
+        replaced = layer.name in self._layers
+        if not replaced and len(self._layers) >= self._max_layers:
+            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
+        self._layers[layer.name] = layer
+        return replaced
+
+    def get(self, name: str) -> Layer:
+        """The layer of that name.
+
+        Raises:
+            UnknownLayerError: there is none.
+        """
+        try:
+            return self._layers[name]
+        except KeyError:
+            raise UnknownLayerError("no layer of that name is registered") from None
+
+    def remove(self, name: str) -> None:
+        """Forget a layer.
+
+        Raises:
+            UnknownLayerError: there is none.
+        """
+        self.get(name)
+        del self._layers[name]
+
+    def all(self) -> list[Layer]:
+        """Every layer, by name."""
+        return [self._layers[name] for name in sorted(self._layers)]

@@ -1,0 +1,223 @@
+"""Every metric of the server, and the one place that increments them.
+
+Units are base units, label sets are closed: never a shape, an id, a layer's name, a raw path or anything else
+that a client chose.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from normserve import __version__
+from normserve.backends.base import DeviceInfo
+from normserve.jobs import Batch, Execution
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+UNMATCHED = "__unmatched__"
+NONE = "none"
+
+STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send")
+REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
+
+_DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
+_KERNEL_BANDWIDTH_BUCKETS = tuple(1e9 * 2**k for k in range(14))
+_REQUEST_BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
+_BATCH_REQUESTS_BUCKETS = tuple(float(2**k) for k in range(9))
+_BATCH_BYTES_BUCKETS = tuple(float(4**k * 256) for k in range(13))
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one request turned out to be; filled in as it walks, observed once at its end.
+
+    Attributes:
+        op: an operation, the name of another route, or `UNMATCHED`.
+        direction: "forward", "backward" or "none".
+        status: of the response; 499 when the client left before it was complete.
+        error: code of the error that answered it.
+        stages: seconds by stage, of those it went through.
+        waiting_in: the stage that it is in, should it be cut off.
+        received, sent: bytes of bodies.
+    """
+
+    op: str = UNMATCHED
+    direction: str = NONE
+    dtype: str = NONE
+    transport: str = "tcp"
+    status: int = 0
+    error: str | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    waiting_in: str = "recv"
+    received: int = 0
+    sent: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+
+class _DeviceMemory(Collector):
+    """Device memory, asked for when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], Mapping[str, int]] = dict
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "normserve_device_memory_bytes", "Memory of the device, by kind of use.", labels=["kind"]
+        )
+        for kind, nbytes in self.read().items():
+            family.add_metric([kind], nbytes)
+        return [family]
+
+
+class Metrics:
+    """The server's metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """Args: registry: where to register; one of its own if none is given."""
+        registry = self.registry = registry or CollectorRegistry()
+        request = ["op", "pass", "transport"]
+        kernel = ["op", "pass", "dtype"]
+
+        def counter(name: str, doc: str, labels: list[str]) -> Counter:
+            return Counter(f"normserve_{name}", doc, labels, registry=registry)
+
+        def gauge(name: str, doc: str, labels: list[str] | None = None) -> Gauge:
+            return Gauge(f"normserve_{name}", doc, labels or [], registry=registry)
+
+        def histogram(name: str, doc: str, labels: list[str], buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"normserve_{name}", doc, labels, buckets=buckets, registry=registry)
+
+        self._requests = counter(
+            "requests_total",
+            "Requests answered, by what they asked for and the status.",
+            [*kernel, "transport", "code"],
+        )
+        self._request_duration = histogram(
+            "request_duration_seconds",
+            "From a request's header to the last byte of its response.",
+            request,
+            _DURATION_BUCKETS,
+        )
+        self._stage_duration = histogram(
+            "stage_duration_seconds",
+            "Time that operations spent in each stage.",
+            ["stage"],
+            _DURATION_BUCKETS,
+        )
+        self._request_bandwidth = histogram(
+            "request_bandwidth_bytes_per_second",
+            "Bytes of an operation's request and response over its wall time.",
+            request,
+            _REQUEST_BANDWIDTH_BUCKETS,
+        )
+        self._kernel_bytes = counter(
+            "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", kernel
+        )
+        self._kernel_seconds = counter("kernel_seconds_total", "Device time of the launches.", kernel)
+        self._kernel_bandwidth = histogram(
+            "kernel_bandwidth_bytes_per_second",
+            "Bandwidth of each launch: the fewest bytes over device time.",
+            kernel,
+            _KERNEL_BANDWIDTH_BUCKETS,
+        )
+        self._transfer_bytes = counter(
+            "transfer_bytes_total", "Bytes of tensors brought to the device and back.", ["direction"]
+        )
+        self._transfer_seconds = counter(
+            "transfer_seconds_total", "Time that bringing them took.", ["direction"]
+        )
+        self._batch_requests = histogram(
+            "batch_requests", "Requests that shared a launch.", [], _BATCH_REQUESTS_BUCKETS
+        )
+        self._batch_bytes = histogram(
+            "batch_bytes", "Bytes of the tensors that came with a launch.", [], _BATCH_BYTES_BUCKETS
+        )
+        self._inflight_requests = gauge(
+            "inflight_requests", "Admitted operations whose last byte is not out yet."
+        )
+        self._inflight_bytes = gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
+        self._queue_requests = gauge("queue_requests", "Operations that wait for the device.")
+        self._rejected = counter("rejected_total", "Requests turned away, by reason.", ["reason"])
+        self._errors = counter("errors_total", "Requests answered with an error, by cause.", ["cause"])
+        self._cancelled = counter(
+            "cancelled_total", "Requests whose client left, by the stage they were in.", ["stage"]
+        )
+        self._copy_bandwidth = gauge(
+            "device_copy_bandwidth_bytes_per_second",
+            "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
+            ["device"],
+        )
+        self._build_info = gauge(
+            "build_info", "Always 1; the labels say what runs.", ["version", "backend", "device"]
+        )
+        self._ready = gauge("ready", "1 while the server takes work.")
+        self._device_memory = _DeviceMemory()
+        registry.register(self._device_memory)
+        for reason in REJECTIONS:
+            self._rejected.labels(reason)
+
+    def watch_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report what has been admitted; asked at each scrape."""
+        self._inflight_requests.set_function(requests)
+        self._inflight_bytes.set_function(nbytes)
+
+    def watch_queue(self, length: Callable[[], int]) -> None:
+        """Report how many jobs wait; asked at each scrape."""
+        self._queue_requests.set_function(length)
+
+    def watch_device(
+        self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Report what runs, its roof and its memory."""
+        self._build_info.labels(__version__, backend, device.name).set(1)
+        self._copy_bandwidth.labels(device.name).set(device.copy_bandwidth)
+        self._device_memory.read = memory_bytes
+
+    def set_ready(self, ready: bool) -> None:
+        """Report whether the server takes work."""
+        self._ready.set(int(ready))
+
+    def observe_launch(self, batch: Batch, execution: Execution) -> None:
+        """Count one launch."""
+        job = batch.jobs[0]
+        labels = (job.spec.op.value, job.spec.direction.value, job.x.dtype.value)
+        kernel_bytes = sum(execution.kernel_bytes)
+        self._kernel_bytes.labels(*labels).inc(kernel_bytes)
+        self._kernel_seconds.labels(*labels).inc(execution.kernel_s)
+        if kernel_bytes and execution.kernel_s > 0:
+            self._kernel_bandwidth.labels(*labels).observe(kernel_bytes / execution.kernel_s)
+        came = sum(job.nbytes for job in batch.jobs)
+        went = sum(tensor.nbytes for outputs in execution.outputs for tensor in outputs.values())
+        self._batch_requests.observe(len(batch.jobs))
+        self._batch_bytes.observe(came)
+        self._transfer_bytes.labels("in").inc(came)
+        self._transfer_bytes.labels("out").inc(went)
+        self._transfer_seconds.labels("in").inc(execution.copy_in_s)
+        self._transfer_seconds.labels("out").inc(execution.copy_out_s)
+
+    def observe_request(self, record: RequestRecord) -> None:
+        """Count one request, at its very end."""
+        elapsed = time.perf_counter() - record.began
+        self._requests.labels(
+            record.op, record.direction, record.dtype, record.transport, str(record.status)
+        ).inc()
+        self._request_duration.labels(record.op, record.direction, record.transport).observe(elapsed)
+        for stage, seconds in record.stages.items():
+            self._stage_duration.labels(stage).observe(seconds)
+        if record.error is not None:
+            self._errors.labels(record.error).inc()
+            if record.error in REJECTIONS:
+                self._rejected.labels(record.error).inc()
+        if record.status == 499:
+            self._cancelled.labels(record.waiting_in).inc()
+        elif record.status < 300 and "kernel" in record.stages:
+            bandwidth = (record.received + record.sent) / elapsed
+            self._request_bandwidth.labels(record.op, record.direction, record.transport).observe(bandwidth)
+
+    def render(self) -> bytes:
+        """The Prometheus text of everything."""
+        return generate_latest(self.registry)

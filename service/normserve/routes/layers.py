@@ -1,0 +1,127 @@
+"""`/v1/layers`: parameters that stay on the server under a name."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from normserve.codec import safetensors
+from normserve.codec.media_types import SAFETENSORS
+from normserve.engine import Engine
+from normserve.errors import InvalidParameterError, UnsupportedMediaTypeError
+from normserve.exchange import Exchange
+from normserve.jobs import Layer, Op
+from normserve.layers import LayerRegistry
+from normserve.routes.body import BodyReader
+from normserve.routes.negotiation import declared_format, sniffed_format
+from normserve.routes.parameters import (
+    LAYER_NAME,
+    LAYER_PARAMETERS,
+    default_eps,
+    describe,
+    parse_query,
+)
+from normserve.validation import check_group_count, check_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What the layers' handlers work with."""
+
+    engine: Engine
+    layers: LayerRegistry
+    bodies: BodyReader
+
+    def router(self) -> APIRouter:
+        """The collection and its members."""
+        router = APIRouter(prefix="/v1/layers", tags=["layers"])
+        router.add_api_route("", self.list_all, methods=["GET", "HEAD"], name="layers")
+        router.add_api_route("/{name}", self.show, methods=["GET", "HEAD"], name="layer")
+        router.add_api_route("/{name}", self.remove, methods=["DELETE"], status_code=204, name="remove layer")
+        binary = {SAFETENSORS: {"schema": {"type": "string", "format": "binary"}}}
+        described = {
+            "parameters": describe(LAYER_PARAMETERS),
+            "requestBody": {"required": True, "content": binary},
+        }
+        router.add_api_route(
+            "/{name}", self.register, methods=["PUT"], name="register layer", openapi_extra=described
+        )
+        return router
+
+    async def list_all(self, request: Request) -> JSONResponse:
+        """Every registered layer, by name."""
+        _note(request)
+        return JSONResponse({"layers": [_described(layer) for layer in self.layers.all()]})
+
+    async def show(self, request: Request, name: str) -> JSONResponse:
+        """One registered layer."""
+        _note(request)
+        return JSONResponse(_described(self.layers.get(name)))
+
+    async def remove(self, request: Request, name: str) -> Response:
+        """Forget a layer; requests that already use it are not disturbed."""
+        _note(request)
+        self.layers.remove(name)
+        return Response(status_code=204)
+
+    async def register(self, request: Request, name: str) -> JSONResponse:
+        """Keep a weight, and a bias if there is one, under a name."""
+        _note(request)
+        if not LAYER_NAME.fullmatch(name):
+            raise InvalidParameterError("a layer's name must be 1 to 128 of the characters A-Z a-z 0-9 . _ -")
+        values = parse_query(request.scope["query_string"], LAYER_PARAMETERS)
+        op = _operation(values)
+        self.engine.require_ready()
+        layer = await self._load(request, name, op, values)
+        replaced = self.layers.put(layer)
+        return JSONResponse(_described(layer), status_code=200 if replaced else 201)
+
+    async def _load(self, request: Request, name: str, op: Op, values: dict[str, Any]) -> Layer:
+        headers = request.headers
+        declared = declared_format(headers.get("content-type", ""), headers.get("content-encoding", ""))
+        body = await self.bodies.read(request)
+        if (declared or sniffed_format(body)) != SAFETENSORS:
+            raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}")
+        weight, bias = check_parameters(op, safetensors.decode(body))
+        num_groups = values.get("num_groups", 0)
+        if num_groups:
+            check_group_count(num_groups, weight.shape[0])
+        return Layer(
+            name=name,
+            op=op,
+            eps=values.get("eps", default_eps(op)),
+            num_groups=num_groups,
+            activation=values.get("activation", "none"),
+            size=weight.shape[0],
+            dtype=weight.dtype,
+            has_bias=bias is not None,
+            resident=await self.engine.load(weight, bias),
+        )
+
+
+def _operation(values: dict[str, Any]) -> Op:
+    if "op" not in values:
+        raise InvalidParameterError("op must be given: " + ", ".join(op.value for op in Op))
+    op = Op(values["op"])
+    if (op is Op.GROUP_NORM) != ("num_groups" in values):
+        raise InvalidParameterError("num_groups must be given for group_norm, and for nothing else")
+    return op
+
+
+def _note(request: Request) -> None:
+    exchange: Exchange = request.state.exchange
+    exchange.record.op = "layers"
+
+
+def _described(layer: Layer) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "name": layer.name,
+        "op": layer.op.value,
+        "eps": layer.eps,
+        "activation": layer.activation,
+        "size": layer.size,
+        "dtype": layer.dtype.value,
+        "bias": layer.has_bias,
+    }
+    return described | {"num_groups": layer.num_groups} if layer.op is Op.GROUP_NORM else described

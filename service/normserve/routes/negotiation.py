@@ -1,0 +1,79 @@
+"""Which of our two formats a request carries, and which one its answer should have."""
+
+from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, sniff
+from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
+
+
+def declared_format(content_type: str, content_encoding: str) -> str | None:
+    """The format that the headers announce; None where the body's first bytes decide.
+
+    Raises:
+        UnsupportedMediaTypeError: it is not ours, or it is compressed.
+    """
+    if content_encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaTypeError("the body must come as it is, without a Content-Encoding")
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type in UNTYPED:
+        return None
+    if media_type not in CANONICAL:
+        raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, got {media_type[:100]!r}")
+    return CANONICAL[media_type]
+
+
+def sniffed_format(body: memoryview) -> str:
+    """The format that an undeclared body's first bytes show.
+
+    Raises:
+        MalformedPayloadError: there is no body.
+        UnsupportedMediaTypeError: they show neither.
+    """
+    if not body:
+        raise MalformedPayloadError("the body must be safetensors or npy, got none")
+    media_type = sniff(body)
+    if media_type is None:
+        raise UnsupportedMediaTypeError(
+            f"the body must be {SAFETENSORS} or {NPY}, its first bytes show neither"
+        )
+    return media_type
+
+
+class Accepted:
+    """What a client accepts, from its Accept header."""
+
+    def __init__(self, accept: str) -> None:
+        self._weights: dict[str, float] = {}
+        for item in accept.split(","):
+            media_range, *arguments = (part.strip().lower() for part in item.split(";"))
+            if media_range:
+                self._weights[CANONICAL.get(media_range, media_range)] = _weight(arguments)
+
+    def choose(self, request_format: str) -> str:
+        """The format of the answer to a request in `request_format`, which wins a tie.
+
+        Raises:
+            NotAcceptableError: the client takes neither.
+        """
+        if not self._weights:
+            return request_format
+        other = NPY if request_format == SAFETENSORS else SAFETENSORS
+        best = max((request_format, other), key=self._weigh)
+        if self._weigh(best) <= 0:
+            raise NotAcceptableError(f"answers are {SAFETENSORS} or {NPY}, the Accept header takes neither")
+        return best
+
+    def _weigh(self, media_type: str) -> float:
+        for candidate in (media_type, "application/*", "*/*"):
+            if candidate in self._weights:
+                return self._weights[candidate]
+        return 0.0
+
+
+def _weight(arguments: list[str]) -> float:
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name.strip() == "q":
+            try:
+                return min(1.0, max(0.0, float(value)))
+            except ValueError:
+                return 0.0
+    return 1.0

@@ -1,0 +1,139 @@
+"""Around the operations: is the process alive, can it work, what is it, and how does one try it."""
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from normserve import __version__
+from normserve.codec import npy
+from normserve.codec.media_types import NPY, SAFETENSORS
+from normserve.engine import Engine
+from normserve.exchange import Exchange
+from normserve.jobs import Op
+from normserve.layers import LayerRegistry
+from normserve.metrics import CONTENT_TYPE, Metrics
+from normserve.tensors import DType, HostTensor
+
+_READS = ["GET", "HEAD"]
+_SAMPLE_SHAPE = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the handlers around the operations work with.
+
+    Attributes:
+        limits: what `/v1/info` tells about them.
+    """
+
+    engine: Engine
+    layers: LayerRegistry
+    metrics: Metrics
+    limits: dict[str, Any]
+
+    def router(self) -> APIRouter:
+        """Probes, metrics, information and the page."""
+        router = APIRouter(tags=["status"])
+        router.add_api_route("/livez", self.livez, methods=_READS)
+        router.add_api_route("/readyz", self.readyz, methods=_READS)
+        router.add_api_route("/metrics", self.scrape, methods=_READS)
+        router.add_api_route("/v1/info", self.info, methods=_READS)
+        router.add_api_route("/sample.npy", self.sample, methods=_READS)
+        router.add_api_route("/", self.page, methods=_READS, response_class=HTMLResponse)
+        return router
+
+    async def livez(self, request: Request) -> Response:
+        """200 while the process is sane."""
+        _note(request, "livez")
+        return Response("ok\n", media_type="text/plain")
+
+    async def readyz(self, request: Request) -> Response:
+        """200 once warmed up and able to take work, else 503 with the reason."""
+        _note(request, "readyz")
+        self.engine.require_ready()
+        return Response("ready\n", media_type="text/plain")
+
+    async def scrape(self, request: Request) -> Response:
+        """Every metric, as Prometheus reads it."""
+        _note(request, "metrics")
+        return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def info(self, request: Request) -> JSONResponse:
+        """Versions, backend, device, limits and the measured copy bandwidth."""
+        _note(request, "info")
+        device = self.engine.device
+        return JSONResponse(
+            {
+                "version": __version__,
+                "state": self.engine.state.value,
+                "backend": self.engine.backend_name,
+                "device": {"name": device.name, "kind": device.kind} if device else None,
+                "copy_bandwidth_bytes_per_second": device.copy_bandwidth if device else None,
+                "versions": dict(device.versions) if device else {},
+                "limits": self.limits,
+                "layers": len(self.layers),
+                "operations": [op.value for op in Op],
+                "dtypes": [dtype.value for dtype in DType],
+                "media_types": [SAFETENSORS, NPY],
+            }
+        )
+
+    async def sample(self, request: Request) -> Response:
+        """A small npy array to try the operations with, for whoever has nothing but curl."""
+        _note(request, "sample")
+        rows, cols = _SAMPLE_SHAPE
+        values = memoryview(bytearray(rows * cols * 4)).cast("f")
+        for index in range(rows * cols):
+            values[index] = float((index * 7) % 11 - 5)
+        tensor = HostTensor(DType.FLOAT32, _SAMPLE_SHAPE, values.cast("B"))
+        return Response(b"".join(npy.encode(tensor)), media_type=NPY)
+
+    async def page(self, request: Request) -> HTMLResponse:
+        """What this is, how it is, and how to try it."""
+        _note(request, "page")
+        device = self.engine.device
+        url = str(request.base_url).rstrip("/")
+        rows = {
+            "state": self.engine.state.value,
+            "backend": self.engine.backend_name or "starting",
+            "device": device.name if device else "starting",
+            "copy bandwidth": f"{device.copy_bandwidth / 1e9:.1f} GB/s" if device else "not measured yet",
+            "registered layers": str(len(self.layers)),
+            "version": __version__,
+        }
+        table = "".join(f"<tr><th>{escape(name)}<td>{escape(value)}" for name, value in rows.items())
+        return HTMLResponse(_PAGE.format(table=table, curl=escape(curl_line(url, with_key=False))))
+
+
+def curl_line(url: str, *, with_key: bool) -> str:
+    """A line that normalises the sample with nothing but curl and a shell."""
+    key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
+    return f"curl -s {url}/sample.npy | curl -s{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
+
+
+def _note(request: Request, route: str) -> None:
+    exchange: Exchange = request.state.exchange
+    exchange.record.op = route
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>normserve</title>
+<style>
+  :root {{ color-scheme: light dark }}
+  body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 45rem; margin: 2rem auto; padding: 0 1rem }}
+  th {{ text-align: left; font-weight: normal; padding-right: 2rem; opacity: .7 }}
+  pre {{ overflow-x: auto; padding: .75rem; border: 1px solid; border-radius: .3rem }}
+</style>
+<h1>normserve</h1>
+<p>POST a tensor, get it normalised: fused LayerNorm, RMSNorm and GroupNorm, forward and backward.</p>
+<table>{table}</table>
+<p>Try it; <code>y.npy</code> is the result, and the headers say how fast it was:</p>
+<pre>{curl}</pre>
+<p><a href="docs">API</a> · <a href="v1/info">info</a> · <a href="metrics">metrics</a></p>
+"""

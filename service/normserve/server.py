@@ -1,0 +1,130 @@
+"""The life of the process: listen, announce, drain, exit."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from normserve.app import Service, create_app
+from normserve.errors import NormserveError
+from normserve.protocol import NormserveProtocol, Patience
+from normserve.routes.status import curl_line
+from normserve.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.02
+# After a failure the answers that say so may still leave.
+_FAREWELL_S = 0.3
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that finishes what it admitted before it stops, and exits with a meaning."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+        self._service: Service = app.state.service
+        self._service.engine.on_failure = self._fail
+        self._background: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self.exit_code = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._spawn(self._announce())
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain on the first signal, stop at once on the second."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        yield
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._draining = True
+        log.info("draining: admitted work is finished, new work refused")
+        self._service.engine.close()
+        self._spawn(self._drain())
+
+    async def _drain(self) -> None:
+        give_up = time.monotonic() + self._service.settings.drain_s
+        while self._service.limits.requests and time.monotonic() < give_up:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if self._service.limits.requests:
+            log.warning("%d requests were not finished in time", self._service.limits.requests)
+        self.should_exit = True
+
+    async def _announce(self) -> None:
+        try:
+            await self._app.state.warming
+        except NormserveError as error:
+            log.critical("the server cannot start: %s", error.detail)
+            self._fail()
+            return
+        engine = self._service.engine
+        assert engine.device is not None
+        log.info(
+            "backend %s on %s, device copy %.1f GB/s",
+            engine.backend_name,
+            engine.device.name,
+            engine.device.copy_bandwidth / 1e9,
+        )
+        url = self._url()
+        with_key = self._service.settings.api_key is not None
+        log.info("ready on %s", url)
+        example = curl_line(url, with_key=with_key)
+        print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)
+
+    def _fail(self) -> None:
+        self.exit_code = 1
+        asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
+
+    def _url(self) -> str:
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        # A server that listens everywhere is reached here by the loopback address.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def serve(settings: Settings, app: FastAPI | None = None) -> int:
+    """Run the server until it is told to stop; the process's exit code."""
+    app = app or create_app(settings)
+    patience = Patience(header_s=settings.header_timeout_s, send_s=settings.send_timeout_s)
+    http: Any = functools.partial(NormserveProtocol, patience=patience)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http=http,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+    )
+    server = Server(config, app)
+    server.run()
+    return server.exit_code

@@ -1,0 +1,49 @@
+"""Everything that can be set, and the only place that reads the environment."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """The server's configuration: `NORMSERVE_<NAME>` in the environment, or the command line's `--<name>`."""
+
+    model_config = SettingsConfigDict(env_prefix="NORMSERVE_", frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
+    backend: Literal["auto", "triton", "torch"] = Field(
+        "auto", description="triton needs a CUDA device, torch runs on the CPU; auto takes triton if it can."
+    )
+    checkpoint: Path | None = Field(
+        None, description="A .safetensors file whose norm layers are registered before the server is ready."
+    )
+    api_key: SecretStr | None = Field(
+        None, min_length=1, description="If set, /v1 asks for it as `Authorization: Bearer KEY`."
+    )
+    max_body_bytes: int = Field(2**30, ge=1, description="Longest request body; a longer one is refused.")
+    max_inflight_requests: int = Field(
+        256, ge=1, description="Requests inside the server at once; the next one is told to come back later."
+    )
+    max_inflight_bytes: int = Field(4 * 2**30, ge=1, description="Bytes of request bodies inside at once.")
+    max_layers: int = Field(10_000, ge=0, description="Registered layers at once.")
+    timeout_ms: float = Field(
+        30_000, gt=0, description="Deadline from a request's arrival to its start on the device, by default."
+    )
+    max_batch_requests: int = Field(
+        64, ge=1, description="Requests that may share a launch; 1 turns batching off."
+    )
+    max_batch_bytes: int = Field(
+        4 * 2**20, ge=0, description="Bytes of tensors that may share a launch; a larger request runs alone."
+    )
+    cpu_threads: int = Field(
+        0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network."
+    )
+    header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")
+    body_timeout_s: float = Field(30, gt=0, description="Longest pause while a body is received.")
+    send_timeout_s: float = Field(30, gt=0, description="Longest pause of a client that reads its response.")
+    keep_alive_s: float = Field(75, gt=0, description="How long an idle connection stays open.")
+    drain_s: float = Field(30, gt=0, description="Longest wait for admitted work after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")

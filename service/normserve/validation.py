@@ -1,0 +1,123 @@
+"""The input contract of a job, once: which tensors, of which shapes and types, belong to which operation."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from normserve.errors import (
+    InvalidParameterError,
+    InvalidShapeError,
+    MissingTensorError,
+    UnexpectedTensorError,
+    UnsupportedDtypeError,
+)
+from normserve.jobs import Layer, Layout, NormJob, NormSpec, Op, Pass
+from normserve.tensors import DType, HostTensor
+
+
+def make_job(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None) -> NormJob:
+    """Check that tensors, spec and layer fit one another, and make them one job.
+
+    Raises:
+        InvalidRequestError: by what does not fit; the detail says what was expected and what came.
+    """
+    if layer is not None:
+        spec = _with_layer(spec, layer)
+    _check_names(spec, tensors, layer)
+    x = tensors["x"]
+    size = _check_x(spec, x)
+    if layer is not None and layer.size != size:
+        raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
+    for name in ("residual", "dy", "dresidual_out"):
+        if name in tensors:
+            _check_shape(name, tensors[name], x.shape)
+    for name in ("weight", "bias"):
+        if name in tensors:
+            _check_shape(name, tensors[name], (size,))
+    for name in ("mean", "rstd"):
+        if name in tensors:
+            _check_statistics(name, tensors[name], spec, x)
+    return NormJob(spec, dict(tensors), layer)
+
+
+def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
+    """The weight and the bias of a layer to be registered.
+
+    Raises:
+        InvalidRequestError: they are not what a layer of this operation has.
+    """
+    known = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
+    _check_known(tensors, known, f"a layer of {op.value}")
+    if "weight" not in tensors:
+        raise MissingTensorError("a layer must have a weight, none came")
+    weight, bias = tensors["weight"], tensors.get("bias")
+    if len(weight.shape) != 1 or weight.shape[0] < 1:
+        raise InvalidShapeError(f"weight must be [N] with N >= 1, got {list(weight.shape)}")
+    if bias is not None:
+        _check_shape("bias", bias, weight.shape)
+    return weight, bias
+
+
+def check_group_count(num_groups: int, channels: int) -> None:
+    """Refuse groups that do not come out even.
+
+    Raises:
+        InvalidParameterError: num_groups does not divide the channels.
+    """
+    if channels % num_groups:
+        raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}")
+
+
+def _with_layer(spec: NormSpec, layer: Layer) -> NormSpec:
+    if layer.op is not spec.op:
+        raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, not of {spec.op.value}")
+    return replace(spec, eps=layer.eps, num_groups=layer.num_groups, activation=layer.activation)
+
+
+def _check_names(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None) -> None:
+    backward = spec.direction is Pass.BACKWARD
+    rms = spec.op is Op.RMS_NORM
+    known = ["x", *([] if layer else ["weight"] if rms else ["weight", "bias"]), "residual"]
+    if backward:
+        known += ["dy", *(["rstd"] if rms else ["mean", "rstd"]), "dresidual_out"]
+    beside = " with a registered layer" if layer else ""
+    _check_known(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
+    for name in ("x", "dy") if backward else ("x",):
+        if name not in tensors:
+            raise MissingTensorError(
+                f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come"
+            )
+    if backward and not rms and ("mean" in tensors) != ("rstd" in tensors):
+        raise MissingTensorError("mean and rstd must come together or not at all")
+
+
+def _check_known(tensors: Mapping[str, HostTensor], known: "list[str] | tuple[str, ...]", what: str) -> None:
+    for name in tensors:
+        if name not in known:
+            raise UnexpectedTensorError(f"{what} takes {', '.join(known)}, got {name[:64]!r}")
+
+
+def _check_x(spec: NormSpec, x: HostTensor) -> int:
+    """The length of a parameter vector, once x has the rank and the sizes that the operation needs."""
+    if spec.op is not Op.GROUP_NORM:
+        if not x.shape or x.shape[-1] < 1:
+            raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(x.shape)}")
+        return x.shape[-1]
+    last = spec.layout is Layout.NHWC
+    form = "[B, *spatial, C]" if last else "[B, C, *spatial]"
+    if len(x.shape) < 2 or 0 in x.shape[1:]:
+        raise InvalidShapeError(f"x must be {form} with no empty axis but B, got {list(x.shape)}")
+    channels = x.shape[-1] if last else x.shape[1]
+    check_group_count(spec.num_groups, channels)
+    return channels
+
+
+def _check_shape(name: str, tensor: HostTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise InvalidShapeError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+
+
+def _check_statistics(name: str, tensor: HostTensor, spec: NormSpec, x: HostTensor) -> None:
+    shape = (x.shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x.shape[:-1]
+    _check_shape(name, tensor, shape)
+    if tensor.dtype is not DType.FLOAT32:
+        raise UnsupportedDtypeError(f"{name} must be float32, got {tensor.dtype.value}")

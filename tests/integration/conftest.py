@@ -1,0 +1,143 @@
+"""A real server process on a real port."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+_START_S = 60
+_LISTENING = re.compile(r"ready on (http://\S+)")
+
+
+class ServerProcess:
+    """A running `normserve serve` (or a script that stands in for it), its address and what it has logged."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if match := _LISTENING.search(line):
+                self.url = match[1]
+                self._ready.set()
+        self._ready.set()
+
+    def wait_until_ready(self) -> None:
+        assert self._ready.wait(_START_S), self.log
+        assert self.url, f"the server ended before it was ready:\n{self.log}"
+
+    @property
+    def log(self) -> str:
+        """Everything it has written, stdout and stderr together."""
+        return "".join(self.lines)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for a raw socket."""
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return url.host, url.port
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = 30) -> int:
+        """The exit code."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return code
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(10)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+StartServer = Callable[..., ServerProcess]
+
+
+def _launch(command: list[str], environment: dict[str, str]) -> ServerProcess:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
+    return ServerProcess(command, clean | {"PYTHONUNBUFFERED": "1"} | environment)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """One server with everything at its default, on the CPU; for tests that leave it as they found it."""
+    running = _launch([sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", "torch"], {})
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """Starts servers of the test's own: `start_server("--option", "value", env={...}, wait=True)`.
+
+    `script` names a Python file to run in place of `-m normserve`, with the same arguments.
+    """
+    running: list[ServerProcess] = []
+
+    def start(
+        *options: str, env: dict[str, str] | None = None, script: str | None = None, wait: bool = True
+    ) -> ServerProcess:
+        program = [script] if script else ["-m", "normserve"]
+        arguments = ["serve", "--port", "0", "--backend", "torch", *options]
+        started = _launch([sys.executable, *program, *arguments], env or {})
+        running.append(started)
+        if wait:
+            started.wait_until_ready()
+        return started
+
+    yield start
+    for each in running:
+        each.stop()
+
+
+@pytest.fixture
+def api(server: ServerProcess) -> Iterator[httpx.Client]:
+    """An HTTP client of the session's server."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Waits for something to become true, a test's patience at most."""
+
+    def wait(condition: Callable[[], bool], patience_s: float = 20) -> None:
+        end = time.monotonic() + patience_s
+        while not condition():
+            assert time.monotonic() < end, "it never became true"
+            time.sleep(0.01)
+
+    return wait
