@@ -1,0 +1,55 @@
+"""The Python client: numpy arrays or torch tensors in, the same kind out.
+
+    from normserve.client import Client
+
+    with Client("http://127.0.0.1:8000") as client:
+        result = client.layer_norm(x, weight, bias, eps=1e-5)
+        result.y, result.timing.stages_ms, result.timing.kernel_bandwidth
+
+`AsyncClient` has the same methods as coroutines.  An operation has no side effects, so both repeat it by
+themselves when the server says "later" (429, 503) or the connection breaks: see `RetryPolicy`.
+"""
+
+from normserve.client.async_client import AsyncClient
+from normserve.client.client import Client
+from normserve.client.errors import (
+    ApiError,
+    ClientError,
+    ConnectionFailedError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    RequestTimeoutError,
+    ServerFailureError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnexpectedAnswerError,
+    UnknownLayerError,
+)
+from normserve.client.results import BackwardResult, ForwardResult, Timing
+from normserve.client.retries import RetryPolicy
+
+__all__ = [
+    "ApiError",
+    "AsyncClient",
+    "BackwardResult",
+    "Client",
+    "ClientError",
+    "ConnectionFailedError",
+    "DeadlineExceededError",
+    "ForwardResult",
+    "InvalidRequestError",
+    "NotFoundError",
+    "OverloadedError",
+    "RequestTimeoutError",
+    "RetryPolicy",
+    "ServerFailureError",
+    "Timing",
+    "TooLargeError",
+    "UnauthorizedError",
+    "UnavailableError",
+    "UnexpectedAnswerError",
+    "UnknownLayerError",
+]

@@ -1,0 +1,92 @@
+"""numpy arrays and torch tensors to and from the codec's description of memory.
+
+torch is never imported here: who hands over a torch tensor has imported it already.
+"""
+
+import sys
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from normserve.tensors import DType, HostTensor
+
+T = TypeVar("T")
+
+
+def to_host(name: str, value: object) -> HostTensor:
+    """Describe an array's memory; only what is no contiguous, little-endian host memory is copied.
+
+    Raises:
+        TypeError: it is neither a numpy array nor a torch tensor, or of no element type of the API.
+    """
+    if _is_torch(value):
+        return _from_torch(name, value)
+    if isinstance(value, np.ndarray):
+        return _from_numpy(name, value)
+    raise TypeError(f"{name} must be a numpy array or a torch tensor, got {type(value).__name__}")
+
+
+def from_host(tensor: HostTensor, like: T) -> T:
+    """Return the tensor as the kind of array that `like` is, on its device; in host memory without a copy.
+
+    Raises:
+        TypeError: that kind of array cannot hold the element type.
+    """
+    return cast(T, _to_torch(tensor, like) if _is_torch(like) else _to_numpy(tensor))
+
+
+def check_holds(like: object, dtype: str) -> None:
+    """Refuse an element type that the kind of array `like` cannot hold, before anything is sent.
+
+    Raises:
+        TypeError: numpy was handed in and has no such type.
+    """
+    if not _is_torch(like) and dtype == DType.BFLOAT16.value:
+        _numpy_dtype(DType.BFLOAT16)
+
+
+def _is_torch(value: object) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _dtype(name: str, dtype_name: str) -> DType:
+    try:
+        return DType(dtype_name)
+    except ValueError:
+        expected = ", ".join(dtype.value for dtype in DType)
+        raise TypeError(f"{name} must be one of {expected}, got {dtype_name}") from None
+
+
+def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
+    dtype = _dtype(name, array.dtype.name)
+    flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
+    return HostTensor(dtype, array.shape, flat.view(np.uint8).data)
+
+
+def _from_torch(name: str, tensor: Any) -> HostTensor:  # noqa: ANN401
+    torch: Any = sys.modules["torch"]
+    dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return HostTensor(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().data)
+
+
+def _to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
+    return np.frombuffer(tensor.data, _numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+
+
+def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    try:
+        return np.dtype(dtype.value).newbyteorder("<")
+    except TypeError:
+        raise TypeError(
+            f"numpy has no {dtype.value}: use torch tensors, another out_dtype, or import ml_dtypes"
+        ) from None
+
+
+def _to_torch(tensor: HostTensor, like: Any) -> Any:  # noqa: ANN401
+    torch: Any = sys.modules["torch"]
+    dtype = getattr(torch, tensor.dtype.value)
+    if not tensor.data.nbytes:
+        return torch.empty(tensor.shape, dtype=dtype, device=like.device)
+    return torch.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape).to(like.device)

@@ -1,0 +1,96 @@
+"""The blocking client."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Self, TypeVar
+
+import httpx
+
+from normserve.client import administration, operations
+from normserve.client.errors import ClientError, transport_errors
+from normserve.client.protocol import DEFAULT_URL, Answer, Call, adopt, connection
+from normserve.client.retries import Attempts, RetryPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _operation(build: Callable[P, Call[R]]) -> "Callable[Concatenate[Client, P], R]":
+    def operation(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._run(build(*args, **kwargs))
+
+    adopt(operation, build)
+    return operation
+
+
+class Client:
+    """A normserve at some URL.  Threads may share one; close it, or use it in a `with`."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float | None = 60.0,
+        retries: RetryPolicy | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Args:
+        url: where the server listens.
+        api_key: sent as a bearer token, if the server wants one.
+        timeout_s: the longest wait for a connection, and for any part of an answer; None waits for ever.
+        retries: how a request is repeated that may succeed later; by default five attempts.
+        transport: httpx's, for a Unix socket for example: `httpx.HTTPTransport(uds=path)`.
+        """
+        self._retries = retries or RetryPolicy()
+        self._http = httpx.Client(transport=transport, **connection(url, api_key, timeout_s))
+
+    layer_norm = _operation(operations.layer_norm)
+    rms_norm = _operation(operations.rms_norm)
+    group_norm = _operation(operations.group_norm)
+    layer_norm_backward = _operation(operations.layer_norm_backward)
+    rms_norm_backward = _operation(operations.rms_norm_backward)
+    group_norm_backward = _operation(operations.group_norm_backward)
+    put_layer = _operation(administration.put_layer)
+    layers = _operation(administration.layers)
+    layer = _operation(administration.layer)
+    delete_layer = _operation(administration.delete_layer)
+    info = _operation(administration.info)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, call: Call[R]) -> R:
+        attempts = Attempts(self._retries)
+        while True:
+            try:
+                return call.read(self._exchange(call))
+            except ClientError as failure:
+                pause_s = attempts.pause_after(failure)
+                if pause_s is None:
+                    raise
+            time.sleep(pause_s)
+
+    def _exchange(self, call: Call[R]) -> Answer:
+        body = bytearray()
+        request = self._http.build_request(
+            call.method, call.path, params=call.params, headers=call.headers, content=call.chunks()
+        )
+        with transport_errors():
+            response = self._http.send(request, stream=True)
+            try:
+                for chunk in response.iter_bytes():
+                    body += chunk
+            finally:
+                response.close()
+        return Answer(response.status_code, response.headers, memoryview(body))

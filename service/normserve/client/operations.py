@@ -1,0 +1,305 @@
+"""The operations: arguments become a request, and its answer a result.
+
+The functions here are the clients' methods without the sending; the methods take their signatures and texts
+from here.  Parameters that are left out are not sent, so the server's defaults hold.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+from normserve.client import arrays
+from normserve.client.errors import UnexpectedAnswerError
+from normserve.client.protocol import Answer, Call, payload, query
+from normserve.client.results import BackwardResult, ForwardResult
+
+T = TypeVar("T")
+
+
+def layer_norm(
+    x: T,
+    weight: object = None,
+    bias: object = None,
+    *,
+    residual: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    out_dtype: object = None,
+    stats: bool | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[ForwardResult[T]]:
+    """y = dropout(activation(weight * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
+
+    Args:
+        x: [..., N], a numpy array or a torch tensor of float32, float16 or bfloat16, as all tensors here.
+        weight, bias: [N], of any of these types.
+        residual: as x; h then comes back as `residual_out`.
+        eps: 1e-5 by default.
+        activation: "none", "relu", "silu", "gelu" or "gelu_tanh".
+        dropout, seed: probability of a zero, and the seed of the mask, required with it.
+        out_dtype: of y; x's by default.
+        stats: also return `mean` and `rstd`, [...].
+        layer: a registered layer in place of weight, bias, eps and activation.
+        timeout_ms: the longest wait on the server from arrival to the start of execution.
+
+    Raises:
+        TypeError: an argument is no array, or of no element type of the API.
+        ClientError: see `normserve.client.errors`.
+    """
+    return _forward(
+        "layer_norm",
+        x,
+        {"x": x, "weight": weight, "bias": bias, "residual": residual},
+        eps=eps,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        out_dtype=out_dtype,
+        stats=stats,
+        layer=layer,
+        timeout_ms=timeout_ms,
+    )
+
+
+def rms_norm(
+    x: T,
+    weight: object = None,
+    *,
+    residual: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    out_dtype: object = None,
+    stats: bool | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[ForwardResult[T]]:
+    """y = dropout(activation(weight * h / sqrt(mean(h^2) + eps))), h = x + residual.
+
+    Args: as `layer_norm`, without bias; eps is 1e-6 by default, and `stats` returns `rstd` alone.
+    """
+    return _forward(
+        "rms_norm",
+        x,
+        {"x": x, "weight": weight, "residual": residual},
+        eps=eps,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        out_dtype=out_dtype,
+        stats=stats,
+        layer=layer,
+        timeout_ms=timeout_ms,
+    )
+
+
+def group_norm(
+    x: T,
+    num_groups: int | None = None,
+    weight: object = None,
+    bias: object = None,
+    *,
+    layout: str | None = None,
+    residual: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    out_dtype: object = None,
+    stats: bool | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[ForwardResult[T]]:
+    """`layer_norm` over each of `num_groups` groups of channels, together with their positions.
+
+    Args: as `layer_norm`, and
+        x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc".
+        num_groups: divides C; left out only with `layer`.
+        weight, bias: [C].
+        layout: "nchw" or "nhwc".
+        stats: also return `mean` and `rstd`, [B, num_groups].
+    """
+    return _forward(
+        "group_norm",
+        x,
+        {"x": x, "weight": weight, "bias": bias, "residual": residual},
+        num_groups=num_groups,
+        layout=layout,
+        eps=eps,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        out_dtype=out_dtype,
+        stats=stats,
+        layer=layer,
+        timeout_ms=timeout_ms,
+    )
+
+
+def layer_norm_backward(
+    dy: object,
+    x: T,
+    weight: object = None,
+    bias: object = None,
+    *,
+    mean: object = None,
+    rstd: object = None,
+    residual: object = None,
+    dresidual_out: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[BackwardResult[T]]:
+    """The gradients of `layer_norm`: all that was handed in there is handed in again, and dy.
+
+    Args: as `layer_norm`, and
+        dy: the gradient of y, as x.
+        mean, rstd: what forward returned with `stats`; computed anew when left out.
+        dresidual_out: the gradient that reached `residual_out` from elsewhere, as x; added to dx.
+    """
+    return _backward(
+        "layer_norm",
+        x,
+        {
+            "dy": dy,
+            "x": x,
+            "weight": weight,
+            "bias": bias,
+            "mean": mean,
+            "rstd": rstd,
+            "residual": residual,
+            "dresidual_out": dresidual_out,
+        },
+        eps=eps,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        layer=layer,
+        timeout_ms=timeout_ms,
+    )
+
+
+def rms_norm_backward(
+    dy: object,
+    x: T,
+    weight: object = None,
+    *,
+    rstd: object = None,
+    residual: object = None,
+    dresidual_out: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[BackwardResult[T]]:
+    """The gradients of `rms_norm`.
+
+    Args: as `rms_norm`, and those of `layer_norm_backward` but mean.
+    """
+    return _backward(
+        "rms_norm",
+        x,
+        {
+            "dy": dy,
+            "x": x,
+            "weight": weight,
+            "rstd": rstd,
+            "residual": residual,
+            "dresidual_out": dresidual_out,
+        },
+        eps=eps,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        layer=layer,
+        timeout_ms=timeout_ms,
+    )
+
+
+def group_norm_backward(
+    dy: object,
+    x: T,
+    num_groups: int | None = None,
+    weight: object = None,
+    bias: object = None,
+    *,
+    layout: str | None = None,
+    mean: object = None,
+    rstd: object = None,
+    residual: object = None,
+    dresidual_out: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[BackwardResult[T]]:
+    """The gradients of `group_norm`.
+
+    Args: as `group_norm`, and those of `layer_norm_backward`.
+    """
+    return _backward(
+        "group_norm",
+        x,
+        {
+            "dy": dy,
+            "x": x,
+            "weight": weight,
+            "bias": bias,
+            "mean": mean,
+            "rstd": rstd,
+            "residual": residual,
+            "dresidual_out": dresidual_out,
+        },
+        num_groups=num_groups,
+        layout=layout,
+        eps=eps,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        layer=layer,
+        timeout_ms=timeout_ms,
+    )
+
+
+def _forward(op: str, x: T, tensors: Mapping[str, object], **params: object) -> Call[ForwardResult[T]]:
+    if params["out_dtype"] is not None:
+        params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
+        arrays.check_holds(x, str(params["out_dtype"]))
+
+    def understand(answer: Answer) -> ForwardResult[T]:
+        results = answer.tensors()
+        if "y" not in results:
+            raise UnexpectedAnswerError("the answer must hold y, it does not")
+        found = {name: arrays.from_host(tensor, x) for name, tensor in results.items()}
+        return ForwardResult(
+            found["y"], found.get("residual_out"), found.get("mean"), found.get("rstd"), answer.timing()
+        )
+
+    return Call("POST", f"/v1/{op}", understand, query(params), payload(tensors))
+
+
+def _backward(op: str, x: T, tensors: Mapping[str, object], **params: object) -> Call[BackwardResult[T]]:
+    def understand(answer: Answer) -> BackwardResult[T]:
+        results = answer.tensors()
+        if "dx" not in results:
+            raise UnexpectedAnswerError("the answer must hold dx, it does not")
+        found = {name: arrays.from_host(tensor, _owner(name, x, tensors)) for name, tensor in results.items()}
+        return BackwardResult(found["dx"], found.get("dweight"), found.get("dbias"), answer.timing())
+
+    return Call("POST", f"/v1/{op}/backward", understand, query(params), payload(tensors))
+
+
+def _owner(gradient: str, x: T, tensors: Mapping[str, object]) -> T:
+    """What a gradient belongs to; x for one of a registered layer's parameters."""
+    owner = tensors.get(gradient.removeprefix("d"))
+    return x if owner is None else cast(T, owner)

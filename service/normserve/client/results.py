@@ -1,0 +1,62 @@
+"""What an operation returns: one type forward, one backward, whatever the operation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What the server says about how it answered.
+
+    Attributes:
+        stages_ms: milliseconds in each of the server's stages: recv, queue, copy_in, kernel, copy_out.
+        kernel_bytes: the fewest bytes that this request must move on the device.
+        kernel_bandwidth: bytes a second that the launch reached on the device.
+        batch_size: requests that shared the launch.
+        request_id: names the request in the server's log.
+    """
+
+    stages_ms: Mapping[str, float] = field(default_factory=dict)
+    kernel_bytes: int = 0
+    kernel_bandwidth: float = 0.0
+    batch_size: int = 1
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult(Generic[T]):
+    """Result of a forward pass, of the same kind as x; what was not asked for is None.
+
+    Attributes:
+        y: the normalised tensor, in x's shape.
+        residual_out: h = x + residual, the tensor that was normalised, when a residual went in.
+        mean: float32 mean of each row or group (never for RMSNorm), when statistics were asked for.
+        rstd: float32 reciprocal standard deviation of each row or group, when statistics were asked for.
+        timing: what the server says about how it answered.
+    """
+
+    y: T
+    residual_out: T | None
+    mean: T | None
+    rstd: T | None
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardResult(Generic[T]):
+    """Result of a backward pass; each gradient is of the same kind as what it belongs to.
+
+    Attributes:
+        dx: the gradient of x, and equally of the residual, in x's shape.
+        dweight: the gradient of weight, when weight went in.
+        dbias: the gradient of bias, when bias went in.
+        timing: what the server says about how it answered.
+    """
+
+    dx: T
+    dweight: T | None
+    dbias: T | None
+    timing: Timing

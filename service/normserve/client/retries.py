@@ -1,0 +1,53 @@
+"""When to try again, and how long to wait before."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from normserve.client.errors import ClientError
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how patiently a request is repeated that may succeed later.
+
+    Pauses double from `first_pause_s` and are shortened at random by up to half, so that clients that failed
+    together do not come back together.  A Retry-After is the least that is waited; one that asks for more
+    than `longest_pause_s` ends the attempts at once.
+
+    Attributes:
+        tries: attempts in all; 1 never repeats.
+        first_pause_s: before the second attempt.
+        longest_pause_s: the most that is waited before any attempt.
+    """
+
+    tries: int = 5
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 30.0
+
+
+class Attempts:
+    """The attempts at one request under a policy."""
+
+    def __init__(self, policy: RetryPolicy, jitter: Callable[[], float] = random.random) -> None:
+        """Args:
+        policy: how often and how patiently.
+        jitter: gives numbers in [0, 1).
+        """
+        self._policy = policy
+        self._jitter = jitter
+        self._made = 0
+
+    def pause_after(self, failure: ClientError) -> float | None:
+        """Return the seconds to wait before the next attempt, or None when this failure is the last."""
+        self._made += 1
+        if not failure.retryable or self._made >= self._policy.tries:
+            return None
+        longest = self._policy.longest_pause_s
+        backoff = min(self._policy.first_pause_s * 2.0 ** (self._made - 1), longest)
+        jitter = backoff / 2 * self._jitter()
+        if failure.retry_after_s is None:
+            return backoff / 2 + jitter
+        if failure.retry_after_s > longest:
+            return None
+        return min(failure.retry_after_s + jitter, longest)

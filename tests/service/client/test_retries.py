@@ -1,0 +1,143 @@
+"""What is repeated, how patiently, and what is raised in the end."""
+
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import httpx
+import numpy as np
+import pytest
+from normserve import client as api
+from normserve.client.errors import ApiError, api_error
+from normserve.client.retries import Attempts, RetryPolicy
+
+from .fake_server import FakeServer, problem_answer, tensors_answer
+
+X = np.zeros((2, 2), np.float32)
+SUCCESS = tensors_answer(y=X)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        problem_answer(429, "overloaded", **{"retry-after": "0"}),
+        problem_answer(503, "draining"),
+        httpx.Response(503, content=b"<html>bad gateway"),
+        httpx.ConnectError("refused"),
+        httpx.ConnectTimeout("too slow"),
+        httpx.ReadError("reset"),
+        httpx.RemoteProtocolError("server disconnected"),
+    ],
+    ids=lambda failure: type(failure).__name__ + str(getattr(failure, "status_code", "")),
+)
+def test_what_may_succeed_later_is_repeated_whole(connect, failure):
+    server = FakeServer(failure, failure, SUCCESS)
+    np.testing.assert_array_equal(connect(server).layer_norm(X).y, X)
+    assert len(server.requests) == 3
+    assert {request.content for request in server.requests} == {server.request.content}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [
+        (400, "malformed_payload", api.InvalidRequestError),
+        (401, "unauthorized", api.UnauthorizedError),
+        (404, "not_found", api.NotFoundError),
+        (404, "unknown_layer", api.UnknownLayerError),
+        (406, "not_acceptable", api.ApiError),
+        (413, "too_large", api.TooLargeError),
+        (415, "unsupported_media_type", api.InvalidRequestError),
+        (422, "invalid_shape", api.InvalidRequestError),
+        (500, "device_failure", api.ServerFailureError),
+        (502, "", api.ServerFailureError),
+        (504, "deadline_exceeded", api.DeadlineExceededError),
+    ],
+)
+def test_what_will_not_succeed_is_raised_at_once(connect, status, code, error):
+    server = FakeServer(problem_answer(status, code))
+    with pytest.raises(error, match="it was not to be") as caught:
+        connect(server).layer_norm(X)
+    assert len(server.requests) == 1
+    assert type(caught.value) is error
+    assert (caught.value.status, caught.value.code) == (status, code)
+    assert caught.value.detail == "it was not to be"
+    assert caught.value.request_id == "abc"
+    assert caught.value.problem["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (problem_answer(429, "overloaded"), api.OverloadedError),
+        (problem_answer(503, "not_ready"), api.UnavailableError),
+        (httpx.ConnectError("refused"), api.ConnectionFailedError),
+        (httpx.ConnectError("refused"), ConnectionError),
+    ],
+)
+def test_attempts_are_bounded(connect, failure, error):
+    server = FakeServer(failure)
+    with pytest.raises(error):
+        connect(server, tries=4).layer_norm(X)
+    assert len(server.requests) == 4
+
+
+def test_the_clients_own_timeout_is_not_repeated(connect):
+    server = FakeServer(httpx.ReadTimeout("too slow"))
+    with pytest.raises(api.RequestTimeoutError) as caught:
+        connect(server).layer_norm(X)
+    assert isinstance(caught.value, TimeoutError)
+    assert len(server.requests) == 1
+
+
+def test_the_api_key_is_sent(connect):
+    server = FakeServer()
+    connect(server, api_key="secret").layer_norm(X)
+    assert server.request.headers["authorization"] == "Bearer secret"
+    connect(server).layer_norm(X)
+    assert "authorization" not in server.request.headers
+
+
+def pauses(policy, failure, jitter=1.0):
+    attempts = Attempts(policy, lambda: jitter)
+    return list(iter(lambda: attempts.pause_after(failure), None))
+
+
+def overloaded(retry_after=None):
+    headers = {} if retry_after is None else {"retry-after": retry_after}
+    return api_error(429, headers, b"")
+
+
+def test_pauses_double_up_to_a_limit():
+    policy = RetryPolicy(tries=6, first_pause_s=1, longest_pause_s=5)
+    assert pauses(policy, overloaded()) == [1, 2, 4, 5, 5]
+    assert pauses(policy, overloaded(), jitter=0.0) == [0.5, 1, 2, 2.5, 2.5]
+
+
+def test_retry_after_is_the_least_that_is_waited():
+    policy = RetryPolicy(tries=3, first_pause_s=1, longest_pause_s=30)
+    assert pauses(policy, overloaded("7"), jitter=0.0) == [7, 7]
+    assert pauses(policy, overloaded("7")) == [7.5, 8]
+    assert pauses(policy, overloaded("30")) == [30, 30]
+
+
+def test_a_server_that_asks_for_too_much_patience_is_not_asked_again():
+    assert pauses(RetryPolicy(longest_pause_s=30), overloaded("31")) == []
+
+
+def test_retry_after_may_be_a_date():
+    now = datetime.now(UTC)
+    assert 50 < overloaded(format_datetime(now + timedelta(seconds=60), usegmt=True)).retry_after_s <= 60
+    assert overloaded(format_datetime(now - timedelta(seconds=60), usegmt=True)).retry_after_s == 0
+    assert 50 < overloaded(format_datetime(now + timedelta(seconds=60))).retry_after_s <= 60
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "99999999999999999999 Jan"])
+def test_a_retry_after_that_means_nothing_is_none(text):
+    assert overloaded(text).retry_after_s is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b"<html>\xff", b'{"code": 7}'])
+def test_an_error_from_whoever_stands_between_is_an_error(body):
+    error = api_error(502, {"x-request-id": "abc"}, body)
+    assert isinstance(error, ApiError)
+    assert error.request_id == "abc"
+    assert "502" in str(error)
