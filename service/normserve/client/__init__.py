@@ -6,6 +6,7 @@
         result = client.layer_norm(x, weight, bias, eps=1e-5)
         result.y, result.timing.stages_ms, result.timing.kernel_bandwidth
 
+A `HostTensor`, raw memory with a shape and an element type, passes for an array too, and comes back as one.
 `AsyncClient` has the same methods as coroutines.  An operation has no side effects, so both repeat it by
 themselves when the server says "later" (429, 503) or the connection breaks: see `RetryPolicy`.
 """
@@ -30,6 +31,7 @@ from normserve.client.errors import (
 )
 from normserve.client.results import BackwardResult, ForwardResult, Timing
 from normserve.client.retries import RetryPolicy
+from normserve.tensors import DType, HostTensor
 
 __all__ = [
     "ApiError",
@@ -38,8 +40,10 @@ __all__ = [
     "Client",
     "ClientError",
     "ConnectionFailedError",
+    "DType",
     "DeadlineExceededError",
     "ForwardResult",
+    "HostTensor",
     "InvalidRequestError",
     "NotFoundError",
     "OverloadedError",

@@ -1,4 +1,4 @@
-"""numpy arrays and torch tensors to and from the codec's description of memory.
+"""numpy arrays and torch tensors to and from the codec's description of memory; that itself passes as it is.
 
 torch is never imported here: who hands over a torch tensor has imported it already.
 """
@@ -19,6 +19,8 @@ def to_host(name: str, value: object) -> HostTensor:
     Raises:
         TypeError: it is neither a numpy array nor a torch tensor, or of no element type of the API.
     """
+    if isinstance(value, HostTensor):
+        return value
     if _is_torch(value):
         return _from_torch(name, value)
     if isinstance(value, np.ndarray):
@@ -32,6 +34,8 @@ def from_host(tensor: HostTensor, like: T) -> T:
     Raises:
         TypeError: that kind of array cannot hold the element type.
     """
+    if isinstance(like, HostTensor):
+        return cast(T, tensor)
     return cast(T, _to_torch(tensor, like) if _is_torch(like) else _to_numpy(tensor))
 
 
@@ -41,7 +45,7 @@ def check_holds(like: object, dtype: str) -> None:
     Raises:
         TypeError: numpy was handed in and has no such type.
     """
-    if not _is_torch(like) and dtype == DType.BFLOAT16.value:
+    if isinstance(like, np.ndarray) and dtype == DType.BFLOAT16.value:
         _numpy_dtype(DType.BFLOAT16)
 
 

@@ -36,11 +36,14 @@ class AsyncClient:
         api_key: str | None = None,
         timeout_s: float | None = 60.0,
         retries: RetryPolicy | None = None,
+        max_connections: int = 100,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Args: as `Client`; the transport is one of httpx's asynchronous ones."""
         self._retries = retries or RetryPolicy()
-        self._http = httpx.AsyncClient(transport=transport, **connection(url, api_key, timeout_s))
+        self._http = httpx.AsyncClient(
+            transport=transport, **connection(url, api_key, timeout_s, max_connections)
+        )
 
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)

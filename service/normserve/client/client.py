@@ -34,6 +34,7 @@ class Client:
         api_key: str | None = None,
         timeout_s: float | None = 60.0,
         retries: RetryPolicy | None = None,
+        max_connections: int = 100,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Args:
@@ -41,10 +42,12 @@ class Client:
         api_key: sent as a bearer token, if the server wants one.
         timeout_s: the longest wait for a connection, and for any part of an answer; None waits for ever.
         retries: how a request is repeated that may succeed later; by default five attempts.
+        max_connections: requests under way at once; more wait for one of them.
         transport: httpx's, for a Unix socket for example: `httpx.HTTPTransport(uds=path)`.
         """
         self._retries = retries or RetryPolicy()
-        self._http = httpx.Client(transport=transport, **connection(url, api_key, timeout_s))
+        options = connection(url, api_key, timeout_s, max_connections)
+        self._http = httpx.Client(transport=transport, **options)
 
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)

@@ -160,13 +160,14 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def connection(url: str, api_key: str | None, timeout_s: float | None) -> dict[str, Any]:
+def connection(url: str, api_key: str | None, timeout_s: float | None, connections: int) -> dict[str, Any]:
     """What httpx must know about a server, for its blocking and its asynchronous client alike."""
     # Compression would cost more time than the bytes that it saves: floats hardly shrink.
     headers = {"accept-encoding": "identity"}
     if api_key is not None:
         headers["authorization"] = f"Bearer {api_key}"
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s)}
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s), "limits": limits}
 
 
 def adopt(method: Callable[..., Any], build: Callable[..., Any]) -> None:

@@ -100,6 +100,14 @@ def test_torch_in_torch_out(connect):
     assert torch.equal(result.rstd, torch.ones(2))
 
 
+def test_raw_memory_passes_as_it_is(connect):
+    raw = HostTensor(DType.BFLOAT16, (2,), memoryview(bytes(4)))
+    assert to_host("x", raw) is raw
+    server = FakeServer(tensors_answer(y=X))
+    y = connect(server).layer_norm(raw, out_dtype="bfloat16").y
+    assert (y.dtype, y.shape, bytes(y.data)) == (DType.FLOAT32, X.shape, X.tobytes())
+
+
 def test_a_gradient_is_of_the_kind_of_what_it_belongs_to(connect):
     server = FakeServer(tensors_answer(dx=X, dweight=np.ones(4, np.float32), dbias=np.ones(4, np.float32)))
     result = connect(server).layer_norm_backward(X, X, torch.ones(4))

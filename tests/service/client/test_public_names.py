@@ -20,7 +20,9 @@ def test_the_public_names_are_pinned():
         "AsyncClient",
         "BackwardResult",
         "Client",
+        "DType",
         "ForwardResult",
+        "HostTensor",
         "RetryPolicy",
         "Timing",
     }
