@@ -1,4 +1,4 @@
-"""Both clients against a real server: every operation and its gradients, compared with torch's own in float64."""
+"""Both clients against a real server: operations and gradients compared with torch's own in float64."""
 
 import asyncio
 
