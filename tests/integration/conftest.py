@@ -123,7 +123,7 @@ def start_server() -> Iterator[StartServer]:
         each.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def api(server: ServerProcess) -> Iterator[httpx.Client]:
     """An HTTP client of the session's server."""
     with httpx.Client(base_url=server.url, timeout=60) as client:

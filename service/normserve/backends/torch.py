@@ -10,7 +10,7 @@ import torch
 from fusednorm.errors import KernelInputError
 from torch import Tensor
 
-from normserve.backends import cpu_kernels
+from normserve.backends import cpu
 from normserve.backends.base import DeviceInfo
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
@@ -22,6 +22,7 @@ from normserve.backends.tensors import (
     split,
     view,
 )
+from normserve.backends.warmup import warm_up_batches
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
 from normserve.jobs import Batch, Execution
 from normserve.tensors import HostTensor
@@ -40,6 +41,8 @@ class TorchBackend:
 
     def start(self) -> DeviceInfo:
         torch.set_num_threads(self._threads)
+        for batch in warm_up_batches():
+            self.run(batch)
         return DeviceInfo(
             name=_processor(),
             kind="cpu",
@@ -58,7 +61,7 @@ class TorchBackend:
         if job.layer is not None:
             tensors |= parameters_of(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(cpu_kernels, job.spec, tensors)
+        outputs = launch(cpu, job.spec, tensors)
         computed = time.perf_counter()
         ordered = {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
         shares = split(batch, ordered)

@@ -21,6 +21,7 @@ from normserve.backends.tensors import (
     split,
     view,
 )
+from normserve.backends.warmup import warm_up_batches
 from normserve.errors import (
     DeviceFailureError,
     DeviceOutOfMemoryError,
@@ -40,6 +41,8 @@ class TritonBackend:
     name = "triton"
 
     def start(self) -> DeviceInfo:
+        for batch in warm_up_batches():
+            self.run(batch)
         return DeviceInfo(
             name=torch.cuda.get_device_name(),
             kind="cuda",
