@@ -40,3 +40,8 @@ test-gpu:
 
 bench:
 	PYTHONPATH=kernels:service:loadtest $(PYTHON) -m fusednorm.bench
+
+URL ?= http://127.0.0.1:8000
+
+load: .venv/.dev
+	$(BIN)/normload run --url $(URL)

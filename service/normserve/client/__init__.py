@@ -29,11 +29,13 @@ from normserve.client.errors import (
     UnexpectedAnswerError,
     UnknownLayerError,
 )
+from normserve.client.protocol import DEFAULT_URL
 from normserve.client.results import BackwardResult, ForwardResult, Timing
 from normserve.client.retries import RetryPolicy
 from normserve.tensors import DType, HostTensor
 
 __all__ = [
+    "DEFAULT_URL",
     "ApiError",
     "AsyncClient",
     "BackwardResult",

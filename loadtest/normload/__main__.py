@@ -1,0 +1,8 @@
+"""`python -m normload` is `normload`."""
+
+import sys
+
+from normload.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

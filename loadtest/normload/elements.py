@@ -1,0 +1,26 @@
+"""Numbers in float64 to and from what the API carries, bfloat16 among it, which numpy alone does not have."""
+
+import numpy as np
+from normserve.client import DType, HostTensor
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def narrow(values: Floats, dtype: DType) -> HostTensor:
+    """Round to an element type, to the nearest and ties to even."""
+    if dtype is DType.BFLOAT16:
+        bits = values.astype("<f4").view(np.uint32)
+        elements: NDArray[np.generic] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+    else:
+        elements = values.astype(np.dtype(dtype.value).newbyteorder("<"))
+    return HostTensor(dtype, values.shape, elements.reshape(-1).view(np.uint8).data)
+
+
+def widen(tensor: HostTensor) -> Floats:
+    """The exact values of a tensor."""
+    if tensor.dtype is DType.BFLOAT16:
+        bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64).reshape(tensor.shape)
+    elements = np.frombuffer(tensor.data, np.dtype(tensor.dtype.value).newbyteorder("<"))
+    return elements.astype(np.float64).reshape(tensor.shape)

@@ -1,0 +1,156 @@
+"""What the server should have answered, from the definitions, in numpy and float64."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from normserve.client import DType, HostTensor
+
+from normload.elements import Floats, widen
+from normload.workload import Case
+
+_EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6, "group_norm": 1e-5}
+
+# How far an element may be off, relative to its own size plus the scale of what it is made of: some roundings
+# of the element type, or of the float32 sums where that is coarser.
+_TOLERANCE = {DType.FLOAT32: 1e-4, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2}
+_ALWAYS_ALLOWED = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A tensor as it should be.
+
+    Attributes:
+        values: exact.
+        scale: the usual size of the terms that were added up to the values, which may cancel.
+    """
+
+    values: Floats
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Normalised:
+    """x̂ and what its gradient needs; `channels` is the shape in which parameters broadcast."""
+
+    h: Floats
+    x_hat: Floats
+    rstd: Floats
+    channels: tuple[int, ...]
+
+
+def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Reference]:
+    """The exact answer by the names of the API."""
+    given = {name: widen(tensor) for name, tensor in tensors.items()}
+    normalised = _normalise(case, given)
+    weight = given["weight"].reshape(normalised.channels) if "weight" in given else np.ones(1)
+    bias = given["bias"].reshape(normalised.channels) if "bias" in given else np.zeros(1)
+    z = normalised.x_hat * weight + bias
+    activation, derivative = _ACTIVATIONS[case.activation]
+    if not case.is_backward:
+        answer = {"y": _reference(activation(z))}
+        return answer | {"residual_out": _reference(normalised.h)} if case.residual else answer
+
+    dz = given["dy"] * derivative(z)
+    answer = {"dx": _input_gradient(case, normalised, dz * weight)}
+    summed = tuple(axis for axis, size in enumerate(normalised.channels) if size == 1)
+    if "weight" in given:
+        answer["dweight"] = _reference((dz * normalised.x_hat).sum(summed).reshape(-1))
+    if "bias" in given:
+        answer["dbias"] = _reference(dz.sum(summed).reshape(-1))
+    return answer
+
+
+def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, HostTensor]) -> str | None:
+    """Say what is wrong with an answer; None when it is right."""
+    should_be = expected(case, tensors)
+    if answer.keys() != should_be.keys():
+        return f"expected {', '.join(should_be)}, got {', '.join(answer)}"
+    for name, reference in should_be.items():
+        owner = tensors[name.removeprefix("d")] if case.is_backward else tensors["x"]
+        if found := _difference(reference, answer[name], owner.dtype):
+            return f"{name} of {case.shape}: {found}"
+    return None
+
+
+def _difference(reference: Reference, tensor: HostTensor, dtype: DType) -> str | None:
+    if (tensor.dtype, tensor.shape) != (dtype, reference.values.shape):
+        expected_form = f"{dtype.value} {reference.values.shape}"
+        return f"expected {expected_form}, got {tensor.dtype.value} {tensor.shape}"
+    off = np.abs(widen(tensor) - reference.values)
+    allowed = _TOLERANCE[dtype] * (np.abs(reference.values) + reference.scale) + _ALWAYS_ALLOWED
+    # Written so that a NaN is wrong.
+    if np.all(off <= allowed):
+        return None
+    return f"off by {np.max(off / allowed):.3g} times the tolerance"
+
+
+def _reference(values: Floats) -> Reference:
+    return Reference(values, _scale(values))
+
+
+def _scale(values: Floats) -> float:
+    return math.sqrt(np.mean(values**2)) if values.size else 0.0
+
+
+def _normalise(case: Case, given: Mapping[str, Floats]) -> _Normalised:
+    h = given["x"] + given["residual"] if case.residual else given["x"]
+    channels = [1] * h.ndim
+    channels[case.channel_axis] = h.shape[case.channel_axis]
+    grouped, axes = _grouped(case, h)
+    mean = 0.0 if case.op == "rms_norm" else grouped.mean(axes, keepdims=True)
+    rstd = 1 / np.sqrt(np.square(grouped - mean).mean(axes, keepdims=True) + _EPS[case.op])
+    return _Normalised(h, ((grouped - mean) * rstd).reshape(h.shape), rstd, tuple(channels))
+
+
+def _grouped(case: Case, values: Floats) -> tuple[Floats, tuple[int, ...]]:
+    """The values with an axis for the groups, and the axes over which each group is normalised."""
+    if case.op != "group_norm":
+        return values, (-1,)
+    batch, groups = values.shape[0], case.num_groups
+    if case.layout == "nchw":
+        return values.reshape(batch, groups, -1), (2,)
+    return values.reshape(batch, -1, groups, values.shape[-1] // groups), (1, 3)
+
+
+def _input_gradient(case: Case, normalised: _Normalised, dx_hat: Floats) -> Reference:
+    """rstd * (dx_hat - mean(dx_hat) - x_hat * mean(dx_hat * x_hat)); RMSNorm has no first mean."""
+    gradient, axes = _grouped(case, dx_hat)
+    x_hat, _ = _grouped(case, normalised.x_hat)
+    along = (gradient * x_hat).mean(axes, keepdims=True)
+    mean = 0.0 if case.op == "rms_norm" else gradient.mean(axes, keepdims=True)
+    dx = normalised.rstd * (gradient - mean - x_hat * along)
+    return Reference(dx.reshape(normalised.h.shape), _scale(normalised.rstd * gradient))
+
+
+def _sigmoid(z: Floats) -> Floats:
+    s: Floats = 0.5 * (1 + np.tanh(z / 2))
+    return s
+
+
+def _silu_derivative(z: Floats) -> Floats:
+    s = _sigmoid(z)
+    return s * (1 + z * (1 - s))
+
+
+_A, _B = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_tanh(z: Floats) -> Floats:
+    y: Floats = z / 2 * (1 + np.tanh(_A * (z + _B * z**3)))
+    return y
+
+
+def _gelu_tanh_derivative(z: Floats) -> Floats:
+    t = np.tanh(_A * (z + _B * z**3))
+    dz: Floats = (1 + t) / 2 + z / 2 * (1 - t**2) * _A * (1 + 3 * _B * z**2)
+    return dz
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[[Floats], Floats], Callable[[Floats], Floats]]] = {
+    "none": (lambda z: z, np.ones_like),
+    "silu": (lambda z: z * _sigmoid(z), _silu_derivative),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative),
+}
