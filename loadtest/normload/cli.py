@@ -4,9 +4,12 @@ import argparse
 import asyncio
 import math
 import signal
+import ssl
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
+import httpx
 from normserve.client import DEFAULT_URL, AsyncClient, ClientError, RetryPolicy
 from rich.console import Console
 
@@ -43,15 +46,9 @@ async def _run(options: argparse.Namespace, console: Console) -> int:
     requests, duration_s = options.requests, options.duration
     if requests is None and duration_s is None:
         duration_s = _DEFAULT_DURATION_S
-    client = AsyncClient(
-        options.url,
-        api_key=options.api_key,
-        timeout_s=options.timeout,
-        retries=RetryPolicy(tries=1),
-        max_connections=options.connections,
-    )
-    async with client:
-        report.show_server(console, options.url, await client.info())
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client) for client in _connect(options)]
+        report.show_server(console, options.url, await clients[0].info())
         for request in workload.requests:
             _ = request.tensors
         arrivals = ClosedLoop(requests=requests, duration_s=duration_s)
@@ -59,16 +56,31 @@ async def _run(options: argparse.Namespace, console: Console) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _stop_once, arrivals)
         with report.progress(console, requests=requests, duration_s=duration_s) as note:
             runner = Runner(
-                client,
+                clients,
                 workload,
                 arrivals,
                 check_share=1.0 if options.verify else _SAMPLE,
                 seed=options.seed,
                 on_record=note,
             )
-            run = await runner.run(options.connections)
+            run = await runner.run()
     report.show_run(console, run)
     return _exit_code(run)
+
+
+def _connect(options: argparse.Namespace) -> list[AsyncClient]:
+    """A client for each connection: one pool of many would look at all of them for every request."""
+    certificates = ssl.create_default_context()
+    return [
+        AsyncClient(
+            options.url,
+            api_key=options.api_key,
+            timeout_s=options.timeout,
+            retries=RetryPolicy(tries=1),
+            transport=httpx.AsyncHTTPTransport(verify=certificates),
+        )
+        for _ in range(options.connections)
+    ]
 
 
 def _stop_once(arrivals: ClosedLoop) -> None:

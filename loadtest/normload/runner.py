@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(
         self,
-        client: AsyncClient,
+        clients: Sequence[AsyncClient],
         workload: Iterable[Request],
         arrivals: Arrivals,
         *,
@@ -59,14 +59,14 @@ class Runner:
         on_record: Callable[[Record], None],
     ) -> None:
         """Args:
-        client: should not retry, so that every refusal is counted.
+        clients: one a connection; they should not retry, so that every refusal is counted.
         workload: what to send.
         arrivals: when to send.
         check_share: how many of the answers are compared with the right ones, from 0 to 1.
         seed: of the choice of those.
         on_record: told of every request when it has ended.
         """
-        self._client = client
+        self._clients = clients
         self._workload = iter(workload)
         self._arrivals = arrivals
         self._check_share = check_share
@@ -74,19 +74,19 @@ class Runner:
         self._on_record = on_record
         self._records: list[Record] = []
 
-    async def run(self, connections: int) -> Run:
-        """Send until the arrivals end, on so many connections at once."""
+    async def run(self) -> Run:
+        """Send until the arrivals end, on all connections at once."""
         began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(connections):
-                tasks.create_task(self._connection(began))
+            for client in self._clients:
+                tasks.create_task(self._connection(client, began))
         ends = [record.started_s + record.latency_s for record in self._records]
         return Run(self._records, max(ends, default=0.0))
 
-    async def _connection(self, began: float) -> None:
+    async def _connection(self, client: AsyncClient, began: float) -> None:
         while (intended := await self._arrivals.next()) is not None:
             request = next(self._workload)
-            record, result = await self._send(request, began, intended)
+            record, result = await self._send(client, request, began, intended)
             if result is not None and self._choices.random() < self._check_share:
                 # In a thread, so that the other connections go on; this one pauses, which no latency counts.
                 fault = await asyncio.to_thread(oracle.fault, request.case, request.tensors, _tensors(result))
@@ -94,9 +94,11 @@ class Runner:
             self._records.append(record)
             self._on_record(record)
 
-    async def _send(self, request: Request, began: float, intended: float) -> tuple[Record, Result | None]:
+    async def _send(
+        self, client: AsyncClient, request: Request, began: float, intended: float
+    ) -> tuple[Record, Result | None]:
         case, result, code = request.case, None, "ok"
-        method = getattr(self._client, case.operation.replace("/", "_"))
+        method = getattr(client, case.operation.replace("/", "_"))
         try:
             result = await method(**request.tensors, **case.parameters())
         except ClientError as error:

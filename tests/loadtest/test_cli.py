@@ -1,7 +1,6 @@
 """Whole runs against a server of a few lines that answers right, wrong or not at all."""
 
 import asyncio
-import functools
 import json
 import os
 import signal
@@ -59,8 +58,10 @@ def normload(monkeypatch, capsys):
     """Runs the command line against a fake server; gives the exit code and what was printed."""
 
     def run(server, *options):
-        transport = httpx.MockTransport(server)
-        monkeypatch.setattr(cli, "AsyncClient", functools.partial(AsyncClient, transport=transport))
+        def client(*arguments, transport, **others):
+            return AsyncClient(*arguments, transport=httpx.MockTransport(server), **others)
+
+        monkeypatch.setattr(cli, "AsyncClient", client)
         small = ("--max-mib", str(2**14 / 2**20), "--pool", "20", "--seed", "5")
         code = cli.main(["run", *small, *options])
         return code, capsys.readouterr().out
