@@ -29,7 +29,7 @@ from normserve.routes.status import Status
 from normserve.settings import Settings
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
-_STOP_S = 5.0
+_STOP_S = 2.0
 
 
 class Service:

@@ -94,10 +94,13 @@ class _Incoming:
         self._exchange = exchange
         length = headers.get(b"content-length")
         self.complete = b"transfer-encoding" not in headers and length in (None, b"0")
-        awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
-        self.is_small = not awaits_leave and length is not None and int(length) <= _SMALL_BODY_BYTES
+        # A client that waits for leave sends nothing once it is refused.
+        self._awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
+        is_small = length is not None and int(length) <= _SMALL_BODY_BYTES
+        self.is_quick_to_drop = is_small and not self._awaits_leave
 
     async def receive(self) -> Message:
+        self._awaits_leave = False
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self._exchange.client_left = True
@@ -108,6 +111,8 @@ class _Incoming:
 
     async def drop(self) -> None:
         """Read what is still to come and forget it, within bounds."""
+        if self._awaits_leave:
+            return
         dropped = 0
         try:
             async with asyncio.timeout(_LINGER_S):
@@ -146,7 +151,7 @@ class _Outgoing:
         self.began = time.perf_counter()
         self._exchange.record.status = message["status"]
         headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode())]
-        if not self._incoming.complete and self._incoming.is_small:
+        if not self._incoming.complete and self._incoming.is_quick_to_drop:
             await self._incoming.drop()
         if not self._incoming.complete:
             headers.append((b"connection", b"close"))

@@ -102,7 +102,7 @@ class Engine:
         """Refuse new work unless it can be done.
 
         Raises:
-            NotReadyError, DrainingError, DeviceFailureError: by state.
+            NotReadyError, DrainingError: by state.
         """
         match self.state:
             case State.STARTING:
@@ -110,7 +110,7 @@ class Engine:
             case State.DRAINING:
                 raise DrainingError("the server is shutting down and finishes only what it has admitted")
             case State.FAILED:
-                raise self._failure or DeviceFailureError("the device has failed")
+                raise NotReadyError("the device has failed, the server is about to exit")
 
     async def load(self, weight: HostTensor, bias: HostTensor | None) -> object:
         """Bring a layer's parameters to where the device wants them.

@@ -54,6 +54,7 @@ class Server(uvicorn.Server):
 
     def _on_signal(self) -> None:
         if self._draining:
+            self.exit_code = 1
             self.should_exit = self.force_exit = True
             return
         self._draining = True

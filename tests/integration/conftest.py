@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import httpx
 import pytest
@@ -59,6 +59,10 @@ class ServerProcess:
         assert url.port is not None
         return url.host, url.port
 
+    def client(self) -> httpx.Client:
+        """An HTTP client of this server."""
+        return httpx.Client(base_url=self.url, timeout=60)
+
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
@@ -83,15 +87,22 @@ class ServerProcess:
 StartServer = Callable[..., ServerProcess]
 
 
-def _launch(command: list[str], environment: dict[str, str]) -> ServerProcess:
+def launch_server(
+    options: Sequence[str], environment: Mapping[str, str], script: str | None = None
+) -> ServerProcess:
+    """Start a server on the CPU and on a free port; `script` stands in for `-m normserve`."""
+    program = [script] if script else ["-m", "normserve"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
-    return ServerProcess(command, clean | {"PYTHONUNBUFFERED": "1"} | environment)
+    return ServerProcess(
+        [sys.executable, *program, "serve", "--port", "0", "--backend", "torch", *options],
+        {**clean, "PYTHONUNBUFFERED": "1", **environment},
+    )
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """One server with everything at its default, on the CPU; for tests that leave it as they found it."""
-    running = _launch([sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", "torch"], {})
+    running = launch_server([], {})
     try:
         running.wait_until_ready()
         yield running
@@ -99,20 +110,14 @@ def server() -> Iterator[ServerProcess]:
         running.stop()
 
 
-@pytest.fixture
-def start_server() -> Iterator[StartServer]:
-    """Starts servers of the test's own: `start_server("--option", "value", env={...}, wait=True)`.
-
-    `script` names a Python file to run in place of `-m normserve`, with the same arguments.
-    """
+@contextlib.contextmanager
+def _servers() -> Iterator[StartServer]:
     running: list[ServerProcess] = []
 
     def start(
-        *options: str, env: dict[str, str] | None = None, script: str | None = None, wait: bool = True
+        *options: str, env: Mapping[str, str] | None = None, script: str | None = None, wait: bool = True
     ) -> ServerProcess:
-        program = [script] if script else ["-m", "normserve"]
-        arguments = ["serve", "--port", "0", "--backend", "torch", *options]
-        started = _launch([sys.executable, *program, *arguments], env or {})
+        started = launch_server(options, env or {}, script)
         running.append(started)
         if wait:
             started.wait_until_ready()
@@ -123,14 +128,31 @@ def start_server() -> Iterator[StartServer]:
         each.stop()
 
 
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """Starts servers of the test's own: `start_server("--option", "value", env={...}, wait=True)`.
+
+    `script` names a Python file to run in place of `-m normserve`, with the same arguments.
+    """
+    with _servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def launched() -> Iterator[StartServer]:
+    """The same for servers that a module's tests share."""
+    with _servers() as start:
+        yield start
+
+
 @pytest.fixture(scope="session")
 def api(server: ServerProcess) -> Iterator[httpx.Client]:
     """An HTTP client of the session's server."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with server.client() as client:
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def until() -> Callable[[Callable[[], bool]], None]:
     """Waits for something to become true, a test's patience at most."""
 

@@ -1,0 +1,48 @@
+"""`normserve` with a CPU backend that obeys a test: rows of certain lengths make it wait, fail or run dry.
+
+It writes `ran ROWSxN` for each launch.  While it waits, it waits for the file that $GATE names.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import normserve.app
+from normserve.backends.torch import TorchBackend
+from normserve.cli import main
+from normserve.errors import DeviceFailureError
+
+WAITS, FAILS, RUNS_DRY, HAS_A_BUG = 101, 102, 103, 104
+
+
+class MisbehavingBackend(TorchBackend):
+    def start(self):
+        if os.environ.get("WAIT_AT_START"):
+            wait_for_gate()
+        return super().start()
+
+    def run(self, batch):
+        cols = batch.jobs[0].x.shape[-1]
+        if cols == WAITS:
+            print("waiting", flush=True)
+            wait_for_gate()
+        if cols == FAILS:
+            raise DeviceFailureError("injected")
+        if cols == RUNS_DRY:
+            raise MemoryError("injected")
+        if cols == HAS_A_BUG:
+            raise RuntimeError("injected")
+        print(f"ran {sum(job.rows for job in batch.jobs)}x{cols}", flush=True)
+        return super().run(batch)
+
+
+def wait_for_gate() -> None:
+    gate = Path(os.environ["GATE"])
+    while not gate.exists():
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    normserve.app.choose_backend = lambda name, threads: MisbehavingBackend(threads)
+    sys.exit(main())
