@@ -37,3 +37,19 @@ def check_groups(x: Tensor, num_groups: int) -> None:
         )
     if any(size == 0 for size in shape[1:]):
         raise KernelInputError(f"x must have at least one element in each group, got {shape}")
+
+
+def check_layout(name: str, tensor: Tensor | None, channels_last: bool) -> None:
+    """Refuse a companion of x whose memory order is not x's: reading it would need a copy.
+
+    Raises:
+        UnsupportedShapeError: another layout than x's.
+    """
+    if tensor is None:
+        return
+    order = (0, *range(2, tensor.dim()), 1) if channels_last else tuple(range(tensor.dim()))
+    if not tensor.permute(order).is_contiguous():
+        raise UnsupportedShapeError(
+            f"{name} must be {'channels-last' if channels_last else 'contiguous'} as x is, "
+            f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )

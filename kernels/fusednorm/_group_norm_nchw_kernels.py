@@ -1,0 +1,441 @@
+"""Forward kernels of GroupNorm where each group is contiguous: [N, C, *spatial] in plain memory order.
+
+A group is a run of `group_units` vectors of VEC elements, walked in tiles [ROWS, UNITS, VEC] whose last axis
+is one 128-bit access of one thread.  Where a channel is whole vectors (ALIGNED), the channel, its weight and
+its bias are found once a vector.  No size is a constexpr: lengths arrive in units of VEC, so addresses are
+known multiples of it, and division by the channel's length is a multiplication by `magic` and a shift.
+
+Statistics hold a pivot for each vector lane, one of that lane's own values, and sums of differences from it;
+they are merged across lanes and programs by Chan's formula.  With n values a lane, (pivot - lane mean)^2 is
+at most n times the lane's own variance, so what cancels is n * 2^-24 of the result at worst, whatever the
+data.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm._group_norm_fold_kernels import fold_moments
+from fusednorm._reductions import sum_pair
+from fusednorm.epilogue import activate, dropout_keep
+
+
+@triton.jit
+def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
+    """x, or x + residual, in float32; masked elements are 0."""
+    if mask is None:
+        h = tl.load(x_ptr + at, eviction_policy=EVICT).to(tl.float32)
+        if residual_ptr is not None:
+            h += tl.load(residual_ptr + at, eviction_policy=EVICT).to(tl.float32)
+    else:
+        h = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        if residual_ptr is not None:
+            h += tl.load(residual_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return h
+
+
+@triton.jit
+def offset_or_none(ptr, offset):
+    """ptr + offset for an optional pointer."""
+    if ptr is None:
+        return None
+    else:
+        return ptr + offset
+
+
+@triton.jit
+def _quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
+    """i // divisor for 0 <= i < 2^31, where magic = ceil(2^(31 + shift) / divisor) and 2^shift >= divisor."""
+    if WIDE:
+        return i // divisor
+    else:
+        high = tl.umulhi(i.to(tl.uint32) * 2, magic.to(tl.uint32))
+        return (high >> shift.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _accumulate(
+    x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC: tl.constexpr, MASKED: tl.constexpr
+):
+    """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; each sum over VEC stays in its thread."""
+    at = unit * VEC + tl.arange(0, VEC)[None, None, :]
+    if MASKED:
+        mask = unit < last
+        d = tl.where(mask, load_sum(x_ptr, residual_ptr, at, mask, "evict_last") - pivot, 0.0)
+    else:
+        d = load_sum(x_ptr, residual_ptr, at, None, "evict_last") - pivot
+    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(d * d, 2, keep_dims=True)
+
+
+@triton.jit
+def run_moments(
+    x_ptr,
+    residual_ptr,
+    first,
+    last,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Mean and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1]."""
+    lane = tl.arange(0, UNITS)[None, :, None]
+    units = last - first
+    full = units // UNITS
+    tail = units - full * UNITS
+
+    pivot = load_sum(x_ptr, residual_ptr, (first + lane) * VEC, lane < units, "evict_last")
+    sum_1 = tl.zeros((1, UNITS, 1), tl.float32)
+    sum_2 = tl.zeros((1, UNITS, 1), tl.float32)
+    for tile in range(0, full):
+        unit = first + tile * UNITS + lane
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC, False)
+    if tail > 0:
+        unit = first + full * UNITS + lane
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC, True)
+
+    count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
+    total = units.to(tl.float32) * VEC
+    lane_shift = sum_1 / tl.maximum(count, 1.0)
+    rough = tl.sum((count / total) * (pivot + lane_shift), 1, keep_dims=True)
+    delta = (pivot - rough) + lane_shift
+    weighted = count * delta
+    shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 1, FAST)
+    shift /= total
+    # maximum would lose a NaN.
+    square = square - total * shift * shift
+    return rough + shift, tl.where(square < 0.0, 0.0, square)
+
+
+@triton.jit
+def _store_normalised(
+    h,
+    mean,
+    rstd,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    base,
+    sample,
+    group,
+    unit,
+    mask,
+    group_units,
+    channels,
+    channel_length,
+    magic,
+    shift,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    VEC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Affine step, activation, dropout and the stores of one tile.
+
+    `group` counts inside its sample; `channels` a group; `channel_length` is in vectors when ALIGNED.
+    """
+    at = unit * VEC + tl.arange(0, VEC)[None, None, :]
+    if residual_out_ptr is not None:
+        tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    # The parameters come after the reductions, so that they hold no registers during them.
+    y = h - mean
+    if (weight_ptr is not None) or (bias_ptr is not None):
+        if ALIGNED:
+            channel = group * channels + _quotient(unit, channel_length, magic, shift, WIDE)
+        else:
+            channel = group * channels + _quotient(at, channel_length, magic, shift, WIDE)
+    if weight_ptr is not None:
+        if mask is None:
+            weight = tl.load(weight_ptr + channel).to(tl.float32)
+        else:
+            weight = tl.load(weight_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        y = y * (weight * rstd)
+    else:
+        y = y * rstd
+    if bias_ptr is not None:
+        if mask is None:
+            y += tl.load(bias_ptr + channel).to(tl.float32)
+        else:
+            y += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    y = activate(y, ACTIVATION, FAST)
+    if DROPOUT:
+        position = (group.to(tl.int64) * group_units) * VEC + at
+        position += tl.zeros(y.shape, tl.int64)
+        keep = dropout_keep(seed, sample.to(tl.int64), position, dropout_threshold)
+        y = tl.where(keep, y * dropout_scale, 0.0)
+    tl.store((y_ptr + base) + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _normalise_run(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean,
+    rstd,
+    row,
+    first,
+    last,
+    group_units,
+    groups,
+    channels,
+    channel_length,
+    magic,
+    shift,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Write the vectors first <= unit < last of one group, last tile first: that end is still in cache."""
+    base = row * (group_units.to(tl.int64) * VEC)
+    sample = row // groups
+    group = (row - sample * groups).to(tl.int32)
+    x_ptr = x_ptr + base
+    residual_ptr = offset_or_none(residual_ptr, base)
+    lane = tl.arange(0, UNITS)[None, :, None]
+    inner = tl.arange(0, VEC)[None, None, :]
+    full = (last - first) // UNITS
+    if first + full * UNITS < last:
+        unit = first + full * UNITS + lane
+        mask = unit < last
+        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, mask, "evict_first")
+        _store_normalised(
+            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+            group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+    for step in range(0, full):
+        unit = first + (full - 1 - step) * UNITS + lane
+        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, None, "evict_first")
+        _store_normalised(
+            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, None,
+            group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["rows", "group_units", "groups", "channels", "channel_length", "magic", "shift"]
+)
+def group_norm_nchw_tile_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows: tl.int64,
+    group_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int32,
+    magic: tl.int64,
+    shift: tl.int32,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """ROWS whole groups a program, held in registers: read once, two-pass statistics, written once."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    unit = tl.arange(0, UNITS)[None, :, None]
+    at = unit * VEC + tl.arange(0, VEC)[None, None, :]
+    row_mask = row < rows
+    mask = row_mask & (unit < group_units)
+    base = row * (group_units.to(tl.int64) * VEC)
+    length = group_units.to(tl.float32) * VEC
+
+    h = load_sum(x_ptr + base, offset_or_none(residual_ptr, base), at, mask, "evict_first")
+    pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
+    d = tl.where(mask, h - pivot, 0.0)
+    offset, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
+    offset /= length
+    variance = square / length - offset * offset
+    rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
+    mean = pivot + offset
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=row_mask)
+        tl.store(rstd_ptr + row, rstd, mask=row_mask)
+
+    sample = row // groups
+    group = (row - sample * groups).to(tl.int32)
+    _store_normalised(
+        h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+        group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        VEC, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift"])
+def group_norm_nchw_sweep_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    group_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int32,
+    magic: tl.int64,
+    shift: tl.int32,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One group a program in two sweeps; the second walks backwards and finds the group in L1 or L2."""
+    row = tl.program_id(0).to(tl.int64)
+    base = row * (group_units.to(tl.int64) * VEC)
+    mean, square = run_moments(
+        x_ptr + base, offset_or_none(residual_ptr, base), 0, group_units, VEC, UNITS, FAST
+    )
+    rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
+        tl.store(rstd_ptr + row + tl.zeros((1, 1, 1), tl.int32), rstd)
+    _normalise_run(
+        x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
+        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        VEC, UNITS, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["group_units", "groups", "splits", "split_units"])
+def group_norm_nchw_stats_kernel(
+    x_ptr,
+    residual_ptr,
+    mean_part_ptr,
+    square_part_ptr,
+    group_units: tl.int64,
+    groups: tl.int32,
+    splits: tl.int32,
+    split_units: tl.int64,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Moments of one part of one group; parts lie as [N, splits, G]."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // splits
+    split = program - row * splits
+    base = row * (group_units * VEC)
+    first = split * split_units
+    last = tl.minimum(first + split_units, group_units)
+    if not WIDE:
+        first = first.to(tl.int32)
+        last = last.to(tl.int32)
+    mean, square = run_moments(
+        x_ptr + base, offset_or_none(residual_ptr, base), first, last, VEC, UNITS, FAST
+    )
+    sample = row // groups
+    slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
+    tl.store(mean_part_ptr + slot, mean)
+    tl.store(square_part_ptr + slot, square)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "group_units", "groups", "channels", "channel_length", "magic", "shift", "splits", "split_units",
+        "programs_a_group", "program_units",
+    ]
+)  # fmt: skip
+def group_norm_nchw_apply_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_part_ptr,
+    square_part_ptr,
+    mean_ptr,
+    rstd_ptr,
+    group_units: tl.int64,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int64,
+    magic: tl.int64,
+    shift: tl.int32,
+    splits: tl.int32,
+    split_units: tl.int64,
+    programs_a_group: tl.int32,
+    program_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Fold the parts of one group, then write one run of it; programs walk the tensor backwards."""
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    row = program // programs_a_group
+    part = program - row * programs_a_group
+    sample = row // groups
+    mean, variance = fold_moments(
+        mean_part_ptr + sample * splits * groups,
+        square_part_ptr + sample * splits * groups,
+        row - sample * groups,
+        1,
+        groups,
+        splits,
+        split_units * VEC,
+        group_units * VEC,
+        BLOCK_SPLITS,
+        1,
+    )
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if part == 0:
+            tl.store(mean_ptr + row, mean)
+            tl.store(rstd_ptr + row, rstd)
+    first = part * program_units
+    last = tl.minimum(first + program_units, group_units)
+    if not WIDE:
+        first = first.to(tl.int32)
+        last = last.to(tl.int32)
+    _normalise_run(
+        x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
+        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        VEC, UNITS, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip

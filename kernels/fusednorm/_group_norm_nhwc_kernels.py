@@ -1,0 +1,345 @@
+"""Forward kernels of GroupNorm where channels come last in memory: [N, positions, C].
+
+A program owns a block of columns (channels) and walks positions in tiles [ROWS, CV, VEC]: VEC channels are
+one 128-bit access of one thread, and a thread keeps its channels for the whole walk, so parameters and
+statistics are loaded once.  Groups of any width share tiles: moments are kept per channel and folded to
+groups at the end.
+
+Each row of a tile holds its own pivot of a channel; as in the contiguous kernels, with n values a row of the
+tile what cancels is n * 2^-24 of the result at worst.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm._group_norm_nchw_kernels import load_sum, offset_or_none
+from fusednorm._reductions import sum_pair
+from fusednorm.epilogue import activate, dropout_keep
+
+
+@triton.jit
+def channel_moments(
+    x_ptr,
+    residual_ptr,
+    first_row,
+    last_row,
+    row_stride,
+    column,
+    column_mask,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Mean and sum of squared deviations of each column over first_row <= row < last_row, [1, CV, VEC] each.
+
+    Args:
+        x_ptr, residual_ptr: the sample's first element.
+        column: [1, CV, VEC] int32.
+        column_mask: [1, CV, 1], or None when every column exists.
+    """
+    STEP: tl.constexpr = ROWS * UNROLL
+    row = tl.arange(0, ROWS)[:, None, None]
+    at = row.to(tl.int64) * row_stride + column
+    rows = last_row - first_row
+    mask = row < rows
+    if column_mask is not None:
+        mask = mask & column_mask
+    pivot = load_sum(x_ptr, residual_ptr, first_row * row_stride + at, mask, "evict_last")
+    sum_1 = tl.zeros(at.shape, tl.float32)
+    sum_2 = tl.zeros(at.shape, tl.float32)
+    full = rows // STEP
+    for step in range(0, full):
+        for k in tl.static_range(UNROLL):
+            start = (first_row + step * STEP + k * ROWS) * row_stride
+            d = load_sum(x_ptr, residual_ptr, start + at, column_mask, "evict_last") - pivot
+            sum_1 += d
+            sum_2 += d * d
+    for tail in range(first_row + full * STEP, last_row, ROWS):
+        mask = tail + row < last_row
+        if column_mask is not None:
+            mask = mask & column_mask
+        h = load_sum(x_ptr, residual_ptr, tail * row_stride + at, mask, "evict_last")
+        d = tl.where(mask, h - pivot, 0.0)
+        sum_1 += d
+        sum_2 += d * d
+
+    count = ((rows + (ROWS - 1) - row) // ROWS).to(tl.float32)
+    total = rows.to(tl.float32)
+    lane_shift = sum_1 / tl.maximum(count, 1.0)
+    rough = tl.sum((count / total) * (pivot + lane_shift), 0, keep_dims=True)
+    delta = (pivot - rough) + lane_shift
+    weighted = count * delta
+    shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 0, FAST)
+    shift /= total
+    square = square - total * shift * shift
+    # maximum would lose a NaN.
+    return rough + shift, tl.where(square < 0.0, 0.0, square)
+
+
+@triton.jit
+def sum_same_label(value, label):
+    """For each of [COLUMNS], the sum of the values that bear its label."""
+    return tl.sum(tl.where(label[:, None] == label[None, :], value[None, :], 0.0), 1)
+
+
+@triton.jit
+def slab_moments(
+    x_ptr,
+    residual_ptr,
+    rows,
+    row_stride,
+    column,
+    column_mask,
+    label,
+    channels,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Each column's group's mean and variance, [COLUMNS], from whole groups by Chan's formula."""
+    mean, square = channel_moments(
+        x_ptr, residual_ptr, 0, rows, row_stride, column, column_mask, ROWS, UNROLL, FAST
+    )
+    mean = tl.reshape(mean, label.shape)
+    square = tl.reshape(square, label.shape)
+    length = rows.to(tl.float32)
+    rough = sum_same_label(mean, label) / channels
+    delta = mean - rough
+    shift = sum_same_label(delta, label) / channels
+    square = sum_same_label(square + length * delta * delta, label)
+    variance = square / (length * channels) - shift * shift
+    return rough + shift, tl.where(variance < 0.0, 0.0, variance)
+
+
+@triton.jit
+def _normalise_rows(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean,
+    scale,
+    bias,
+    sample,
+    first_row,
+    last_row,
+    row_stride,
+    column,
+    column_mask,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Write first_row <= row < last_row of a block of columns, the last rows first.
+
+    `mean`, `scale` and `bias` (or None) are [1, CV, VEC]; pointers are the sample's.
+    """
+    row = tl.arange(0, ROWS)[:, None, None]
+    at = row.to(tl.int64) * row_stride + column
+    steps = tl.cdiv(last_row - first_row, ROWS)
+    for step in range(0, steps):
+        start = first_row + (steps - 1 - step) * ROWS
+        mask = start + row < last_row
+        if column_mask is not None:
+            mask = mask & column_mask
+        offset = start * row_stride + at
+        h = load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
+        if residual_out_ptr is not None:
+            tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+        y = (h - mean) * scale
+        if bias is not None:
+            y += bias
+        y = activate(y, ACTIVATION, FAST)
+        if DROPOUT:
+            keep = dropout_keep(seed, sample, offset, dropout_threshold)
+            y = tl.where(keep, y * dropout_scale, 0.0)
+        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_parameter(ptr, column, column_mask):
+    """A parameter of each column in float32, or None."""
+    if ptr is None:
+        return None
+    elif column_mask is None:
+        return tl.load(ptr + column).to(tl.float32)
+    else:
+        return tl.load(ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_statistic(ptr, column, column_mask):
+    """A float32 statistic of each column's group; the indices exist even where the columns do not."""
+    if column_mask is None:
+        return tl.load(ptr + column)
+    else:
+        return tl.load(ptr + column, mask=column_mask, other=0.0)
+
+
+@triton.jit
+def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
+    """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist, None when EVEN."""
+    unit = first_unit + tl.arange(0, CV)[None, :, None]
+    column = unit * VEC + tl.arange(0, VEC)[None, None, :]
+    if EVEN:
+        return column, None
+    else:
+        return column, unit < end_unit
+
+
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
+def group_norm_nhwc_slab_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    hw: tl.int64,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    slab_groups: tl.int32,
+    slabs: tl.int32,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A slab of whole groups of one sample a program, in two sweeps, the second backwards out of L2."""
+    program = tl.program_id(0)
+    sample = (program // slabs).to(tl.int64)
+    slab = program % slabs
+    c = column_units * VEC
+    slab_units = slab_groups * channels // VEC
+    first_unit = slab * slab_units
+    end_unit = tl.minimum(first_unit + slab_units, column_units)
+    column, column_mask = block_of_columns(first_unit, end_unit, CV, VEC, EVEN)
+    label = tl.arange(0, CV * VEC) // channels
+    base = sample * hw * c
+
+    mean, variance = slab_moments(
+        x_ptr + base, offset_or_none(residual_ptr, base), hw, c.to(tl.int64), column, column_mask,
+        label, channels, ROWS, UNROLL, FAST,
+    )  # fmt: skip
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    if mean_ptr is not None:
+        lane = tl.arange(0, CV * VEC)
+        group = sample * groups + slab * slab_groups + label
+        first_of_group = (lane % channels == 0) & (lane < (end_unit - first_unit) * VEC)
+        tl.store(mean_ptr + group, mean, mask=first_of_group)
+        tl.store(rstd_ptr + group, rstd, mask=first_of_group)
+
+    scale = tl.reshape(rstd, (1, CV, VEC))
+    weight = load_parameter(weight_ptr, column, column_mask)
+    if weight is not None:
+        scale = scale * weight
+    _normalise_rows(
+        x_ptr + base, offset_or_none(residual_ptr, base),
+        y_ptr + base, offset_or_none(residual_out_ptr, base),
+        tl.reshape(mean, (1, CV, VEC)), scale, load_parameter(bias_ptr, column, column_mask),
+        sample, 0, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
+        ROWS * UNROLL, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["hw", "column_units", "splits", "split_rows", "blocks"])
+def group_norm_nhwc_stats_kernel(
+    x_ptr,
+    residual_ptr,
+    mean_part_ptr,
+    square_part_ptr,
+    hw: tl.int64,
+    column_units: tl.int32,
+    splits: tl.int32,
+    split_rows: tl.int64,
+    blocks: tl.int32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EVEN: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Moments of a block of columns over one split of the positions; parts lie as [N, splits, C]."""
+    program = tl.program_id(0)
+    block = program % blocks
+    run = (program // blocks).to(tl.int64)
+    sample = run // splits
+    split = run - sample * splits
+    c = column_units * VEC
+    column, column_mask = block_of_columns(block * CV, column_units, CV, VEC, EVEN)
+    base = sample * hw * c
+    first_row = split * split_rows
+    mean, square = channel_moments(
+        x_ptr + base, offset_or_none(residual_ptr, base), first_row, tl.minimum(first_row + split_rows, hw),
+        c.to(tl.int64), column, column_mask, ROWS, UNROLL, FAST,
+    )  # fmt: skip
+    tl.store(mean_part_ptr + run * c + column, mean, mask=column_mask)
+    tl.store(square_part_ptr + run * c + column, square, mask=column_mask)
+
+
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks"])
+def group_norm_nhwc_apply_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    hw: tl.int64,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    runs: tl.int32,
+    run_rows: tl.int64,
+    blocks: tl.int32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Write one run of positions of a block of columns; programs walk the tensor backwards."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = program % blocks
+    run = (program // blocks).to(tl.int64)
+    sample = run // runs
+    c = column_units * VEC
+    column, column_mask = block_of_columns(block * CV, column_units, CV, VEC, EVEN)
+    group = sample * groups + column // channels
+    base = sample * hw * c
+    first_row = (run - sample * runs) * run_rows
+
+    scale = load_statistic(rstd_ptr, group, column_mask)
+    weight = load_parameter(weight_ptr, column, column_mask)
+    if weight is not None:
+        scale = scale * weight
+    _normalise_rows(
+        x_ptr + base, offset_or_none(residual_ptr, base),
+        y_ptr + base, offset_or_none(residual_out_ptr, base),
+        load_statistic(mean_ptr, group, column_mask), scale, load_parameter(bias_ptr, column, column_mask),
+        sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
+        seed, dropout_threshold, dropout_scale, ROWS, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
