@@ -1,0 +1,306 @@
+"""Backward kernels of GroupNorm where channels come last in memory; formulas as in the contiguous kernels.
+
+Tiles are those of the channels-last forward: a thread keeps its channels for the whole walk over positions,
+and sums of dz and dz * x_hat are kept per channel, folded to groups once at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm._group_norm_nchw_backward_kernels import load_masked, output_gradient
+from fusednorm._group_norm_nchw_kernels import load_sum, offset_or_none
+from fusednorm._group_norm_nhwc_kernels import (
+    block_of_columns,
+    load_parameter,
+    load_statistic,
+    slab_moments,
+    sum_same_label,
+)
+from fusednorm._reductions import sum_pair
+
+
+@triton.jit
+def _channel_sums(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    mean,
+    rstd,
+    weight,
+    bias,
+    sample,
+    first_row,
+    last_row,
+    row_stride,
+    column,
+    column_mask,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Sums of dz and of dz * x_hat of each column over first_row <= row < last_row, [1, CV, VEC] each."""
+    row = tl.arange(0, ROWS)[:, None, None]
+    at = row.to(tl.int64) * row_stride + column
+    sum_dz = tl.zeros(at.shape, tl.float32)
+    sum_dz_xhat = tl.zeros(at.shape, tl.float32)
+    for start in range(first_row, last_row, ROWS):
+        mask = start + row < last_row
+        if column_mask is not None:
+            mask = mask & column_mask
+        offset = start * row_stride + at
+        dy = load_masked(dy_ptr, offset, mask, "evict_last")
+        h = load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
+        # Masked elements count as x_hat = 0: -mean * rstd may overflow, and 0 * inf would spoil the sum.
+        xhat = tl.where(mask, (h - mean) * rstd, 0.0)
+        dz = output_gradient(
+            dy, xhat, weight, bias, sample, offset, seed, dropout_threshold, dropout_scale,
+            ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+        sum_dz += dz
+        sum_dz_xhat += dz * xhat
+    return sum_pair(sum_dz, sum_dz_xhat, 0, FAST)
+
+
+@triton.jit
+def _rows_input_gradient(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    dx_ptr,
+    mean,
+    rstd,
+    weight,
+    bias,
+    mean_g,
+    mean_g_xhat,
+    sample,
+    first_row,
+    last_row,
+    row_stride,
+    column,
+    column_mask,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Write dx of first_row <= row < last_row of a block of columns, the last rows first."""
+    row = tl.arange(0, ROWS)[:, None, None]
+    at = row.to(tl.int64) * row_stride + column
+    scale = rstd
+    if weight is not None:
+        scale = rstd * weight
+    offset_dx = rstd * mean_g
+    slope_dx = rstd * mean_g_xhat
+    steps = tl.cdiv(last_row - first_row, ROWS)
+    for step in range(0, steps):
+        start = first_row + (steps - 1 - step) * ROWS
+        mask = start + row < last_row
+        if column_mask is not None:
+            mask = mask & column_mask
+        offset = start * row_stride + at
+        dy = load_masked(dy_ptr, offset, mask, "evict_first")
+        xhat = (load_sum(x_ptr, residual_ptr, offset, mask, "evict_first") - mean) * rstd
+        dz = output_gradient(
+            dy, xhat, weight, bias, sample, offset, seed, dropout_threshold, dropout_scale,
+            ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+        dx = scale * dz - (offset_dx + xhat * slope_dx)
+        if dresidual_out_ptr is not None:
+            dx += load_masked(dresidual_out_ptr, offset, mask, "evict_first")
+        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
+def group_norm_nhwc_backward_slab_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    hw: tl.int64,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    slab_groups: tl.int32,
+    slabs: tl.int32,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A slab of whole groups of one sample a program: its sums, then dx in a second sweep backwards."""
+    program = tl.program_id(0)
+    sample = (program // slabs).to(tl.int64)
+    slab = program % slabs
+    c = column_units * VEC
+    slab_units = slab_groups * channels // VEC
+    first_unit = slab * slab_units
+    end_unit = tl.minimum(first_unit + slab_units, column_units)
+    column, column_mask = block_of_columns(first_unit, end_unit, CV, VEC, EVEN)
+    label = tl.arange(0, CV * VEC) // channels
+    base = sample * hw * c
+    row_stride = c.to(tl.int64)
+    length = (hw * channels).to(tl.float32)
+
+    if mean_ptr is None:
+        mean, variance = slab_moments(
+            x_ptr + base, offset_or_none(residual_ptr, base), hw, row_stride, column, column_mask,
+            label, channels, ROWS, 1, FAST,
+        )  # fmt: skip
+        rstd = tl.reshape(1.0 / tl.sqrt(variance + eps), (1, CV, VEC))
+        mean = tl.reshape(mean, (1, CV, VEC))
+    else:
+        group = sample * groups + column // channels
+        mean = load_statistic(mean_ptr, group, column_mask)
+        rstd = load_statistic(rstd_ptr, group, column_mask)
+    weight = load_parameter(weight_ptr, column, column_mask)
+    bias = load_parameter(bias_ptr, column, column_mask)
+
+    sum_dz, sum_dz_xhat = _channel_sums(
+        dy_ptr + base, x_ptr + base, offset_or_none(residual_ptr, base), mean, rstd, weight, bias,
+        sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
+        ROWS, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
+    if dz_part_ptr is not None:
+        tl.store(dz_part_ptr + sample * c + column, sum_dz, mask=column_mask)
+        tl.store(dz_xhat_part_ptr + sample * c + column, sum_dz_xhat, mask=column_mask)
+    if weight is not None:
+        sum_dz = sum_dz * weight
+        sum_dz_xhat = sum_dz_xhat * weight
+    mean_g = sum_same_label(tl.reshape(sum_dz, label.shape), label) / length
+    mean_g_xhat = sum_same_label(tl.reshape(sum_dz_xhat, label.shape), label) / length
+    _rows_input_gradient(
+        dy_ptr + base, x_ptr + base,
+        offset_or_none(residual_ptr, base), offset_or_none(dresidual_out_ptr, base),
+        dx_ptr + base, mean, rstd, weight, bias,
+        tl.reshape(mean_g, (1, CV, VEC)), tl.reshape(mean_g_xhat, (1, CV, VEC)),
+        sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
+        ROWS, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "splits", "split_rows", "blocks"])
+def group_norm_nhwc_backward_sums_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    hw: tl.int64,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    split_rows: tl.int64,
+    blocks: tl.int32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Sums of a block of columns over one split of the positions; parts lie as [N, splits, C]."""
+    program = tl.program_id(0)
+    block = program % blocks
+    run = (program // blocks).to(tl.int64)
+    sample = run // splits
+    c = column_units * VEC
+    column, column_mask = block_of_columns(block * CV, column_units, CV, VEC, EVEN)
+    group = sample * groups + column // channels
+    base = sample * hw * c
+    first_row = (run - sample * splits) * split_rows
+    sum_dz, sum_dz_xhat = _channel_sums(
+        dy_ptr + base, x_ptr + base, offset_or_none(residual_ptr, base),
+        load_statistic(mean_ptr, group, column_mask), load_statistic(rstd_ptr, group, column_mask),
+        load_parameter(weight_ptr, column, column_mask), load_parameter(bias_ptr, column, column_mask),
+        sample, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64), column, column_mask,
+        seed, dropout_threshold, dropout_scale, ROWS, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
+    tl.store(dz_part_ptr + run * c + column, sum_dz, mask=column_mask)
+    tl.store(dz_xhat_part_ptr + run * c + column, sum_dz_xhat, mask=column_mask)
+
+
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "splits", "split_rows", "blocks"])
+def group_norm_nhwc_backward_apply_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    sum_g_ptr,
+    sum_g_xhat_ptr,
+    dx_ptr,
+    hw: tl.int64,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    split_rows: tl.int64,
+    blocks: tl.int32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """dx of a block of columns over one split of the positions; programs walk the tensor backwards."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = program % blocks
+    run = (program // blocks).to(tl.int64)
+    sample = run // splits
+    c = column_units * VEC
+    column, column_mask = block_of_columns(block * CV, column_units, CV, VEC, EVEN)
+    group = sample * groups + column // channels
+    base = sample * hw * c
+    first_row = (run - sample * splits) * split_rows
+    length = (hw * channels).to(tl.float32)
+    _rows_input_gradient(
+        dy_ptr + base, x_ptr + base,
+        offset_or_none(residual_ptr, base), offset_or_none(dresidual_out_ptr, base),
+        dx_ptr + base,
+        load_statistic(mean_ptr, group, column_mask), load_statistic(rstd_ptr, group, column_mask),
+        load_parameter(weight_ptr, column, column_mask), load_parameter(bias_ptr, column, column_mask),
+        load_statistic(sum_g_ptr, group, column_mask) / length,
+        load_statistic(sum_g_xhat_ptr, group, column_mask) / length,
+        sample, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64), column, column_mask,
+        seed, dropout_threshold, dropout_scale, ROWS, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip

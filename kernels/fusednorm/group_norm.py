@@ -1,0 +1,169 @@
+"""GroupNorm, forward and backward, in both layouts: check, allocate, plan, launch.
+
+The plans, which choose a configuration and make its launches, are in `group_norm_forward_plan` and
+`group_norm_backward_plan`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import Epilogue, check_eps, check_parameter, check_statistics, check_tensor
+from fusednorm.errors import KernelInputError
+from fusednorm.group_norm_backward_plan import plan_backward
+from fusednorm.group_norm_checks import check_groups, check_layout, is_channels_last
+from fusednorm.group_norm_forward_plan import empty_statistics, plan_forward
+from fusednorm.group_norm_launch import Sample
+from fusednorm.launch import run
+from fusednorm.results import Backward, Forward
+
+
+def group_norm_forward(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+) -> Forward:
+    """y = dropout(act((h - mean) * rstd * weight + bias)) with moments over each group, and h = x + residual.
+
+    Statistics and every intermediate are float32; variances are taken about pivots among the values and
+    merged by Chan's formula, so a mean far from zero does not cancel.  A sample's bits do not depend on the
+    others.
+
+    Args:
+        x: [N, C, *spatial], float32, float16 or bfloat16, CUDA; contiguous, or channels-last by its strides.
+        num_groups: divides C.
+        weight: [C], any of these dtypes, or None for ones.
+        bias: [C], any of these dtypes, or None for zeros.
+        eps: added to the variance; positive and finite.
+        residual: as x and in its layout, any of these dtypes.  h is summed in float32 and returned rounded to
+            x's dtype.
+        activation: none, relu, silu, gelu (erf) or gelu_tanh.
+        dropout: probability of a zero, in [0, 1).  The mask counts a sample's elements in memory order, so a
+            channels-last x draws another than a contiguous one.
+        seed: int64, required with dropout; the same seed gives the same mask in backward.
+        out_dtype: y's dtype; x's when None.
+        stats: also return mean and rstd, float32 [N, num_groups].
+
+    Returns:
+        Forward: y in x's layout; mean and rstd with `stats`; residual_out with a residual.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value, or an empty group.
+        UnsupportedShapeError: x is neither contiguous nor channels-last, or residual is not laid out as x is;
+            nothing is copied to make them fit.
+
+    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
+    program's registers are read a second time from L1 or L2, and those too large for that from memory.
+
+    Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
+    Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+    epilogue = Epilogue(activation, dropout, seed)
+    sample = _checked_sample(x, num_groups, weight, bias, eps)
+    _check_companion("residual", residual, x, sample)
+
+    y = torch.empty_like(x, dtype=out_dtype or x.dtype)
+    check_tensor("out_dtype", y)
+    residual_out = None if residual is None else torch.empty_like(x)
+    mean, rstd = empty_statistics(x, sample) if stats else (None, None)
+    result = Forward(y, mean, rstd, residual_out)
+    if x.shape[0]:
+        run(x.device, plan_forward(x, sample, weight, bias, eps, residual, epilogue, result))
+    return result
+
+
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Backward:
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * weight, over groups.
+
+    dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat) and dbias = sum(dz)
+    over samples and positions.  Sums are float32 of centred values in fixed order, without atomics: every
+    run gives the same bits.
+
+    Args:
+        dy: gradient of y, in x's shape and layout, float32, float16 or bfloat16.
+        x, num_groups, weight, bias, eps, residual, activation, dropout, seed: as they went into forward.
+        mean, rstd: the statistics it returned, float32 [N, num_groups], both or neither; taken anew when
+            absent.
+        dresidual_out: as x and in its layout; what reached h from elsewhere, added to dx.
+
+    Returns:
+        Backward: dx in x's dtype and layout, the gradient of x and of residual alike; dweight in weight's
+        dtype when weight came in; dbias in bias's dtype when bias came in.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
+        UnsupportedShapeError: x is neither contiguous nor channels-last, or another tensor is not laid out as
+            x is.
+
+    Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from
+    L2, and those too large for that from memory, where absent statistics cost another read of x.
+
+    Source: the derivative of `group_norm_forward`; see docs/numerics.md.
+    """
+    if (mean is None) != (rstd is None):
+        raise KernelInputError("mean and rstd must come together, got one of them")
+    epilogue = Epilogue(activation, dropout, seed)
+    sample = _checked_sample(x, num_groups, weight, bias, eps)
+    _check_companion("dy", dy, x, sample)
+    _check_companion("residual", residual, x, sample)
+    _check_companion("dresidual_out", dresidual_out, x, sample)
+    check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
+
+    dx = torch.empty_like(x)
+    dweight = None if weight is None else torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
+    result = Backward(dx, dweight, dbias)
+    if x.shape[0]:
+        plan = plan_backward(
+            dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result
+        )
+        run(x.device, plan)
+    else:
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.zero_()
+    return result
+
+
+def _checked_sample(
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Sample:
+    check_eps(eps)
+    check_tensor("x", x)
+    check_groups(x, num_groups)
+    channels_last = is_channels_last(x)
+    c = x.shape[1]
+    check_parameter("weight", weight, c, x)
+    check_parameter("bias", bias, c, x)
+    return Sample(num_groups, c // num_groups, math.prod(x.shape[2:]), channels_last)
+
+
+def _check_companion(name: str, tensor: Tensor | None, x: Tensor, sample: Sample) -> None:
+    if tensor is not None:
+        check_tensor(name, tensor, like=x)
+        check_layout(name, tensor, sample.channels_last)

@@ -1,0 +1,73 @@
+"""What the compiler makes of the chosen configurations for sm_90, without a GPU: no spills, 128-bit accesses.
+
+The interpreter replaces Triton's compiler in this process, so the configurations compile in another.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# One shape of every launch class and layout, and the odd ones that share their tiles.
+SHAPES = [
+    ((8, 512, 64, 64), 32),
+    ((32, 256, 56, 56), 32),
+    ((2, 320, 64, 64), 32),
+    ((2, 1280, 16, 16), 32),
+    ((1, 512, 128, 128), 32),
+    ((64, 256, 8, 8), 32),
+    ((4, 64, 32, 32), 64),
+]
+
+COMPILE = """
+import json, math, sys
+import torch
+from fusednorm.checks import Epilogue
+from fusednorm.group_norm_backward_plan import plan_backward
+from fusednorm.group_norm_forward_plan import empty_statistics, plan_forward
+from fusednorm.group_norm_launch import Sample
+from fusednorm.inspection import inspect
+from fusednorm.results import Backward, Forward
+
+dtype, shapes = getattr(torch, sys.argv[1]), json.loads(sys.argv[2])
+done, reports = set(), []
+for (n, c, *spatial), groups in shapes:
+    for channels_last in (False, True):
+        sample = Sample(groups, c // groups, math.prod(spatial), channels_last)
+        x = torch.empty((n, c, *spatial), dtype=dtype, device="meta")
+        w = torch.empty(c, dtype=dtype, device="meta")
+        after = Epilogue("silu")
+        plans = plan_forward(x, sample, w, w, 1e-5, None, after, Forward(x))
+        saved = empty_statistics(x, sample)
+        for mean, rstd in ((None, None), saved):
+            out = Backward(x, w, w)
+            plans += plan_backward(x, x, sample, w, w, 1e-5, mean, rstd, None, None, after, out)
+        for launch in plans:
+            absent = tuple(i for i, value in enumerate(launch.arguments) if value is None)
+            key = launch.kernel.fn.__name__, tuple(sorted(launch.options.items())), absent
+            if key not in done:
+                done.add(key)
+                report = inspect(launch)
+                widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
+                reports.append((*key, report.spilled_bytes, report.registers, widest))
+print(json.dumps(reports))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, dtype, json.dumps(SHAPES)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    reports = json.loads(result.stdout)
+    assert len(reports) > 15
+    for kernel, options, _, spilled, registers, widest in reports:
+        what = f"{kernel} {options}: {registers} registers, widest accesses {widest}"
+        assert spilled == 0, what
+        if "fold" not in kernel:
+            assert widest["ld"] == 16, what
+        if "fold" not in kernel and "stats" not in kernel and "sums" not in kernel:
+            assert widest["st"] == 16, what
