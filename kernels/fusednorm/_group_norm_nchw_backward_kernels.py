@@ -8,53 +8,16 @@ neither cancels.
 A channel is cut into `splits` runs of `run_units` vectors (the last may be shorter).  A tile [RUNS, UNITS,
 VEC] holds as many runs side by side, each with one weight and one bias; with UNITS = 32 a run stays in one
 warp and its sum crosses none.  Sums over runs lie as [N, splits, C].
+
+The file is long by its argument lists, a line each.
 """
 
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_nchw_kernels import load_sum, offset_or_none, run_moments
+from fusednorm._group_norm_nchw_kernels import run_moments
+from fusednorm._group_norm_tiles import load_masked, load_sum, offset_or_none, output_gradient
 from fusednorm._reductions import sum_pair
-from fusednorm.epilogue import activation_derivative, dropout_keep
-
-
-@triton.jit
-def load_masked(ptr, at, mask, EVICT: tl.constexpr):
-    """A tile in float32; masked elements are 0."""
-    if mask is None:
-        return tl.load(ptr + at, eviction_policy=EVICT).to(tl.float32)
-    else:
-        return tl.load(ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-
-
-@triton.jit
-def output_gradient(
-    dy,
-    xhat,
-    weight,
-    bias,
-    sample,
-    position,
-    seed,
-    dropout_threshold,
-    dropout_scale,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """dz of one tile; `weight` and `bias` may be None.  Where dy and x_hat are 0 so is dz."""
-    dz = dy
-    if DROPOUT:
-        keep = dropout_keep(seed, sample, position, dropout_threshold)
-        dz = tl.where(keep, dz * dropout_scale, 0.0)
-    if ACTIVATION != "none":
-        z = xhat
-        if weight is not None:
-            z = z * weight
-        if bias is not None:
-            z = z + bias
-        dz = dz * activation_derivative(z, ACTIVATION, FAST)
-    return dz
 
 
 @triton.jit

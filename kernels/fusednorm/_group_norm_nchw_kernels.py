@@ -9,37 +9,17 @@ Statistics hold a pivot for each vector lane, one of that lane's own values, and
 they are merged across lanes and programs by Chan's formula.  With n values a lane, (pivot - lane mean)^2 is
 at most n times the lane's own variance, so what cancels is n * 2^-24 of the result at worst, whatever the
 data.
+
+The file is long by its argument lists, a line each.
 """
 
 import triton
 import triton.language as tl
 
 from fusednorm._group_norm_fold_kernels import fold_moments
+from fusednorm._group_norm_tiles import load_sum, offset_or_none
 from fusednorm._reductions import sum_pair
 from fusednorm.epilogue import activate, dropout_keep
-
-
-@triton.jit
-def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
-    """x, or x + residual, in float32; masked elements are 0."""
-    if mask is None:
-        h = tl.load(x_ptr + at, eviction_policy=EVICT).to(tl.float32)
-        if residual_ptr is not None:
-            h += tl.load(residual_ptr + at, eviction_policy=EVICT).to(tl.float32)
-    else:
-        h = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        if residual_ptr is not None:
-            h += tl.load(residual_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    return h
-
-
-@triton.jit
-def offset_or_none(ptr, offset):
-    """ptr + offset for an optional pointer."""
-    if ptr is None:
-        return None
-    else:
-        return ptr + offset
 
 
 @triton.jit

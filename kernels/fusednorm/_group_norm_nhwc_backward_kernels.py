@@ -7,8 +7,6 @@ and sums of dz and dz * x_hat are kept per channel, folded to groups once at the
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_nchw_backward_kernels import load_masked, output_gradient
-from fusednorm._group_norm_nchw_kernels import load_sum, offset_or_none
 from fusednorm._group_norm_nhwc_kernels import (
     block_of_columns,
     load_parameter,
@@ -16,6 +14,7 @@ from fusednorm._group_norm_nhwc_kernels import (
     slab_moments,
     sum_same_label,
 )
+from fusednorm._group_norm_tiles import load_masked, load_sum, offset_or_none, output_gradient
 from fusednorm._reductions import sum_pair
 
 

@@ -12,7 +12,7 @@ tile what cancels is n * 2^-24 of the result at worst.
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_nchw_kernels import load_sum, offset_or_none
+from fusednorm._group_norm_tiles import load_sum, offset_or_none
 from fusednorm._reductions import sum_pair
 from fusednorm.epilogue import activate, dropout_keep
 

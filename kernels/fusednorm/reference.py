@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusednorm.checks import Epilogue
 from fusednorm.epilogue import ACTIVATIONS, PHILOX_ROUNDS, dropout_threshold
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_checks import check_groups, is_channels_last
@@ -50,31 +51,6 @@ class _View:
     mask: Callable[[Tensor], Tensor]
     work: torch.dtype
     centre: bool = True
-
-
-@dataclass(frozen=True)
-class _After:
-    """What follows the affine step."""
-
-    activation: str
-    dropout: float
-    seed: int | None
-
-    def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise KernelInputError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
-        if self.dropout and self.seed is None:
-            raise KernelInputError("dropout needs a seed, got None")
-
-    def factors(self, view: _View, device: torch.device) -> Tensor:
-        """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
-        assert self.seed is not None
-        keep = dropout_mask(self.seed, view.rows, view.positions, self.dropout, device)
-        return view.mask(keep).to(view.work) / (1.0 - self.dropout)
 
 
 def layer_norm_forward(
@@ -112,8 +88,8 @@ def layer_norm_forward(
         KernelInputError: an empty last axis, an unknown activation, dropout out of range or without a seed.
     """
     view = _rows_view(x, centre=True, precision=precision)
-    after = _After(activation, dropout, seed)
-    return _forward(view, x, weight, bias, eps, residual, after, out_dtype, stats)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
 
 def rms_norm_forward(
@@ -131,8 +107,8 @@ def rms_norm_forward(
 ) -> Forward:
     """y = dropout(act(h * rstd * weight)), rstd = 1 / sqrt(mean(h^2) + eps); else `layer_norm_forward`."""
     view = _rows_view(x, centre=False, precision=precision)
-    after = _After(activation, dropout, seed)
-    return _forward(view, x, weight, None, eps, residual, after, out_dtype, stats)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
 
 
 def group_norm_forward(
@@ -168,8 +144,8 @@ def group_norm_forward(
         UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
     view = _groups_view(x, num_groups, precision=precision)
-    after = _After(activation, dropout, seed)
-    return _forward(view, x, weight, bias, eps, residual, after, out_dtype, stats)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
 
 def layer_norm_backward(
@@ -203,8 +179,8 @@ def layer_norm_backward(
         KernelInputError: as in forward.
     """
     view = _rows_view(x, centre=True, precision=precision)
-    after = _After(activation, dropout, seed)
-    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, after)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
 
 
 def rms_norm_backward(
@@ -223,8 +199,8 @@ def rms_norm_backward(
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
     view = _rows_view(x, centre=False, precision=precision)
-    after = _After(activation, dropout, seed)
-    return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, after)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
 
 
 def group_norm_backward(
@@ -249,8 +225,8 @@ def group_norm_backward(
     Dropout's mask is that of `group_norm_forward` for x's layout, whatever dy's.
     """
     view = _groups_view(x, num_groups, precision=precision)
-    after = _After(activation, dropout, seed)
-    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, after)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
@@ -371,15 +347,15 @@ def _forward(
     bias: Tensor | None,
     eps: float,
     residual: Tensor | None,
-    after: _After,
+    epilogue: Epilogue,
     out_dtype: torch.dtype | None,
     stats: bool,
 ) -> Forward:
     h = _summed(view, x, residual)
     mean, rstd = _statistics(view, h, eps)
-    y = activate(_affine(view, (h - mean) * rstd, weight, bias), after.activation)
-    if after.dropout:
-        y = y * after.factors(view, x.device)
+    y = activate(_affine(view, (h - mean) * rstd, weight, bias), epilogue.activation)
+    if epilogue.dropout:
+        y = y * _dropout_factors(view, epilogue, x.device)
     return Forward(
         y=_laid_out_like(x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
@@ -399,7 +375,7 @@ def _backward(
     rstd: Tensor | None,
     residual: Tensor | None,
     dresidual_out: Tensor | None,
-    after: _After,
+    epilogue: Epilogue,
 ) -> Backward:
     work = view.work
     h = _summed(view, x, residual)
@@ -412,10 +388,10 @@ def _backward(
 
     xhat = (h - centre) * scale
     dz = dy.to(work).reshape(view.shape)
-    if after.dropout:
-        dz = dz * after.factors(view, x.device)
-    if after.activation != "none":
-        dz = dz * activation_derivative(_affine(view, xhat, weight, bias), after.activation)
+    if epilogue.dropout:
+        dz = dz * _dropout_factors(view, epilogue, x.device)
+    if epilogue.activation != "none":
+        dz = dz * activation_derivative(_affine(view, xhat, weight, bias), epilogue.activation)
 
     g = dz if weight is None else dz * weight.to(work).reshape(view.parameter_shape)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
@@ -460,6 +436,12 @@ def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | Non
     if bias is not None:
         z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
     return z
+
+
+def _dropout_factors(view: _View, epilogue: Epilogue, device: torch.device) -> Tensor:
+    """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
+    keep = dropout_mask(epilogue.seed or 0, view.rows, view.positions, epilogue.dropout, device)
+    return view.mask(keep).to(view.work) / (1.0 - epilogue.dropout)
 
 
 def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:

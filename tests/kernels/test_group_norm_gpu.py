@@ -56,8 +56,8 @@ def test_dropout_on_the_gpu_draws_the_oracles_mask(last, device):
 @pytest.mark.parametrize("groups", [1, 32])
 @pytest.mark.parametrize("last", [False, True])
 def test_more_elements_than_an_int32_counts(groups, last, device):
-    # Every channel has moments of its own, so statistics that miss the tensor's far end are wrong; one group of
-    # everything needs 64-bit offsets inside the group too.
+    # Every channel has moments of its own, so statistics that miss the tensor's far end are wrong; one group
+    # of everything needs 64-bit offsets inside the group too.
     x = torch.empty((1, 64, 8192, 4224), dtype=torch.bfloat16, device=device)
     for channel in range(64):
         x[0, channel].normal_(mean=channel % 2, std=1 + channel)
