@@ -38,9 +38,7 @@ class Service:
     def __init__(self, settings: Settings, make_backend: Callable[[], Backend]) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.limits = Limits(
-            max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes
-        )
+        self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
@@ -87,9 +85,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
 
 def _routers(service: Service) -> list[APIRouter]:
     settings = service.settings
-    bodies = BodyReader(
-        service.limits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-    )
+    bodies = BodyReader(service.limits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     limits = settings.model_dump(
         include={
             "max_body_bytes",

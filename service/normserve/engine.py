@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from normserve.backends.base import DeviceInfo
 from normserve.batcher import Batcher
+from normserve.device import DeviceInfo
 from normserve.errors import (
     ClientLeftError,
     DeadlineExceededError,
@@ -175,9 +175,7 @@ class Engine:
         assert isinstance(execution, Execution)
         self._metrics.observe_launch(batch, execution)
         launch_bytes = sum(execution.kernel_bytes)
-        for job, tensors, kernel_bytes in zip(
-            batch.jobs, execution.outputs, execution.kernel_bytes, strict=True
-        ):
+        for job, tensors, kernel_bytes in zip(batch.jobs, execution.outputs, execution.kernel_bytes, strict=True):
             waiting = self._waiting.get(job)
             if waiting is None or waiting.reply.done():
                 continue

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from normserve.backends.base import Backend, DeviceInfo
+from normserve.backends.base import Backend
+from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
 from normserve.jobs import Batch
 from normserve.tensors import HostTensor

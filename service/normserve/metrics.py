@@ -5,7 +5,7 @@ that a client chose.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from normserve import __version__
-from normserve.backends.base import DeviceInfo
+from normserve.device import DeviceInfo
 from normserve.jobs import Batch, Execution
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,16 +58,28 @@ class RequestRecord:
     began: float = field(default_factory=time.perf_counter)
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A metric as its documentation names it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    doc: str
+
+
 class _DeviceMemory(Collector):
     """Device memory, asked for when somebody scrapes."""
+
+    described = Described(
+        "normserve_device_memory_bytes", "gauge", ("kind",), "Memory of the device, by kind of use."
+    )
 
     def __init__(self) -> None:
         self.read: Callable[[], Mapping[str, int]] = dict
 
     def collect(self) -> list[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
-            "normserve_device_memory_bytes", "Memory of the device, by kind of use.", labels=["kind"]
-        )
+        family = GaugeMetricFamily(self.described.name, self.described.doc, labels=self.described.labels)
         for kind, nbytes in self.read().items():
             family.add_metric([kind], nbytes)
         return [family]
@@ -82,14 +94,21 @@ class Metrics:
         request = ["op", "pass", "transport"]
         kernel = ["op", "pass", "dtype"]
 
-        def counter(name: str, doc: str, labels: list[str]) -> Counter:
-            return Counter(f"normserve_{name}", doc, labels, registry=registry)
+        self.catalogue: list[Described] = []
 
-        def gauge(name: str, doc: str, labels: list[str] | None = None) -> Gauge:
-            return Gauge(f"normserve_{name}", doc, labels or [], registry=registry)
+        def described(kind: str, name: str, doc: str, labels: Sequence[str]) -> str:
+            self.catalogue.append(Described(f"normserve_{name}", kind, tuple(labels), doc))
+            return f"normserve_{name}"
 
-        def histogram(name: str, doc: str, labels: list[str], buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"normserve_{name}", doc, labels, buckets=buckets, registry=registry)
+        def counter(name: str, doc: str, labels: Sequence[str]) -> Counter:
+            return Counter(described("counter", name, doc, labels), doc, labels, registry=registry)
+
+        def gauge(name: str, doc: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(described("gauge", name, doc, labels), doc, labels, registry=registry)
+
+        def histogram(name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+            name = described("histogram", name, doc, labels)
+            return Histogram(name, doc, labels, buckets=buckets, registry=registry)
 
         self._requests = counter(
             "requests_total",
@@ -127,18 +146,14 @@ class Metrics:
         self._transfer_bytes = counter(
             "transfer_bytes_total", "Bytes of tensors brought to the device and back.", ["direction"]
         )
-        self._transfer_seconds = counter(
-            "transfer_seconds_total", "Time that bringing them took.", ["direction"]
-        )
+        self._transfer_seconds = counter("transfer_seconds_total", "Time that bringing them took.", ["direction"])
         self._batch_requests = histogram(
             "batch_requests", "Requests that shared a launch.", [], _BATCH_REQUESTS_BUCKETS
         )
         self._batch_bytes = histogram(
             "batch_bytes", "Bytes of the tensors that came with a launch.", [], _BATCH_BYTES_BUCKETS
         )
-        self._inflight_requests = gauge(
-            "inflight_requests", "Admitted operations whose last byte is not out yet."
-        )
+        self._inflight_requests = gauge("inflight_requests", "Admitted operations whose last byte is not out yet.")
         self._inflight_bytes = gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
         self._queue_requests = gauge("queue_requests", "Operations that wait for the device.")
         self._rejected = counter("rejected_total", "Requests turned away, by reason.", ["reason"])
@@ -157,6 +172,7 @@ class Metrics:
         self._ready = gauge("ready", "1 while the server takes work.")
         self._device_memory = _DeviceMemory()
         registry.register(self._device_memory)
+        self.catalogue.append(_DeviceMemory.described)
         for reason in REJECTIONS:
             self._rejected.labels(reason)
 
@@ -169,9 +185,7 @@ class Metrics:
         """Report how many jobs wait; asked at each scrape."""
         self._queue_requests.set_function(length)
 
-    def watch_device(
-        self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]
-    ) -> None:
+    def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Report what runs, its roof and its memory."""
         self._build_info.labels(__version__, backend, device.name).set(1)
         self._copy_bandwidth.labels(device.name).set(device.copy_bandwidth)
@@ -202,9 +216,7 @@ class Metrics:
     def observe_request(self, record: RequestRecord) -> None:
         """Count one request, at its very end."""
         elapsed = time.perf_counter() - record.began
-        self._requests.labels(
-            record.op, record.direction, record.dtype, record.transport, str(record.status)
-        ).inc()
+        self._requests.labels(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
         self._request_duration.labels(record.op, record.direction, record.transport).observe(elapsed)
         for stage, seconds in record.stages.items():
             self._stage_duration.labels(stage).observe(seconds)

@@ -32,15 +32,11 @@ class Settings(BaseSettings):
     timeout_ms: float = Field(
         30_000, gt=0, description="Deadline from a request's arrival to its start on the device, by default."
     )
-    max_batch_requests: int = Field(
-        64, ge=1, description="Requests that may share a launch; 1 turns batching off."
-    )
+    max_batch_requests: int = Field(64, ge=1, description="Requests that may share a launch; 1 turns batching off.")
     max_batch_bytes: int = Field(
         4 * 2**20, ge=0, description="Bytes of tensors that may share a launch; a larger request runs alone."
     )
-    cpu_threads: int = Field(
-        0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network."
-    )
+    cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
     header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")
     body_timeout_s: float = Field(30, gt=0, description="Longest pause while a body is received.")
     send_timeout_s: float = Field(30, gt=0, description="Longest pause of a client that reads its response.")

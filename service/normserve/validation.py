@@ -83,9 +83,7 @@ def _check_names(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer
     _check_known(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
     for name in ("x", "dy") if backward else ("x",):
         if name not in tensors:
-            raise MissingTensorError(
-                f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come"
-            )
+            raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
     if backward and not rms and ("mean" in tensors) != ("rstd" in tensors):
         raise MissingTensorError("mean and rstd must come together or not at all")
 

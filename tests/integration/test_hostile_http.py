@@ -69,9 +69,7 @@ def test_malformed_http_is_400_and_closed(server, request_bytes):
 
 @pytest.mark.parametrize("size", [b"zz", b"-5", b"fffffffffffffffff", b"0x10", b"5 5", b""])
 def test_bad_chunk_sizes(server, size):
-    answer = exchange(
-        server.address, head("/v1/layer_norm", "Transfer-Encoding: chunked") + size + b"\r\nabc"
-    )
+    answer = exchange(server.address, head("/v1/layer_norm", "Transfer-Encoding: chunked") + size + b"\r\nabc")
     assert_problem(answer, 400, "malformed_http")
 
 
@@ -257,9 +255,7 @@ def test_many_clients_that_leave_at_any_moment(server, api, until):
 
 def inflight(api) -> tuple[int, int]:
     """Requests and bytes that the server says are inside."""
-    lines = dict(
-        line.rsplit(" ", 1) for line in api.get("/metrics").text.splitlines() if not line.startswith("#")
-    )
+    lines = dict(line.rsplit(" ", 1) for line in api.get("/metrics").text.splitlines() if not line.startswith("#"))
     return int(float(lines["normserve_inflight_requests"])), int(float(lines["normserve_inflight_bytes"]))
 
 

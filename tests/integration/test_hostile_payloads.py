@@ -84,9 +84,7 @@ def test_other_safetensors_dtypes(api, dtype):
 def npy_of(header: str, data: bytes = b"", version: bytes = b"\x01\x00", length: int | None = None) -> bytes:
     text = header.encode("latin-1")
     packing = "<H" if version == b"\x01\x00" else "<I"
-    return (
-        b"\x93NUMPY" + version + struct.pack(packing, len(text) if length is None else length) + text + data
-    )
+    return b"\x93NUMPY" + version + struct.pack(packing, len(text) if length is None else length) + text + data
 
 
 def header(shape: str, descr: str = "'<f4'", order: str = "False") -> str:
@@ -159,14 +157,13 @@ def test_details_never_echo_the_payload(api):
 
 MUTANTS = st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=4))
 GENUINE = (npy(X), packed(x=torch.from_numpy(X), weight=torch.ones(12)))
+LAYER_NAMES = st.text(st.characters(codec="utf-8"), max_size=40)
 DECLARED = (NPY, SAFETENSORS, "application/octet-stream")
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @QUICK
-@given(
-    content=st.binary(max_size=400), declared=st.sampled_from([NPY, SAFETENSORS, "application/octet-stream"])
-)
+@given(content=st.binary(max_size=400), declared=st.sampled_from([NPY, SAFETENSORS, "application/octet-stream"]))
 def test_any_bytes_get_an_answer_below_500(api, content, declared):
     assert post(api, content=content, content_type=declared).status_code < 500
 

@@ -239,9 +239,7 @@ def test_not_ready_before_the_device_is(start_server, tmp_path, until):
 def test_livez_is_answered_while_a_large_request_is_computed(server, api):
     content = npy(np.ones((4096, 4096), np.float16))
     with ThreadPoolExecutor(1) as pool:
-        large = pool.submit(
-            httpx.post, server.url + "/v1/rms_norm?activation=gelu", content=content, timeout=60
-        )
+        large = pool.submit(httpx.post, server.url + "/v1/rms_norm?activation=gelu", content=content, timeout=60)
         answered = 0
         while not large.done():
             assert api.get("/livez").status_code == 200

@@ -1,29 +1,12 @@
 """What the executor asks of a device, whatever it is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
+from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
 from normserve.jobs import Batch, Execution
 from normserve.tensors import HostTensor
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceInfo:
-    """What a device is and what it can do at best.
-
-    Attributes:
-        name: of the hardware, for people.
-        kind: "cuda" or "cpu".
-        copy_bandwidth: bytes a second, read plus written, of a copy on the device: the roof of every kernel.
-        versions: of the software that drives it.
-    """
-
-    name: str
-    kind: str
-    copy_bandwidth: float
-    versions: Mapping[str, str]
 
 
 class Backend(Protocol):

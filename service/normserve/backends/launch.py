@@ -57,13 +57,9 @@ def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What comes of no rows at all: empty tensors, and sums of nothing."""
     x = tensors["x"]
     if spec.direction is Pass.BACKWARD:
-        gradients = {
-            f"d{name}": torch.zeros_like(tensors[name]) for name in ("weight", "bias") if name in tensors
-        }
+        gradients = {f"d{name}": torch.zeros_like(tensors[name]) for name in ("weight", "bias") if name in tensors}
         return {"dx": torch.empty_like(x), **gradients}
-    outputs = {
-        "y": torch.empty_like(x, dtype=None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype])
-    }
+    outputs = {"y": torch.empty_like(x, dtype=None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype])}
     if "residual" in tensors:
         outputs["residual_out"] = torch.empty_like(x)
     if spec.stats:

@@ -11,7 +11,6 @@ from fusednorm.errors import KernelInputError
 from torch import Tensor
 
 from normserve.backends import cpu
-from normserve.backends.base import DeviceInfo
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
     PARAMETERS,
@@ -23,6 +22,7 @@ from normserve.backends.tensors import (
     view,
 )
 from normserve.backends.warmup import warm_up_batches
+from normserve.device import DeviceInfo
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
 from normserve.jobs import Batch, Execution
 from normserve.tensors import HostTensor
@@ -67,9 +67,7 @@ class TorchBackend:
         shares = split(batch, ordered)
         return Execution(
             outputs=shares,
-            kernel_bytes=tuple(
-                kernel_bytes(job, share) for job, share in zip(batch.jobs, shares, strict=True)
-            ),
+            kernel_bytes=tuple(kernel_bytes(job, share) for job, share in zip(batch.jobs, shares, strict=True)),
             copy_in_s=ready - began,
             kernel_s=computed - ready,
             copy_out_s=time.perf_counter() - computed,

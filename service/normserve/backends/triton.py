@@ -10,7 +10,6 @@ import triton
 from fusednorm.errors import KernelInputError
 from torch import Tensor
 
-from normserve.backends.base import DeviceInfo
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
     PARAMETERS,
@@ -22,6 +21,7 @@ from normserve.backends.tensors import (
     view,
 )
 from normserve.backends.warmup import warm_up_batches
+from normserve.device import DeviceInfo
 from normserve.errors import (
     DeviceFailureError,
     DeviceOutOfMemoryError,

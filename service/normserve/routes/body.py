@@ -50,9 +50,7 @@ class BodyReader:
         if text is None:
             return None if "transfer-encoding" in request.headers else 0
         if int(text) > self._max_body_bytes:
-            raise TooLargeError(
-                f"a body must be at most {self._max_body_bytes} bytes, {text[:20]} are announced"
-            )
+            raise TooLargeError(f"a body must be at most {self._max_body_bytes} bytes, {text[:20]} are announced")
         return int(text)
 
     async def _chunk(self, request: Request) -> tuple[bytes, bool]:

@@ -31,9 +31,7 @@ def sniffed_format(body: memoryview) -> str:
         raise MalformedPayloadError("the body must be safetensors or npy, got none")
     media_type = sniff(body)
     if media_type is None:
-        raise UnsupportedMediaTypeError(
-            f"the body must be {SAFETENSORS} or {NPY}, its first bytes show neither"
-        )
+        raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, its first bytes show neither")
     return media_type
 
 

@@ -111,22 +111,16 @@ class Parameter:
 
 
 _OP = Parameter("op", "The operation.", _one_of([op.value for op in Op]), {"enum": [op.value for op in Op]})
-_EPS = Parameter(
-    "eps", "Added to the variance; 1e-5, or 1e-6 for rms_norm, by default.", _eps, {"type": "number"}
-)
+_EPS = Parameter("eps", "Added to the variance; 1e-5, or 1e-6 for rms_norm, by default.", _eps, {"type": "number"})
 _NUM_GROUPS = Parameter("num_groups", "Divides the channels.", _num_groups, {"type": "integer", "minimum": 1})
-_LAYOUT = Parameter(
-    "layout", "Where the channels lie.", _one_of(["nchw", "nhwc"]), {"enum": ["nchw", "nhwc"]}
-)
+_LAYOUT = Parameter("layout", "Where the channels lie.", _one_of(["nchw", "nhwc"]), {"enum": ["nchw", "nhwc"]})
 _ACTIVATION = Parameter(
     "activation", "Applied after the affine step.", _one_of(ACTIVATIONS), {"enum": list(ACTIVATIONS)}
 )
 _DROPOUT = Parameter("dropout", "Probability of a zero, applied last.", _dropout, {"type": "number"})
 _SEED = Parameter("seed", "Of the dropout mask; required with dropout.", _seed, {"type": "integer"})
 _LAYER = Parameter("layer", "A registered layer in place of the parameters.", _layer, {"type": "string"})
-_TIMEOUT = Parameter(
-    "timeout_ms", "From arrival to the start of execution, at most.", _timeout, {"type": "number"}
-)
+_TIMEOUT = Parameter("timeout_ms", "From arrival to the start of execution, at most.", _timeout, {"type": "number"})
 _OUT_DTYPE = Parameter(
     "out_dtype",
     "Element type of y; x's by default.",
@@ -181,13 +175,9 @@ def _fields(raw: bytes) -> list[tuple[str, str]]:
     if not raw:
         return []
     try:
-        return parse_qsl(
-            raw.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS
-        )
+        return parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
     except ValueError:
-        raise InvalidParameterError(
-            f"the query must be at most {_MAX_FIELDS} name=value pairs in UTF-8"
-        ) from None
+        raise InvalidParameterError(f"the query must be at most {_MAX_FIELDS} name=value pairs in UTF-8") from None
 
 
 def _unknown(name: str, known: list[str]) -> str:

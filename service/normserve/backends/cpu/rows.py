@@ -227,9 +227,9 @@ class _Gradients:
         dbias: Tensor | None,
     ) -> None:
         self._dx[piece] = dx if dresidual_out is None else dx + dresidual_out[piece]
-        if self._dweight is not None:
+        if self._dweight is not None and dweight is not None:
             self._dweight += dweight
-        if self._dbias is not None:
+        if self._dbias is not None and dbias is not None:
             self._dbias += dbias
 
     def result(self) -> Backward:

@@ -1,0 +1,31 @@
+"""Jobs made from next to nothing."""
+
+from math import prod
+
+from normserve.jobs import Layer, NormJob, NormSpec, Op, Pass
+from normserve.tensors import DType, HostTensor
+
+
+def tensor(*shape: int, dtype: DType = DType.FLOAT32) -> HostTensor:
+    return HostTensor(dtype, shape, memoryview(bytearray(prod(shape) * dtype.itemsize)))
+
+
+def job(*shape: int, layer: Layer | None = None, tensors: dict | None = None, **spec: object) -> NormJob:
+    """A forward LayerNorm of x of that shape, unless told otherwise."""
+    asked = {"op": Op.LAYER_NORM, "direction": Pass.FORWARD, "eps": 1e-5} | spec
+    return NormJob(NormSpec(**asked), {"x": tensor(*shape)} | (tensors or {}), layer)
+
+
+def layer(name: str = "a", size: int = 4, **changes: object) -> Layer:
+    described = {
+        "name": name,
+        "op": Op.LAYER_NORM,
+        "eps": 1e-5,
+        "num_groups": 0,
+        "activation": "none",
+        "size": size,
+        "dtype": DType.FLOAT32,
+        "has_bias": True,
+        "resident": None,
+    }
+    return Layer(**described | changes)

@@ -1,0 +1,203 @@
+"""The CPU backend: right against the oracle, the same bits in any company, and one call for every shape."""
+
+import pytest
+import torch
+from fusednorm import reference
+from normserve.backends import cpu
+from normserve.backends.choose import choose_backend
+from normserve.backends.torch import TorchBackend
+from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
+from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.tensors import DType, HostTensor
+
+from .fake_jobs import layer
+
+DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+OPS = ("layer_norm", "rms_norm", "group_norm")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+
+
+@pytest.fixture(params=[1, 3])
+def backend(request):
+    before = torch.get_num_threads()
+    made = TorchBackend(threads=request.param)
+    made.start()
+    yield made
+    torch.set_num_threads(before)
+
+
+def host(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> HostTensor:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    data = memoryview(bytearray(flat.numpy().tobytes()))
+    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape if shape is None else shape), data)
+
+
+def back(tensor: HostTensor) -> torch.Tensor:
+    dtype = {value: key for key, value in DTYPES.items()}[tensor.dtype]
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+
+
+def assert_right(got, want) -> None:
+    for name, right in want._asdict().items():
+        found = getattr(got, name)
+        assert (found is None) == (right is None), name
+        if right is None:
+            continue
+        assert found.shape == right.shape
+        assert found.stride() == right.stride()
+        dtype = torch.float32 if name in ("mean", "rstd") else right.dtype
+        assert found.dtype == dtype
+        scale = right.double().abs().max().clamp(min=1)
+        assert (found.double() - right.double()).abs().max() / scale <= TOLERANCES[dtype], name
+
+
+SHAPES = {
+    "layer_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (200, 4096)],
+    "rms_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (200, 4096)],
+    "group_norm": [(3, 8, 4, 5), (2, 16), (1, 8, 33), (2, 40, 1, 1)],
+}
+CASES = [
+    (op, shape, channels_last)
+    for op in OPS
+    for shape in SHAPES[op]
+    for channels_last in ((False, True) if len(shape) > 2 else (False,))
+]
+
+
+class TestKernels:
+    @pytest.mark.parametrize(("op", "shape", "channels_last"), CASES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("mean", [0.0, 30.0])
+    def test_both_directions_with_everything(self, op, shape, channels_last, dtype, mean):
+        def like_x(shift: float = 0.0) -> torch.Tensor:
+            t = (torch.randn(shape) + shift).to(dtype)
+            return t.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else t
+
+        x, residual, dy, outside = like_x(mean), like_x(), like_x(), like_x()
+        size = shape[1]
+        options = {"weight": torch.randn(size), "residual": residual, "activation": "silu", "eps": 1e-3}
+        if op != "rms_norm":
+            options["bias"] = torch.randn(size).bfloat16()
+        groups = [4] if op == "group_norm" else []
+        forward, backward = f"{op}_forward", f"{op}_backward"
+        asked = options | {"stats": True, "out_dtype": torch.float32}
+        said = getattr(cpu, forward)(x, *groups, **asked)
+        assert_right(said, getattr(reference, forward)(x, *groups, **asked, precision=torch.float64))
+        asked = options | {"dresidual_out": outside}
+        right = getattr(reference, backward)(dy, x, *groups, **asked, precision=torch.float64)
+        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked), right)
+        saved = {"rstd": said.rstd} if op == "rms_norm" else {"mean": said.mean, "rstd": said.rstd}
+        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked, **saved), right)
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_large_mean_does_not_cancel(self, op):
+        x = torch.randn(4, 16, 8, 8) + 1e4 if op == "group_norm" else torch.randn(4, 1000) + 1e4
+        groups = [4] if op == "group_norm" else []
+        weight = torch.ones(x.shape[1])
+        dy = torch.randn_like(x)
+        layouts = [x, x.contiguous(memory_format=torch.channels_last)] if groups else [x]
+        for t in layouts:
+            right = getattr(reference, f"{op}_backward")(dy, t, *groups, weight, precision=torch.float64)
+            got = getattr(cpu, f"{op}_backward")(dy, t, *groups, weight)
+            for name in ("dx", "dweight"):
+                error = (getattr(got, name) - getattr(right, name)).abs().max()
+                assert error <= 2e-3 * getattr(right, name).abs().max().clamp(min=1), name
+
+
+def row_jobs(op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[int]) -> list[NormJob]:
+    spec = NormSpec(op, direction, eps=1e-5, activation="gelu", stats=direction is Pass.FORWARD)
+    names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy")
+    return [NormJob(spec, {name: host(torch.randn(count, cols).to(dtype)) for name in names}) for count in rows]
+
+
+class TestCompany:
+    @pytest.mark.parametrize("cols", [1, 7, 1000, 70_000])
+    @pytest.mark.parametrize("direction", Pass)
+    @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_rows_have_the_same_bits_alone_and_together(self, backend, op, direction, dtype, cols):
+        jobs = row_jobs(op, direction, dtype, cols, [1, 2, 5])
+        together = backend.run(Batch(tuple(jobs)))
+        for job, outputs in zip(jobs, together.outputs, strict=True):
+            (alone,) = backend.run(Batch((job,))).outputs
+            assert alone.keys() == outputs.keys()
+            for name in alone:
+                assert alone[name].shape == outputs[name].shape
+                assert bytes(alone[name].data) == bytes(outputs[name].data), name
+
+    @pytest.mark.parametrize("layout", Layout)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_samples_have_the_same_bits_alone_and_together(self, backend, layout, dtype):
+        spec = NormSpec(
+            Op.GROUP_NORM, Pass.FORWARD, eps=1e-5, num_groups=4, layout=layout, activation="silu", stats=True
+        )
+        shape = (8, 40, 3) if layout is Layout.NCHW else (40, 3, 8)
+        jobs = [NormJob(spec, {"x": host(torch.randn(count, *shape).to(dtype))}) for count in (1, 3)]
+        together = backend.run(Batch(tuple(jobs)))
+        for job, outputs in zip(jobs, together.outputs, strict=True):
+            (alone,) = backend.run(Batch((job,))).outputs
+            for name in alone:
+                assert bytes(alone[name].data) == bytes(outputs[name].data), name
+
+    def test_each_gets_its_own_bytes_counted(self, backend):
+        jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.float32, 8, [1, 2])
+        assert backend.run(Batch(tuple(jobs))).kernel_bytes == (4 * 32, 4 * 64)
+
+
+class TestBackend:
+    def test_column_major_is_turned_round(self, backend):
+        x = torch.randn(3, 5, 4)
+        columns = HostTensor(DType.FLOAT32, (3, 5, 4), host(x.permute(2, 1, 0)).data, fortran_order=True)
+        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
+        (outputs,) = backend.run(Batch((NormJob(spec, {"x": columns}),))).outputs
+        torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (4,)))
+
+    def test_layers_parameters_are_a_copy(self, backend):
+        sent = host(torch.full((4,), 2.0))
+        resident = backend.load(sent, None)
+        sent.data[:] = bytes(16)
+        x = torch.randn(3, 4)
+        job = NormJob(
+            NormSpec(Op.RMS_NORM, Pass.FORWARD, eps=1e-6),
+            {"x": host(x)},
+            layer(op=Op.RMS_NORM, resident=resident),
+        )
+        (outputs,) = backend.run(Batch((job,))).outputs
+        expected = torch.nn.functional.rms_norm(x, (4,), torch.full((4,), 2.0), 1e-6)
+        torch.testing.assert_close(back(outputs["y"]), expected)
+
+    def test_times_and_device_are_told(self, backend):
+        execution = backend.run(Batch(tuple(row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.float32, 8, [1]))))
+        assert min(execution.copy_in_s, execution.kernel_s, execution.copy_out_s) >= 0
+        device = backend.start()
+        assert (backend.name, device.kind) == ("torch", "cpu")
+        assert device.copy_bandwidth > 1e8
+        assert device.versions["torch"] == torch.__version__
+
+    @pytest.mark.parametrize(
+        ("error", "meaning"),
+        [
+            (MemoryError(), DeviceOutOfMemoryError),
+            (RuntimeError("DefaultCPUAllocator: can't allocate memory"), DeviceOutOfMemoryError),
+            (reference.KernelInputError("odd"), InvalidShapeError),
+            (RuntimeError("anything else"), type(None)),
+        ],
+    )
+    def test_errors_have_a_meaning(self, backend, error, meaning):
+        assert type(backend.translate(error)) is meaning
+
+
+class TestChoice:
+    def test_torch_by_name(self):
+        assert choose_backend("torch", 1).name == "torch"
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_no_device_means_the_cpu_and_is_an_error_for_triton(self):
+        assert choose_backend("auto", 1).name == "torch"
+        with pytest.raises(DeviceFailureError, match="CUDA"):
+            choose_backend("triton", 1)

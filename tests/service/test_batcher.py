@@ -1,0 +1,135 @@
+"""Which jobs share a launch, and in which order they run."""
+
+import pytest
+from normserve.batcher import Batcher
+from normserve.jobs import Op, Pass
+from normserve.tensors import DType
+
+from .fake_jobs import job, layer, tensor
+
+
+@pytest.fixture
+def batcher() -> Batcher:
+    return Batcher(max_requests=3, max_bytes=1000)
+
+
+def drained(batcher: Batcher) -> list[list]:
+    return [list(batch.jobs) for batch in batcher.due(100)]
+
+
+def test_empty_queue_has_nothing_due(batcher):
+    assert batcher.due(1) == []
+
+
+def test_nothing_is_due_without_room(batcher):
+    batcher.add(job(1, 4))
+    assert batcher.due(0) == []
+    assert len(batcher) == 1
+
+
+def test_kin_share_a_launch_whatever_their_rows(batcher):
+    jobs = [job(1, 4), job(2, 3, 4), job(4)]
+    for each in jobs:
+        batcher.add(each)
+    assert drained(batcher) == [jobs]
+    assert len(batcher) == 0
+
+
+def test_oldest_goes_first_and_takes_its_kin_along(batcher):
+    a, b, a2, b2 = job(1, 4), job(1, 8), job(2, 4), job(2, 8)
+    for each in (a, b, a2, b2):
+        batcher.add(each)
+    assert [list(batch.jobs) for batch in batcher.due(1)] == [[a, a2]]
+    assert [list(batch.jobs) for batch in batcher.due(1)] == [[b, b2]]
+
+
+def test_launch_is_bounded_in_requests(batcher):
+    jobs = [job(1, 4) for _ in range(5)]
+    for each in jobs:
+        batcher.add(each)
+    assert drained(batcher) == [jobs[:3], jobs[3:]]
+
+
+def test_launch_is_bounded_in_bytes(batcher):
+    jobs = [job(25, 4) for _ in range(3)]
+    for each in jobs:
+        batcher.add(each)
+    assert drained(batcher) == [jobs[:2], jobs[2:]]
+
+
+def test_large_job_runs_alone(batcher):
+    large, small = job(100, 4), job(1, 4)
+    batcher.add(large)
+    batcher.add(small)
+    assert drained(batcher) == [[large], [small]]
+
+
+def test_discarded_job_is_gone_and_its_kin_stay(batcher):
+    first, second = job(1, 4), job(1, 4)
+    batcher.add(first)
+    batcher.add(second)
+    batcher.discard(first)
+    batcher.discard(first)
+    assert first not in batcher
+    assert drained(batcher) == [[second]]
+
+
+LAYER = layer()
+WEIGHT = {"weight": tensor(4)}
+STRANGERS = {
+    "size": (job(1, 4), job(1, 5)),
+    "dtype": (job(1, 4), job(1, 4, tensors={"x": tensor(1, 4, dtype=DType.FLOAT16)})),
+    "eps": (job(1, 4), job(1, 4, eps=1e-6)),
+    "activation": (job(1, 4), job(1, 4, activation="silu")),
+    "out_dtype": (job(1, 4), job(1, 4, out_dtype=DType.FLOAT16)),
+    "stats": (job(1, 4), job(1, 4, stats=True)),
+    "op": (job(1, 4), job(1, 4, op=Op.RMS_NORM)),
+    "residual": (job(1, 4), job(1, 4, tensors={"residual": tensor(1, 4)})),
+    "weight": (job(1, 4), job(1, 4, tensors=WEIGHT)),
+    "layer": (job(1, 4, layer=LAYER), job(1, 4, layer=layer())),
+    "dropout": (job(1, 4, dropout=0.5, seed=1), job(1, 4, dropout=0.5, seed=1)),
+    "parameter gradients": (
+        job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
+        job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
+    ),
+    "group shape": (
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2),
+        job(1, 4, 7, op=Op.GROUP_NORM, num_groups=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_do_not_share(batcher, pair):
+    for each in pair:
+        batcher.add(each)
+    assert drained(batcher) == [[pair[0]], [pair[1]]]
+
+
+KIN = {
+    "one layer": (job(1, 4, layer=LAYER), job(3, 4, layer=LAYER)),
+    "equal weights": (job(1, 4, tensors=WEIGHT), job(1, 4, tensors={"weight": tensor(4)})),
+    "samples": (
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2),
+        job(3, 4, 6, op=Op.GROUP_NORM, num_groups=2),
+    ),
+    "backward without parameters": (
+        job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)}),
+        job(2, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(2, 4)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", KIN.values(), ids=KIN)
+def test_kin_do(batcher, pair):
+    for each in pair:
+        batcher.add(each)
+    assert drained(batcher) == [list(pair)]
+
+
+def test_long_parameters_are_not_compared():
+    batcher = Batcher(max_requests=8, max_bytes=2**30)
+    pair = [job(1, 20_000, tensors={"weight": tensor(20_000)}) for _ in range(2)]
+    for each in pair:
+        batcher.add(each)
+    assert drained(batcher) == [[pair[0]], [pair[1]]]

@@ -1,0 +1,79 @@
+"""The command line: what it offers, what it passes on, and how it complains."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import normserve
+import normserve.server
+import pytest
+from normserve.cli import main
+from normserve.settings import Settings
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Settings that `serve` was called with."""
+    calls = []
+    monkeypatch.setattr(normserve.server, "serve", lambda settings: calls.append(settings) or 7)
+    return calls
+
+
+def test_version(capsys):
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"normserve {normserve.__version__}\n"
+    assert version("normserve") == normserve.__version__
+
+
+def test_module_is_the_command():
+    run = subprocess.run([sys.executable, "-m", "normserve", "version"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.split()[0]) == (0, "normserve")
+
+
+def test_version_and_help_load_no_torch():
+    script = "import sys, normserve.cli; normserve.cli.main(['version']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_help_shows_every_setting(capsys, name):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--" + name.replace("_", "-") in shown
+    assert Settings.model_fields[name].description in shown
+
+
+def test_help_shows_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "serve" in shown
+    assert "version" in shown
+
+
+def test_options_reach_the_server(served):
+    assert main(["serve", "--port", "0", "--checkpoint", "a.safetensors", "--max-body-bytes", "5"]) == 7
+    assert (served[0].port, str(served[0].checkpoint), served[0].max_body_bytes) == (0, "a.safetensors", 5)
+
+
+def test_option_wins_over_the_environment(served, monkeypatch):
+    monkeypatch.setenv("NORMSERVE_PORT", "1")
+    monkeypatch.setenv("NORMSERVE_BACKEND", "torch")
+    main(["serve", "--port", "2"])
+    assert (served[0].port, served[0].backend) == (2, "torch")
+
+
+def test_wrong_value_names_its_option(served, capsys):
+    assert main(["serve", "--port", "many"]) == 2
+    assert "--port (NORMSERVE_PORT)" in capsys.readouterr().err
+    assert not served
+
+
+@pytest.mark.parametrize("arguments", [[], ["server"], ["serve", "--prot", "1"]])
+def test_wrong_words_show_the_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: normserve" in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""Jobs in, results out: deadlines, departures and failures, on a device that does what it is told."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from normserve.batcher import Batcher
+from normserve.device import DeviceInfo
+from normserve.engine import Engine, State
+from normserve.errors import (
+    ClientLeftError,
+    DeadlineExceededError,
+    DeviceFailureError,
+    DeviceOutOfMemoryError,
+    DrainingError,
+    NotReadyError,
+)
+from normserve.executor import Outcome
+from normserve.jobs import Batch, Execution
+from normserve.metrics import Metrics
+
+from .fake_jobs import job, tensor
+
+FAR = 1e9
+
+
+class FakeBackend:
+    name = "fake"
+
+    def memory_bytes(self):
+        return {"allocated": 7}
+
+
+class FakeExecutor:
+    """Keeps what it is given until the test says what became of it."""
+
+    def __init__(self) -> None:
+        self.backend = FakeBackend()
+        self.running: list[tuple[Batch, Callable]] = []
+        self.loaded: list = []
+
+    def start(self, reply):
+        reply(Outcome(0.0, value=DeviceInfo("a device", "cpu", 1e9, {})))
+
+    def run(self, batch, reply):
+        self.running.append((batch, reply))
+
+    def load(self, weight, bias, reply):
+        self.loaded.append((weight, bias))
+        reply(Outcome(0.0, value="resident"))
+
+    def stop(self, timeout_s):
+        pass
+
+    def finish(self, error=None) -> Batch:
+        """End the oldest launch."""
+        batch, reply = self.running.pop(0)
+        if error is not None:
+            reply(Outcome(time.perf_counter(), error=error))
+        else:
+            outputs = tuple({"y": each.x} for each in batch.jobs)
+            execution = Execution(outputs, tuple(each.rows for each in batch.jobs), 0.1, 0.5, 0.2)
+            reply(Outcome(time.perf_counter(), value=execution))
+        return batch
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.executor = FakeExecutor()
+        self.metrics = Metrics()
+        self.engine = Engine(self.executor, Batcher(max_requests=8, max_bytes=10**6), self.metrics)
+
+    def submit(self, work, deadline: float = FAR) -> asyncio.Task:
+        return asyncio.ensure_future(self.engine.submit(work, deadline))
+
+
+async def turn() -> None:
+    """Let everything that can run, run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def scene(play: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that is a coroutine and is given a started engine."""
+
+    def test() -> None:
+        async def run() -> None:
+            with_engine = Scene()
+            await with_engine.engine.start()
+            with_engine.engine.open()
+            await play(with_engine)
+
+        asyncio.run(run())
+
+    test.__name__, test.__doc__ = play.__name__, play.__doc__
+    return test
+
+
+@scene
+async def test_result_comes_back_to_its_own_job(scene):
+    lone = scene.submit(job(2, 4))
+    await turn()
+    waiting = [scene.submit(job(rows, 8)) for rows in (1, 3)]
+    await turn()
+    assert len(scene.executor.running) == 1
+    scene.executor.finish()
+    await turn()
+    assert len(scene.executor.finish().jobs) == 2
+    first = await lone
+    assert (first.batch_size, first.kernel_bytes, first.launch_bytes) == (1, 2, 2)
+    assert first.kernel_bandwidth == 2 / 0.5
+    results = [await each for each in waiting]
+    assert [result.tensors["y"].shape for result in results] == [(1, 8), (3, 8)]
+    assert [result.kernel_bytes for result in results] == [1, 3]
+    assert {result.batch_size for result in results} == {2}
+    assert results[0].kernel_bandwidth == 4 / 0.5
+
+
+@scene
+async def test_idle_device_never_waits_for_company(scene):
+    running = scene.submit(job(1, 4))
+    await turn()
+    assert len(scene.executor.running) == 1
+    scene.executor.finish()
+    await running
+
+
+@scene
+async def test_deadline_is_kept_while_the_device_is_busy(scene):
+    running = scene.submit(job(1, 4))
+    await turn()
+    late = scene.submit(job(1, 8), deadline=time.perf_counter() + 0.001)
+    with pytest.raises(DeadlineExceededError):
+        await late
+    scene.executor.finish()
+    await running
+    assert scene.executor.running == []
+
+
+@scene
+async def test_deadline_that_has_passed_is_never_queued(scene):
+    with pytest.raises(DeadlineExceededError):
+        await scene.submit(job(1, 8), deadline=time.perf_counter() - 1)
+    assert scene.executor.running == []
+
+
+@scene
+async def test_deadline_is_to_the_start_not_to_the_end(scene):
+    running = scene.submit(job(1, 4), deadline=time.perf_counter() + 0.02)
+    await turn()
+    await asyncio.sleep(0.03)
+    scene.executor.finish()
+    await running
+
+
+@scene
+async def test_client_that_left_the_queue_costs_no_launch(scene):
+    running, gone = scene.submit(job(1, 4)), job(1, 8)
+    leaving = scene.submit(gone)
+    await turn()
+    scene.engine.abandon(gone)
+    with pytest.raises(ClientLeftError):
+        await leaving
+    scene.executor.finish()
+    await running
+    assert scene.executor.running == []
+
+
+@scene
+async def test_client_that_left_a_launch_does_not_disturb_it(scene):
+    gone, stays = job(1, 4), job(1, 8)
+    leaving, staying = scene.submit(gone), scene.submit(stays)
+    await turn()
+    scene.engine.abandon(gone)
+    with pytest.raises(ClientLeftError):
+        await leaving
+    scene.executor.finish()
+    await turn()
+    scene.executor.finish()
+    await staying
+
+
+@scene
+async def test_cancelled_submission_leaves_the_queue(scene):
+    running, cancelled = scene.submit(job(1, 4)), scene.submit(job(1, 8))
+    await turn()
+    cancelled.cancel()
+    await turn()
+    scene.executor.finish()
+    await running
+    assert scene.executor.running == []
+
+
+@scene
+async def test_out_of_memory_is_that_launch_alone(scene):
+    dry = scene.submit(job(1, 4))
+    await turn()
+    scene.executor.finish(DeviceOutOfMemoryError("dry"))
+    with pytest.raises(DeviceOutOfMemoryError):
+        await dry
+    well = scene.submit(job(1, 4))
+    await turn()
+    scene.executor.finish()
+    await well
+    assert scene.engine.state is State.READY
+
+
+@scene
+async def test_device_failure_answers_everybody_and_is_told_once(scene):
+    told = []
+    scene.engine.on_failure = lambda: told.append(True)
+    doomed = [scene.submit(job(1, size)) for size in (4, 5, 6)]
+    await turn()
+    scene.executor.finish(DeviceFailureError("gone"))
+    for each in doomed:
+        with pytest.raises(DeviceFailureError):
+            await each
+    with pytest.raises(DeviceFailureError):
+        await scene.submit(job(1, 4))
+    with pytest.raises(NotReadyError):
+        scene.engine.require_ready()
+    scene.engine.close()
+    assert scene.engine.state is State.FAILED
+    assert told == [True]
+    assert scene.executor.running == []
+
+
+@scene
+async def test_closed_engine_finishes_what_it_has(scene):
+    running = scene.submit(job(1, 4))
+    await turn()
+    scene.engine.close()
+    with pytest.raises(DrainingError):
+        scene.engine.require_ready()
+    scene.executor.finish()
+    await running
+
+
+@scene
+async def test_parameters_are_loaded_by_the_device(scene):
+    weight = tensor(4)
+    assert await scene.engine.load(weight, None) == "resident"
+    assert scene.executor.loaded == [(weight, None)]
+
+
+def test_engine_takes_nothing_before_it_is_open():
+    started = Scene()
+    with pytest.raises(NotReadyError, match="warming up"):
+        started.engine.require_ready()
+    assert started.engine.backend_name == ""

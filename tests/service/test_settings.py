@@ -1,0 +1,50 @@
+"""Settings come from where they should, once, and never change."""
+
+import pytest
+from normserve.settings import Settings
+from pydantic import ValidationError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"NORMSERVE_{name.upper()}", raising=False)
+
+
+def test_environment_sets(monkeypatch):
+    monkeypatch.setenv("NORMSERVE_PORT", "9000")
+    assert Settings().port == 9000
+    assert Settings(port=9001).port == 9001
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError):
+        Settings().port = 1
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_every_setting_says_what_it_is(name):
+    description = Settings.model_fields[name].description
+    assert description
+    assert description.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 70_000},
+        {"backend": "cuda"},
+        {"max_body_bytes": 0},
+        {"timeout_ms": 0},
+        {"api_key": ""},
+        {"unknown": 1},
+        {"drain_s": -1},
+    ],
+)
+def test_nonsense_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        Settings(**wrong)
+
+
+def test_api_key_is_not_shown():
+    assert "s3cret" not in repr(Settings(api_key="s3cret"))
