@@ -1,0 +1,136 @@
+"""The CUDA backend against the oracle, and its rows alone and in company; needs a GPU."""
+
+import pytest
+import torch
+from fusednorm import reference
+from fusednorm.errors import KernelInputError
+from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
+from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.tensors import DType, HostTensor
+
+from .fake_jobs import layer
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
+TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    from normserve.backends.triton import TritonBackend
+
+    made = TritonBackend()
+    device = made.start()
+    assert device.kind == "cuda"
+    assert device.copy_bandwidth > 1e11
+    return made
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+
+
+def host(tensor: torch.Tensor) -> HostTensor:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(bytearray(data)))
+
+
+def back(tensor: HostTensor) -> torch.Tensor:
+    dtype = {value: key for key, value in DTYPES.items()}[tensor.dtype]
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+
+
+def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
+    execution = backend.run(Batch(jobs))
+    assert execution.kernel_s > 0
+    return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.outputs]
+
+
+def assert_right(got: dict[str, torch.Tensor], want, moved: bool) -> None:
+    named = {name: tensor for name, tensor in want._asdict().items() if tensor is not None}
+    assert got.keys() == named.keys()
+    for name, right in named.items():
+        expected = right.movedim(1, -1) if moved and right.dim() > 2 else right
+        dtype = torch.float32 if name in ("mean", "rstd") else right.dtype
+        assert got[name].dtype == dtype
+        scale = expected.double().abs().max().clamp(min=1)
+        assert (got[name].double() - expected.double()).abs().max() / scale <= TOLERANCES[dtype], name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("layout", Layout)
+def test_every_operation(backend, op, direction, layout, dtype):
+    if layout is Layout.NHWC and op is not Op.GROUP_NORM:
+        pytest.skip("only GroupNorm has channels to put last")
+    moved = layout is Layout.NHWC
+    shape = (2, 12, 10, 64) if moved else (2, 64, 12, 10) if op is Op.GROUP_NORM else (37, 1536)
+    size = 64 if op is Op.GROUP_NORM else 1536
+    groups = [8] if op is Op.GROUP_NORM else []
+    names = ["x", "residual"] + (["dy", "dresidual_out"] if direction is Pass.BACKWARD else [])
+    tensors = {name: torch.randn(shape).to(dtype) for name in names}
+    tensors["weight"] = torch.randn(size)
+    if op is not Op.RMS_NORM:
+        tensors["bias"] = torch.randn(size)
+    forward = direction is Pass.FORWARD
+    spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, "silu", stats=forward)
+    (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.movedim(-1, 1) if moved and tensor.dim() > 2 else tensor
+
+    options = {name: first(tensor) for name, tensor in tensors.items() if name not in ("x", "dy")}
+    options |= {"eps": 1e-5, "activation": "silu", "precision": torch.float64}
+    leading = [first(tensors[name]) for name in (("x",) if forward else ("dy", "x"))]
+    if forward:
+        options["stats"] = True
+    want = getattr(reference, f"{op.value}_{direction.value}")(*leading, *groups, **options)
+    assert_right(got, want, moved)
+
+
+@pytest.mark.parametrize("cols", [1, 100, 4096, 40_000])
+def test_rows_have_the_same_bits_alone_and_together(backend, cols):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    jobs = [NormJob(spec, {"x": host(torch.randn(rows, cols))}) for rows in (1, 2, 33)]
+    together = run(backend, *jobs)
+    for job, outputs in zip(jobs, together, strict=True):
+        (alone,) = run(backend, job)
+        for name in alone:
+            assert torch.equal(alone[name], outputs[name]), name
+
+
+def test_no_rows(backend):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    job = NormJob(spec, {"x": host(torch.empty(0, 8))})
+    assert backend.run(Batch((job,))).outputs[0]["y"].shape == (0, 8)
+
+
+def test_layers_parameters_stay_on_the_device(backend):
+    weight = torch.randn(256)
+    resident = backend.load(host(weight), None)
+    x = torch.randn(5, 256)
+    registered = layer(op=Op.RMS_NORM, resident=resident)
+    (got,) = run(backend, NormJob(NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-6), {"x": host(x)}, registered))
+    torch.testing.assert_close(got["y"], torch.nn.functional.rms_norm(x, (256,), weight, 1e-6))
+
+
+def test_out_of_memory_is_survived(backend):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert isinstance(backend.translate(caught.value), DeviceOutOfMemoryError)
+    test_no_rows(backend)
+
+
+def test_errors_have_a_meaning(backend):
+    assert isinstance(backend.translate(KernelInputError("odd")), InvalidShapeError)
+    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert isinstance(backend.translate(broken), DeviceFailureError)
+    assert backend.translate(ValueError("anything else")) is None
+
+
+def test_memory_is_told(backend):
+    memory = backend.memory_bytes()
+    assert memory["allocated"] <= memory["reserved"] <= memory["total"]
