@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
-from normserve.metrics import Metrics, RequestRecord
+from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,10 @@ class Edge:
         record = exchange.record
         if outgoing.began is not None and "kernel" in record.stages:
             record.stages["send"] = time.perf_counter() - outgoing.began
+        if record.op == UNMATCHED and record.status < 400:
+            record.op = "docs"
         if exchange.client_left or not outgoing.started:
-            record.status = 499
+            record.status = CLIENT_LEFT
         self._metrics.observe_request(record)
 
 

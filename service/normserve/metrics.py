@@ -21,9 +21,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNMATCHED = "__unmatched__"
 NONE = "none"
 
-STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send")
+#: The status under which a request is counted whose client was gone before its answer.
+CLIENT_LEFT = 499
+
 REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
 
+_KERNEL_LABELS = ("op", "pass", "dtype")
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
 _KERNEL_BANDWIDTH_BUCKETS = tuple(1e9 * 2**k for k in range(14))
 _REQUEST_BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
@@ -85,125 +88,118 @@ class _DeviceMemory(Collector):
         return [family]
 
 
-class Metrics:
-    """The server's metrics in one registry."""
+class _Registrar:
+    """Makes metrics in one registry and keeps their descriptions."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Args: registry: where to register; one of its own if none is given."""
-        registry = self.registry = registry or CollectorRegistry()
-        request = ["op", "pass", "transport"]
-        kernel = ["op", "pass", "dtype"]
-
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self.catalogue: list[Described] = []
 
-        def described(kind: str, name: str, doc: str, labels: Sequence[str]) -> str:
-            self.catalogue.append(Described(f"normserve_{name}", kind, tuple(labels), doc))
-            return f"normserve_{name}"
+    def counter(self, name: str, doc: str, labels: Sequence[str]) -> Counter:
+        return Counter(self._described("counter", name, doc, labels), doc, labels, registry=self._registry)
 
-        def counter(name: str, doc: str, labels: Sequence[str]) -> Counter:
-            return Counter(described("counter", name, doc, labels), doc, labels, registry=registry)
+    def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(self._described("gauge", name, doc, labels), doc, labels, registry=self._registry)
 
-        def gauge(name: str, doc: str, labels: Sequence[str] = ()) -> Gauge:
-            return Gauge(described("gauge", name, doc, labels), doc, labels, registry=registry)
+    def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+        name = self._described("histogram", name, doc, labels)
+        return Histogram(name, doc, labels, buckets=buckets, registry=self._registry)
 
-        def histogram(name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
-            name = described("histogram", name, doc, labels)
-            return Histogram(name, doc, labels, buckets=buckets, registry=registry)
+    def collector(self, collector: _DeviceMemory) -> None:
+        self._registry.register(collector)
+        self.catalogue.append(collector.described)
 
-        self._requests = counter(
+    def _described(self, kind: str, name: str, doc: str, labels: Sequence[str]) -> str:
+        described = Described(f"normserve_{name}", kind, tuple(labels), doc)
+        self.catalogue.append(described)
+        return described.name
+
+
+class _Requests:
+    """What is known of a request at its end."""
+
+    def __init__(self, make: _Registrar) -> None:
+        labels = ("op", "pass", "transport")
+        self._total = make.counter(
             "requests_total",
             "Requests answered, by what they asked for and the status.",
-            [*kernel, "transport", "code"],
+            (*_KERNEL_LABELS, "transport", "code"),
         )
-        self._request_duration = histogram(
+        self._duration = make.histogram(
             "request_duration_seconds",
             "From a request's header to the last byte of its response.",
-            request,
+            labels,
             _DURATION_BUCKETS,
         )
-        self._stage_duration = histogram(
-            "stage_duration_seconds",
-            "Time that operations spent in each stage.",
-            ["stage"],
-            _DURATION_BUCKETS,
+        self._stage_duration = make.histogram(
+            "stage_duration_seconds", "Time that operations spent in each stage.", ("stage",), _DURATION_BUCKETS
         )
-        self._request_bandwidth = histogram(
+        self._bandwidth = make.histogram(
             "request_bandwidth_bytes_per_second",
             "Bytes of an operation's request and response over its wall time.",
-            request,
+            labels,
             _REQUEST_BANDWIDTH_BUCKETS,
         )
-        self._kernel_bytes = counter(
-            "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", kernel
+        self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
+        self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
+        self._cancelled = make.counter(
+            "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
         )
-        self._kernel_seconds = counter("kernel_seconds_total", "Device time of the launches.", kernel)
-        self._kernel_bandwidth = histogram(
-            "kernel_bandwidth_bytes_per_second",
-            "Bandwidth of each launch: the fewest bytes over device time.",
-            kernel,
-            _KERNEL_BANDWIDTH_BUCKETS,
-        )
-        self._transfer_bytes = counter(
-            "transfer_bytes_total", "Bytes of tensors brought to the device and back.", ["direction"]
-        )
-        self._transfer_seconds = counter("transfer_seconds_total", "Time that bringing them took.", ["direction"])
-        self._batch_requests = histogram(
-            "batch_requests", "Requests that shared a launch.", [], _BATCH_REQUESTS_BUCKETS
-        )
-        self._batch_bytes = histogram(
-            "batch_bytes", "Bytes of the tensors that came with a launch.", [], _BATCH_BYTES_BUCKETS
-        )
-        self._inflight_requests = gauge("inflight_requests", "Admitted operations whose last byte is not out yet.")
-        self._inflight_bytes = gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
-        self._queue_requests = gauge("queue_requests", "Operations that wait for the device.")
-        self._rejected = counter("rejected_total", "Requests turned away, by reason.", ["reason"])
-        self._errors = counter("errors_total", "Requests answered with an error, by cause.", ["cause"])
-        self._cancelled = counter(
-            "cancelled_total", "Requests whose client left, by the stage they were in.", ["stage"]
-        )
-        self._copy_bandwidth = gauge(
-            "device_copy_bandwidth_bytes_per_second",
-            "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
-            ["device"],
-        )
-        self._build_info = gauge(
-            "build_info", "Always 1; the labels say what runs.", ["version", "backend", "device"]
-        )
-        self._ready = gauge("ready", "1 while the server takes work.")
-        self._device_memory = _DeviceMemory()
-        registry.register(self._device_memory)
-        self.catalogue.append(_DeviceMemory.described)
         for reason in REJECTIONS:
             self._rejected.labels(reason)
 
-    def watch_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Report what has been admitted; asked at each scrape."""
-        self._inflight_requests.set_function(requests)
-        self._inflight_bytes.set_function(nbytes)
+    def observe(self, record: RequestRecord) -> None:
+        elapsed = time.perf_counter() - record.began
+        labels = (record.op, record.direction, record.transport)
+        self._total.labels(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
+        self._duration.labels(*labels).observe(elapsed)
+        for stage, seconds in record.stages.items():
+            self._stage_duration.labels(stage).observe(seconds)
+        if record.error is not None:
+            self._errors.labels(record.error).inc()
+        if record.error in REJECTIONS:
+            self._rejected.labels(record.error).inc()
+        if record.status == CLIENT_LEFT:
+            self._cancelled.labels(record.waiting_in).inc()
+        elif record.status < 300 and "kernel" in record.stages:
+            self._bandwidth.labels(*labels).observe((record.received + record.sent) / elapsed)
 
-    def watch_queue(self, length: Callable[[], int]) -> None:
-        """Report how many jobs wait; asked at each scrape."""
-        self._queue_requests.set_function(length)
 
-    def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
-        """Report what runs, its roof and its memory."""
-        self._build_info.labels(__version__, backend, device.name).set(1)
-        self._copy_bandwidth.labels(device.name).set(device.copy_bandwidth)
-        self._device_memory.read = memory_bytes
+class _Launches:
+    """What is known of a launch."""
 
-    def set_ready(self, ready: bool) -> None:
-        """Report whether the server takes work."""
-        self._ready.set(int(ready))
+    def __init__(self, make: _Registrar) -> None:
+        self._bytes = make.counter(
+            "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", _KERNEL_LABELS
+        )
+        self._seconds = make.counter("kernel_seconds_total", "Device time of the launches.", _KERNEL_LABELS)
+        self._bandwidth = make.histogram(
+            "kernel_bandwidth_bytes_per_second",
+            "Bandwidth of each launch: the fewest bytes over device time.",
+            _KERNEL_LABELS,
+            _KERNEL_BANDWIDTH_BUCKETS,
+        )
+        self._transfer_bytes = make.counter(
+            "transfer_bytes_total", "Bytes of tensors brought to the device and back.", ("direction",)
+        )
+        self._transfer_seconds = make.counter(
+            "transfer_seconds_total", "Time that bringing them took.", ("direction",)
+        )
+        self._batch_requests = make.histogram(
+            "batch_requests", "Requests that shared a launch.", (), _BATCH_REQUESTS_BUCKETS
+        )
+        self._batch_bytes = make.histogram(
+            "batch_bytes", "Bytes of the tensors that came with a launch.", (), _BATCH_BYTES_BUCKETS
+        )
 
-    def observe_launch(self, batch: Batch, execution: Execution) -> None:
-        """Count one launch."""
+    def observe(self, batch: Batch, execution: Execution) -> None:
         job = batch.jobs[0]
         labels = (job.spec.op.value, job.spec.direction.value, job.x.dtype.value)
         kernel_bytes = sum(execution.kernel_bytes)
-        self._kernel_bytes.labels(*labels).inc(kernel_bytes)
-        self._kernel_seconds.labels(*labels).inc(execution.kernel_s)
+        self._bytes.labels(*labels).inc(kernel_bytes)
+        self._seconds.labels(*labels).inc(execution.kernel_s)
         if kernel_bytes and execution.kernel_s > 0:
-            self._kernel_bandwidth.labels(*labels).observe(kernel_bytes / execution.kernel_s)
+            self._bandwidth.labels(*labels).observe(kernel_bytes / execution.kernel_s)
         came = sum(job.nbytes for job in batch.jobs)
         went = sum(tensor.nbytes for outputs in execution.outputs for tensor in outputs.values())
         self._batch_requests.observe(len(batch.jobs))
@@ -213,22 +209,67 @@ class Metrics:
         self._transfer_seconds.labels("in").inc(execution.copy_in_s)
         self._transfer_seconds.labels("out").inc(execution.copy_out_s)
 
+
+class _State:
+    """What holds at the moment of a scrape."""
+
+    def __init__(self, make: _Registrar) -> None:
+        self.inflight_requests = make.gauge(
+            "inflight_requests", "Admitted operations whose last byte is not out yet."
+        )
+        self.inflight_bytes = make.gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
+        self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
+        self.copy_bandwidth = make.gauge(
+            "device_copy_bandwidth_bytes_per_second",
+            "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
+            ("device",),
+        )
+        self.build_info = make.gauge(
+            "build_info", "Always 1; the labels say what runs.", ("version", "backend", "device")
+        )
+        self.ready = make.gauge("ready", "1 while the server takes work.")
+        self.device_memory = _DeviceMemory()
+        make.collector(self.device_memory)
+
+
+class Metrics:
+    """The server's metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """Args: registry: where to register; one of its own if none is given."""
+        self.registry = registry or CollectorRegistry()
+        make = _Registrar(self.registry)
+        self._requests = _Requests(make)
+        self._launches = _Launches(make)
+        self._state = _State(make)
+        self.catalogue = tuple(make.catalogue)
+
+    def watch_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report what has been admitted; asked at each scrape."""
+        self._state.inflight_requests.set_function(requests)
+        self._state.inflight_bytes.set_function(nbytes)
+
+    def watch_queue(self, length: Callable[[], int]) -> None:
+        """Report how many jobs wait; asked at each scrape."""
+        self._state.queue_requests.set_function(length)
+
+    def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Report what runs, its roof and its memory."""
+        self._state.build_info.labels(__version__, backend, device.name).set(1)
+        self._state.copy_bandwidth.labels(device.name).set(device.copy_bandwidth)
+        self._state.device_memory.read = memory_bytes
+
+    def set_ready(self, ready: bool) -> None:
+        """Report whether the server takes work."""
+        self._state.ready.set(int(ready))
+
+    def observe_launch(self, batch: Batch, execution: Execution) -> None:
+        """Count one launch."""
+        self._launches.observe(batch, execution)
+
     def observe_request(self, record: RequestRecord) -> None:
         """Count one request, at its very end."""
-        elapsed = time.perf_counter() - record.began
-        self._requests.labels(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
-        self._request_duration.labels(record.op, record.direction, record.transport).observe(elapsed)
-        for stage, seconds in record.stages.items():
-            self._stage_duration.labels(stage).observe(seconds)
-        if record.error is not None:
-            self._errors.labels(record.error).inc()
-            if record.error in REJECTIONS:
-                self._rejected.labels(record.error).inc()
-        if record.status == 499:
-            self._cancelled.labels(record.waiting_in).inc()
-        elif record.status < 300 and "kernel" in record.stages:
-            bandwidth = (record.received + record.sent) / elapsed
-            self._request_bandwidth.labels(record.op, record.direction, record.transport).observe(bandwidth)
+        self._requests.observe(record)
 
     def render(self) -> bytes:
         """The Prometheus text of everything."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,15 @@ class Patience:
 class NormserveProtocol(HttpToolsProtocol):
     """Answers malformed HTTP with problem documents, and bounds headers and slow clients."""
 
-    def __init__(self, *, patience: Patience, **of_uvicorn: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        *,
+        patience: Patience,
+        on_refusal: Callable[[NormserveError], None],
+        **of_uvicorn: Any,  # noqa: ANN401
+    ) -> None:
         super().__init__(**of_uvicorn)
+        self._on_refusal = on_refusal
         self._patience = patience
         self._header_bytes = 0
         self._reading_header = True
@@ -114,6 +122,7 @@ class NormserveProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self._on_refusal(error)
             self.transport.write(_rendered(error))
         self.transport.close()
 

@@ -15,6 +15,8 @@ from fastapi import FastAPI
 
 from normserve.app import Service, create_app
 from normserve.errors import NormserveError
+from normserve.http_errors import status_of
+from normserve.metrics import RequestRecord
 from normserve.protocol import NormserveProtocol, Patience
 from normserve.routes.status import curl_line
 from normserve.settings import Settings
@@ -22,6 +24,8 @@ from normserve.settings import Settings
 log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.02
+# Once admitted work is drained, connections have this long to close.
+_CLOSE_S = 3
 # After a failure the answers that say so may still leave.
 _FAREWELL_S = 0.3
 
@@ -111,7 +115,12 @@ def serve(settings: Settings, app: FastAPI | None = None) -> int:
     """Run the server until it is told to stop; the process's exit code."""
     app = app or create_app(settings)
     patience = Patience(header_s=settings.header_timeout_s, send_s=settings.send_timeout_s)
-    http: Any = functools.partial(NormserveProtocol, patience=patience)
+    service: Service = app.state.service
+
+    def note_refusal(error: NormserveError) -> None:
+        service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
+
+    http: Any = functools.partial(NormserveProtocol, patience=patience, on_refusal=note_refusal)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -124,7 +133,7 @@ def serve(settings: Settings, app: FastAPI | None = None) -> int:
         log_config=None,
         server_header=False,
         timeout_keep_alive=max(1, round(settings.keep_alive_s)),
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        timeout_graceful_shutdown=_CLOSE_S,
     )
     server = Server(config, app)
     server.run()

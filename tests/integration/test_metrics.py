@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from .raw import exchange
 from .wire import NPY, SAFETENSORS, npy, packed, post
 
 
@@ -112,3 +113,24 @@ def test_labels_come_from_closed_sets(fresh):
     for _, labels in scrape(fresh):
         for label, found in labels:
             assert label not in allowed or found in allowed[label]
+
+
+def test_what_is_no_http_is_counted_too(fresh):
+    before = scrape(fresh)
+    url = fresh.base_url
+    assert exchange((url.host, url.port), b"no http\r\n\r\n").status_code == 400
+    after = scrape(fresh)
+    for name, labels in (
+        ("normserve_errors_total", {"cause": "malformed_http"}),
+        ("normserve_requests_total", {"op": "__unmatched__", "code": "400"}),
+    ):
+        assert value(after, name, **labels) - value(before, name, **labels) == 1
+
+
+def test_nothing_is_unmatched_that_was_found(fresh):
+    before = scrape(fresh)
+    fresh.get("/docs")
+    after = scrape(fresh)
+    assert value(after, "normserve_requests_total", op="docs") == 1 + value(
+        before, "normserve_requests_total", op="docs"
+    )

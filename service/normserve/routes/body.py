@@ -4,7 +4,7 @@ import asyncio
 
 from starlette.requests import Request
 
-from normserve.errors import ClientLeftError, RequestTimeoutError, TooLargeError
+from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError, TooLargeError
 from normserve.exchange import Exchange
 from normserve.limits import Limits
 from normserve.slabs import Slab
@@ -23,7 +23,7 @@ class BodyReader:
 
         Raises:
             TooLargeError: it is longer than bodies may be; an announced one is refused unread.
-            OverloadedError: there is no permit for it.
+            OverloadedError: there is no permit or no memory for it.
             RequestTimeoutError: the client paused for too long.
             ClientLeftError: the client went away.
         """
@@ -31,7 +31,7 @@ class BodyReader:
         announced = self._announced(request)
         exchange.permit = self._limits.acquire(announced or 0)
         # Memory that is never written is never taken, so an unannounced body may have a slab for the longest.
-        view = Slab(self._max_body_bytes if announced is None else announced).view
+        view = _slab(self._max_body_bytes if announced is None else announced).view
         received = 0
         while True:
             chunk, more = await self._chunk(request)
@@ -62,3 +62,10 @@ class BodyReader:
         if message["type"] == "http.disconnect":
             raise ClientLeftError("the client left while its body was received")
         return message.get("body", b""), message.get("more_body", False)
+
+
+def _slab(nbytes: int) -> Slab:
+    try:
+        return Slab(nbytes)
+    except MemoryError:
+        raise OverloadedError(f"there is no memory for a body of {nbytes} bytes now") from None

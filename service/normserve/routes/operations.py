@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine import Engine
 from normserve.errors import NotAcceptableError
 from normserve.exchange import Exchange
-from normserve.jobs import NormJob, NormResult, Op, Pass
+from normserve.jobs import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.layers import LayerRegistry
 from normserve.routes.body import BodyReader
 from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
@@ -25,7 +24,7 @@ from normserve.routes.parameters import (
     parse_query,
 )
 from normserve.routes.responses import BuffersResponse
-from normserve.tensors import DType, HostTensor
+from normserve.tensors import DType
 from normserve.validation import make_job
 
 
@@ -66,32 +65,33 @@ class _Handler:
     parameters: tuple[Parameter, ...]
 
     async def handle(self, request: Request) -> BuffersResponse:
+        """Read what is asked, refuse what can be refused before the body, then receive, compute and answer."""
         exchange: Exchange = request.state.exchange
         record = exchange.record
         record.op, record.direction = self.op.value, self.direction.value
-        values = parse_query(request.scope["query_string"], self.parameters)
-        spec = make_spec(self.op, self.direction, values)
-        headers = request.headers
-        body_format = declared_format(headers.get("content-type", ""), headers.get("content-encoding", ""))
-        accepted = Accepted(headers.get("accept", ""))
+        asked = self._read_head(request)
         self.service.engine.require_ready()
-        layer = self.service.layers.get(values["layer"]) if "layer" in values else None
-
         body = await self.service.bodies.read(request)
         parsing = time.perf_counter()
         record.stages["recv"] = parsing - record.began
         record.waiting_in = "parse"
-        body_format = body_format or sniffed_format(body)
-        answer_format = accepted.choose(body_format)
-        job = make_job(spec, _decode(body_format, body), layer)
+        job, answer_format = asked.with_body(body)
         record.dtype = job.x.dtype.value
-        _require_expressible(answer_format, job)
         record.stages["parse"] = time.perf_counter() - parsing
-
         record.waiting_in = "queue"
-        deadline = record.began + values.get("timeout_ms", self.service.timeout_ms) / 1000
-        result = await self._run(request, job, deadline)
+        result = await self._run(request, job, record.began + asked.timeout_ms / 1000)
         return _answer(exchange, answer_format, result)
+
+    def _read_head(self, request: Request) -> "_Asked":
+        values = parse_query(request.scope["query_string"], self.parameters)
+        headers = request.headers
+        return _Asked(
+            spec=make_spec(self.op, self.direction, values),
+            layer=self.service.layers.get(values["layer"]) if "layer" in values else None,
+            body_format=declared_format(headers.get("content-type", ""), headers.get("content-encoding", "")),
+            accepted=Accepted(headers.get("accept", "")),
+            timeout_ms=values.get("timeout_ms", self.service.timeout_ms),
+        )
 
     async def _run(self, request: Request, job: NormJob, deadline: float) -> NormResult:
         """Compute, unless the client leaves first."""
@@ -110,8 +110,28 @@ async def _disconnection(request: Request) -> None:
         pass
 
 
-def _decode(body_format: str, body: memoryview) -> Mapping[str, HostTensor]:
-    return {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request's head says, checked as far as it can be without the body.
+
+    Attributes:
+        body_format: None where the body's first bytes decide.
+    """
+
+    spec: NormSpec
+    layer: Layer | None
+    body_format: str | None
+    accepted: Accepted
+    timeout_ms: float
+
+    def with_body(self, body: memoryview) -> tuple[NormJob, str]:
+        """The job, and the format of its answer."""
+        body_format = self.body_format or sniffed_format(body)
+        answer_format = self.accepted.choose(body_format)
+        tensors = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
+        job = make_job(self.spec, tensors, self.layer)
+        _require_expressible(answer_format, job)
+        return job, answer_format
 
 
 def _require_expressible(answer_format: str, job: NormJob) -> None:
