@@ -5,6 +5,7 @@ tensors; `fusednorm.reference` has the same functions in plain torch for any dev
 """
 
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
+from fusednorm.group_norm import group_norm_backward, group_norm_forward
 from fusednorm.layer_norm import (
     layer_norm_backward,
     layer_norm_forward,
@@ -18,6 +19,8 @@ __all__ = [
     "Forward",
     "KernelInputError",
     "UnsupportedShapeError",
+    "group_norm_backward",
+    "group_norm_forward",
     "layer_norm_backward",
     "layer_norm_forward",
     "rms_norm_backward",

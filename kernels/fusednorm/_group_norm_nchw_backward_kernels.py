@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._group_norm_nchw_kernels import run_moments
-from fusednorm._group_norm_tiles import load_masked, load_sum, offset_or_none, output_gradient
+from fusednorm._group_norm_tiles import load_masked, load_sum, output_gradient
 from fusednorm._reductions import sum_pair
 
 
@@ -267,7 +267,7 @@ def group_norm_nchw_backward_sweep_kernel(
     if mean_ptr is None:
         mean, square = run_moments(
             x_ptr + base * VEC,
-            offset_or_none(residual_ptr, base * VEC),
+            residual_ptr + base * VEC if residual_ptr is not None else None,
             0,
             group_units,
             VEC,
@@ -298,9 +298,7 @@ def group_norm_nchw_backward_sweep_kernel(
             VEC, RUNS, UNITS, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
         if dz_part_ptr is not None:
-            slot = (
-                (sample * splits + (run - channel * splits)) * groups * channels + group * channels + channel
-            )
+            slot = (sample * splits + (run - channel * splits)) * groups * channels + group * channels + channel
             tl.store(dz_part_ptr + slot, sum_dz, mask=mask)
             tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat, mask=mask)
         if weight is not None:

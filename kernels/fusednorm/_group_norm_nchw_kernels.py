@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._group_norm_fold_kernels import fold_moments
-from fusednorm._group_norm_tiles import load_sum, offset_or_none
+from fusednorm._group_norm_tiles import load_sum
 from fusednorm._reductions import sum_pair
 from fusednorm.epilogue import activate, dropout_keep
 
@@ -33,9 +33,7 @@ def _quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(
-    x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC: tl.constexpr, MASKED: tl.constexpr
-):
+def _accumulate(x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC: tl.constexpr, MASKED: tl.constexpr):
     """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; each sum over VEC stays in its thread."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     if MASKED:
@@ -185,7 +183,7 @@ def _normalise_run(
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
     x_ptr = x_ptr + base
-    residual_ptr = offset_or_none(residual_ptr, base)
+    residual_ptr = residual_ptr + base if residual_ptr is not None else None
     lane = tl.arange(0, UNITS)[None, :, None]
     inner = tl.arange(0, VEC)[None, None, :]
     full = (last - first) // UNITS
@@ -208,9 +206,7 @@ def _normalise_run(
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["rows", "group_units", "groups", "channels", "channel_length", "magic", "shift"]
-)
+@triton.jit(do_not_specialize=["rows", "group_units", "groups", "channels", "channel_length", "magic", "shift"])
 def group_norm_nchw_tile_kernel(
     x_ptr,
     residual_ptr,
@@ -248,7 +244,7 @@ def group_norm_nchw_tile_kernel(
     base = row * (group_units.to(tl.int64) * VEC)
     length = group_units.to(tl.float32) * VEC
 
-    h = load_sum(x_ptr + base, offset_or_none(residual_ptr, base), at, mask, "evict_first")
+    h = load_sum(x_ptr + base, residual_ptr + base if residual_ptr is not None else None, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
     offset, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
@@ -299,9 +295,7 @@ def group_norm_nchw_sweep_kernel(
     """One group a program in two sweeps; the second walks backwards and finds the group in L1 or L2."""
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
-    mean, square = run_moments(
-        x_ptr + base, offset_or_none(residual_ptr, base), 0, group_units, VEC, UNITS, FAST
-    )
+    mean, square = run_moments(x_ptr + base, residual_ptr + base if residual_ptr is not None else None, 0, group_units, VEC, UNITS, FAST)
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
@@ -338,9 +332,7 @@ def group_norm_nchw_stats_kernel(
     if not WIDE:
         first = first.to(tl.int32)
         last = last.to(tl.int32)
-    mean, square = run_moments(
-        x_ptr + base, offset_or_none(residual_ptr, base), first, last, VEC, UNITS, FAST
-    )
+    mean, square = run_moments(x_ptr + base, residual_ptr + base if residual_ptr is not None else None, first, last, VEC, UNITS, FAST)
     sample = row // groups
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)

@@ -14,7 +14,7 @@ from fusednorm._group_norm_nhwc_kernels import (
     slab_moments,
     sum_same_label,
 )
-from fusednorm._group_norm_tiles import load_masked, load_sum, offset_or_none, output_gradient
+from fusednorm._group_norm_tiles import load_masked, load_sum, output_gradient
 from fusednorm._reductions import sum_pair
 
 
@@ -165,7 +165,7 @@ def group_norm_nhwc_backward_slab_kernel(
 
     if mean_ptr is None:
         mean, variance = slab_moments(
-            x_ptr + base, offset_or_none(residual_ptr, base), hw, row_stride, column, column_mask,
+            x_ptr + base, residual_ptr + base if residual_ptr is not None else None, hw, row_stride, column, column_mask,
             label, channels, ROWS, 1, FAST,
         )  # fmt: skip
         rstd = tl.reshape(1.0 / tl.sqrt(variance + eps), (1, CV, VEC))
@@ -178,7 +178,7 @@ def group_norm_nhwc_backward_slab_kernel(
     bias = load_parameter(bias_ptr, column, column_mask)
 
     sum_dz, sum_dz_xhat = _channel_sums(
-        dy_ptr + base, x_ptr + base, offset_or_none(residual_ptr, base), mean, rstd, weight, bias,
+        dy_ptr + base, x_ptr + base, residual_ptr + base if residual_ptr is not None else None, mean, rstd, weight, bias,
         sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
         ROWS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def group_norm_nhwc_backward_slab_kernel(
     mean_g_xhat = sum_same_label(tl.reshape(sum_dz_xhat, label.shape), label) / length
     _rows_input_gradient(
         dy_ptr + base, x_ptr + base,
-        offset_or_none(residual_ptr, base), offset_or_none(dresidual_out_ptr, base),
+        residual_ptr + base if residual_ptr is not None else None, dresidual_out_ptr + base if dresidual_out_ptr is not None else None,
         dx_ptr + base, mean, rstd, weight, bias,
         tl.reshape(mean_g, (1, CV, VEC)), tl.reshape(mean_g_xhat, (1, CV, VEC)),
         sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
@@ -240,7 +240,7 @@ def group_norm_nhwc_backward_sums_kernel(
     base = sample * hw * c
     first_row = (run - sample * splits) * split_rows
     sum_dz, sum_dz_xhat = _channel_sums(
-        dy_ptr + base, x_ptr + base, offset_or_none(residual_ptr, base),
+        dy_ptr + base, x_ptr + base, residual_ptr + base if residual_ptr is not None else None,
         load_statistic(mean_ptr, group, column_mask), load_statistic(rstd_ptr, group, column_mask),
         load_parameter(weight_ptr, column, column_mask), load_parameter(bias_ptr, column, column_mask),
         sample, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64), column, column_mask,
@@ -294,7 +294,7 @@ def group_norm_nhwc_backward_apply_kernel(
     length = (hw * channels).to(tl.float32)
     _rows_input_gradient(
         dy_ptr + base, x_ptr + base,
-        offset_or_none(residual_ptr, base), offset_or_none(dresidual_out_ptr, base),
+        residual_ptr + base if residual_ptr is not None else None, dresidual_out_ptr + base if dresidual_out_ptr is not None else None,
         dx_ptr + base,
         load_statistic(mean_ptr, group, column_mask), load_statistic(rstd_ptr, group, column_mask),
         load_parameter(weight_ptr, column, column_mask), load_parameter(bias_ptr, column, column_mask),

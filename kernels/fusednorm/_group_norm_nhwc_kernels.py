@@ -12,7 +12,7 @@ tile what cancels is n * 2^-24 of the result at worst.
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_tiles import load_sum, offset_or_none
+from fusednorm._group_norm_tiles import load_sum
 from fusednorm._reductions import sum_pair
 from fusednorm.epilogue import activate, dropout_keep
 
@@ -233,7 +233,7 @@ def group_norm_nhwc_slab_kernel(
     base = sample * hw * c
 
     mean, variance = slab_moments(
-        x_ptr + base, offset_or_none(residual_ptr, base), hw, c.to(tl.int64), column, column_mask,
+        x_ptr + base, residual_ptr + base if residual_ptr is not None else None, hw, c.to(tl.int64), column, column_mask,
         label, channels, ROWS, UNROLL, FAST,
     )  # fmt: skip
     rstd = 1.0 / tl.sqrt(variance + eps)
@@ -249,8 +249,8 @@ def group_norm_nhwc_slab_kernel(
     if weight is not None:
         scale = scale * weight
     _normalise_rows(
-        x_ptr + base, offset_or_none(residual_ptr, base),
-        y_ptr + base, offset_or_none(residual_out_ptr, base),
+        x_ptr + base, residual_ptr + base if residual_ptr is not None else None,
+        y_ptr + base, residual_out_ptr + base if residual_out_ptr is not None else None,
         tl.reshape(mean, (1, CV, VEC)), scale, load_parameter(bias_ptr, column, column_mask),
         sample, 0, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
         ROWS * UNROLL, ACTIVATION, DROPOUT, FAST,
@@ -286,7 +286,7 @@ def group_norm_nhwc_stats_kernel(
     base = sample * hw * c
     first_row = split * split_rows
     mean, square = channel_moments(
-        x_ptr + base, offset_or_none(residual_ptr, base), first_row, tl.minimum(first_row + split_rows, hw),
+        x_ptr + base, residual_ptr + base if residual_ptr is not None else None, first_row, tl.minimum(first_row + split_rows, hw),
         c.to(tl.int64), column, column_mask, ROWS, UNROLL, FAST,
     )  # fmt: skip
     tl.store(mean_part_ptr + run * c + column, mean, mask=column_mask)
@@ -337,8 +337,8 @@ def group_norm_nhwc_apply_kernel(
     if weight is not None:
         scale = scale * weight
     _normalise_rows(
-        x_ptr + base, offset_or_none(residual_ptr, base),
-        y_ptr + base, offset_or_none(residual_out_ptr, base),
+        x_ptr + base, residual_ptr + base if residual_ptr is not None else None,
+        y_ptr + base, residual_out_ptr + base if residual_out_ptr is not None else None,
         load_statistic(mean_ptr, group, column_mask), scale, load_parameter(bias_ptr, column, column_mask),
         sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
         seed, dropout_threshold, dropout_scale, ROWS, ACTIVATION, DROPOUT, FAST,

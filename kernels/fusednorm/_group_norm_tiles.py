@@ -21,15 +21,6 @@ def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
 
 
 @triton.jit
-def offset_or_none(ptr, offset):
-    """ptr + offset for an optional pointer."""
-    if ptr is None:
-        return None
-    else:
-        return ptr + offset
-
-
-@triton.jit
 def load_masked(ptr, at, mask, EVICT: tl.constexpr):
     """A tile in float32; masked elements are 0."""
     if mask is None:

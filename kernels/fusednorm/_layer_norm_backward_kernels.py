@@ -9,8 +9,16 @@ order: no atomics and no locks, so every run gives the same bits.
 import triton
 import triton.language as tl
 
+from fusednorm._exchange import exchange, first_tag, leave
 from fusednorm._reductions import sum_pair
-from fusednorm._row_moments import column_mask, load_rows, sweep_moments, tile_moments
+from fusednorm._row_moments import (
+    column_mask,
+    load_rows,
+    merge_moments,
+    slab_moments,
+    sweep_moments,
+    widened,
+)
 from fusednorm.epilogue import activation_derivative, dropout_keep_tile
 
 
@@ -72,6 +80,7 @@ def layer_norm_backward_tile_kernel(
     dx_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
+    mailbox_ptr,
     rows: tl.int64,
     col_units,
     dy_row_units: tl.int64,
@@ -87,25 +96,40 @@ def layer_norm_backward_tile_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Persistent programs over tiles of ROWS whole rows; statistics not saved come from the tile."""
+    """Persistent programs over tiles of ROWS rows; statistics not saved are taken from the tile.
+
+    With SPLIT > 1 a row belongs to SPLIT programs, a slab of BLOCK_N columns each, which exchange its sums; the
+    launch must be cooperative.
+    """
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
-    col = tl.arange(0, BLOCK_N)[None, :]
+    group = tl.program_id(0) // SPLIT
+    groups = tl.num_programs(0) // SPLIT
+    member = tl.program_id(0) % SPLIT
+    first_col = member * BLOCK_N
+    col = first_col + tl.arange(0, BLOCK_N)[None, :]
     col_mask = column_mask(col, cols, EVEN)
-    if HOLD_WEIGHT:
-        weight = _load_parameter(weight_ptr, col, col_mask, 1.0)
+    if HOLD_WEIGHT and weight_ptr is not None:
+        held = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
         dbias = tl.zeros((ROWS, BLOCK_N), tl.float32)
 
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    tiles = tl.cdiv(rows, ROWS)
+    if SPLIT > 1:
+        tl.static_assert(ROWS == 1, "programs that share a row hold one row at a time")
+        tag = first_tag(mailbox_ptr)
+        last_tag = tag + 2 * tl.cdiv(tiles, groups).to(tl.uint32)
+
+    for tile in tl.range(group, tiles, groups, num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < rows
         mask = row_mask & col_mask
@@ -116,10 +140,10 @@ def layer_norm_backward_tile_kernel(
             row * (residual_row_units * VEC) + col,
             mask,
             "evict_first",
+            FAST,
         )
-        dy = tl.load(
-            dy_ptr + row * (dy_row_units * VEC) + col, mask=mask, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
+        dy_at = row * (dy_row_units * VEC) + col
+        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
         if rstd_ptr is not None:
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
             if IS_RMS:
@@ -127,10 +151,19 @@ def layer_norm_backward_tile_kernel(
             else:
                 x_hat = (h - tl.load(mean_ptr + row, mask=row_mask, other=0.0)) * rstd
         else:
-            centred, _, variance = tile_moments(h, col_mask, cols, EVEN, IS_RMS, FAST)
-            rstd = 1.0 / tl.sqrt(variance + eps)
-            x_hat = centred * rstd
-        if not HOLD_WEIGHT:
+            count = tl.maximum(tl.minimum(cols - first_col, BLOCK_N), 1).to(tl.float32)
+            pivot, shift, square = slab_moments((h,), (col_mask,), count, EVEN, IS_RMS, FAST)
+            if SPLIT > 1:
+                slab_mean = pivot + shift
+                means, squares = exchange(mailbox_ptr, group, member, tag, tl.sum(slab_mean), tl.sum(square), SPLIT)
+                tag += 1
+                mean, square = merge_moments(means, squares, cols, BLOCK_N, IS_RMS)
+                shift += mean - slab_mean
+            rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
+            x_hat = (h - pivot) * rstd - shift * rstd
+        if HOLD_WEIGHT and weight_ptr is not None:
+            weight = widened(held, FAST)
+        else:
             weight = _load_parameter(weight_ptr, col, col_mask, 1.0)
         if ACTIVATION == "none":
             bias = 0.0
@@ -142,7 +175,7 @@ def layer_norm_backward_tile_kernel(
             weight,
             bias,
             row,
-            0,
+            first_col,
             seed,
             dropout_threshold,
             dropout_scale,
@@ -159,10 +192,21 @@ def layer_norm_backward_tile_kernel(
             # Past the row's end x_hat is no zero, and without a weight g may not be one either.
             g = tl.where(col_mask, g, 0.0)
         if IS_RMS:
-            dx = g - x_hat * (tl.sum(g * x_hat, 1, keep_dims=True) * inverse_n)
+            c1 = tl.sum(g * x_hat, 1, keep_dims=True)
+            c2 = tl.zeros_like(c1)
         else:
             c1, c2 = sum_pair(g * x_hat, g, 1, FAST)
-            dx = g - c2 * inverse_n - x_hat * (c1 * inverse_n)
+        if SPLIT > 1:
+            slab_c1, slab_c2 = exchange(mailbox_ptr, group, member, tag, tl.sum(c1), tl.sum(c2), SPLIT)
+            tag += 1
+            c1 = slab_c1[0]
+            c2 = slab_c2[0]
+            for i in tl.static_range(1, SPLIT):
+                c1 += slab_c1[i]
+                c2 += slab_c2[i]
+        dx = g - x_hat * (c1 * inverse_n)
+        if not IS_RMS:
+            dx -= c2 * inverse_n
         dx *= rstd
         if dresidual_out_ptr is not None:
             outside_at = row * (dresidual_out_row_units * VEC) + col
@@ -174,7 +218,9 @@ def layer_norm_backward_tile_kernel(
             eviction_policy="evict_first",
         )
 
-    partial_at = tl.program_id(0).to(tl.int64) * cols + col
+    if SPLIT > 1:
+        leave(mailbox_ptr, last_tag)
+    partial_at = group.to(tl.int64) * cols + col
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
     if dbias_partial_ptr is not None:
@@ -246,8 +292,8 @@ def layer_norm_backward_rows_kernel(
         first_col = chunk * BLOCK_N
         at = col + first_col
         mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "")
-        dy = tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0).to(tl.float32)
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "", FAST)
+        dy = widened(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0), FAST)
         x_hat = ((h - rough) - shift) * rstd
         weight = _load_parameter(weight_ptr, at, mask, 1.0)
         if ACTIVATION == "none":
@@ -352,10 +398,10 @@ def layer_norm_backward_slab_kernel(
             row * (residual_row_units * VEC) + col,
             mask,
             "evict_first",
+            FAST,
         )
-        dy = tl.load(
-            dy_ptr + row * (dy_row_units * VEC) + col, mask=mask, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
+        dy_at = row * (dy_row_units * VEC) + col
+        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
         mean = tl.load(constants_ptr + row * 4, mask=row_mask, other=0.0)
         rstd = tl.load(constants_ptr + row * 4 + 1, mask=row_mask, other=0.0)
         c1 = tl.load(constants_ptr + row * 4 + 2, mask=row_mask, other=0.0)

@@ -7,42 +7,36 @@ known multiple of VEC and the compiler emits 128-bit accesses without specialisi
 import triton
 import triton.language as tl
 
-from fusednorm._row_moments import column_mask, load_rows, sweep_moments, tile_moments
+from fusednorm._exchange import exchange, first_tag, leave
+from fusednorm._row_moments import (
+    column_mask,
+    load_rows,
+    merge_moments,
+    slab_moments,
+    sweep_moments,
+    widened,
+)
 from fusednorm.epilogue import activate, dropout_keep_tile
 
 
 @triton.jit
-def _store_output(
-    y_ptr,
-    y_at,
-    x_hat,
-    weight_ptr,
-    bias_ptr,
+def finish(
+    y,
     row,
     first_col,
-    col,
-    col_mask,
-    mask,
     seed,
     dropout_threshold,
     dropout_scale,
-    EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Affine step, activation, dropout and the store of one tile."""
-    # The parameters are loaded here, after the reductions, so that they hold no registers during them.
-    y = x_hat
-    if weight_ptr is not None:
-        y = y * tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    """What follows the affine step: activation and dropout of a tile that starts at column `first_col`."""
     y = activate(y, ACTIVATION, FAST)
     if DROPOUT:
-        keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, x_hat.shape[0], x_hat.shape[1])
+        keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])
         y = tl.where(keep, y * dropout_scale, 0.0)
-    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+    return y
 
 
 @triton.jit(
@@ -57,6 +51,7 @@ def layer_norm_forward_tile_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    mailbox_ptr,
     rows: tl.int64,
     col_units,
     x_row_units: tl.int64,
@@ -68,57 +63,107 @@ def layer_norm_forward_tile_kernel(
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """ROWS whole rows a program, held in registers: read once, two-pass statistics, written once."""
+    """Persistent programs over tiles of ROWS rows, read once through shared memory, STAGES - 1 tiles ahead.
+
+    A program holds CHUNKS blocks of BLOCK_N columns: row lengths like 5 * 1024 waste no lanes.  With SPLIT > 1 a
+    row belongs to SPLIT programs, which exchange its moments; the launch must then be cooperative.
+    """
     cols = col_units * VEC
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.arange(0, BLOCK_N)[None, :]
-    row_mask = row < rows
-    col_mask = column_mask(col, cols, EVEN)
-    mask = row_mask & col_mask
-    x_at = row * (x_row_units * VEC) + col
-    residual_at = row * (residual_row_units * VEC) + col
-    y_at = row * cols.to(tl.int64) + col
+    slab: tl.constexpr = CHUNKS * BLOCK_N
+    group = tl.program_id(0) // SPLIT
+    groups = tl.num_programs(0) // SPLIT
+    member = tl.program_id(0) % SPLIT
+    first_col = member * slab
+    n = cols.to(tl.float32)
+    count = tl.maximum(tl.minimum(cols - first_col, slab), 1).to(tl.float32)
+    columns = ()
+    col_masks = ()
+    weights = ()
+    biases = ()
+    for i in tl.static_range(CHUNKS):
+        col = first_col + i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col_mask = column_mask(col, cols, EVEN)
+        columns = columns + (col,)
+        col_masks = col_masks + (col_mask,)
+        if weight_ptr is not None:
+            weights = weights + (tl.load(weight_ptr + col, mask=col_mask, other=0.0),)
+        if bias_ptr is not None:
+            biases = biases + (tl.load(bias_ptr + col, mask=col_mask, other=0.0),)
+    tiles = tl.cdiv(rows, ROWS)
+    if SPLIT > 1:
+        tl.static_assert(ROWS == 1, "programs that share a row hold one row at a time")
+        tag = first_tag(mailbox_ptr)
+        last_tag = tag + tl.cdiv(tiles, groups).to(tl.uint32)
 
-    h = load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, "evict_first")
-    if residual_out_ptr is not None:
-        tl.store(residual_out_ptr + y_at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    centred, mean, variance = tile_moments(h, col_mask, cols, EVEN, IS_RMS, FAST)
-    rstd = 1.0 / tl.sqrt(variance + eps)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=row_mask)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=row_mask)
+    for tile in tl.range(group, tiles, groups, num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = row < rows
+        chunks = ()
+        for i in tl.static_range(CHUNKS):
+            h = load_rows(
+                x_ptr,
+                residual_ptr,
+                row * (x_row_units * VEC) + columns[i],
+                row * (residual_row_units * VEC) + columns[i],
+                row_mask & col_masks[i],
+                "evict_first",
+                FAST,
+            )
+            chunks = chunks + (h,)
+        pivot, shift, square = slab_moments(chunks, col_masks, count, EVEN, IS_RMS, FAST)
+        mean = pivot + shift
+        if SPLIT > 1:
+            means, squares = exchange(mailbox_ptr, group, member, tag, tl.sum(mean), tl.sum(square), SPLIT)
+            tag += 1
+            slab_mean = mean
+            mean, square = merge_moments(means, squares, cols, slab, IS_RMS)
+            shift += mean - slab_mean
+        rstd = 1.0 / tl.sqrt(square / n + eps)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, mask=row_mask)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, rstd, mask=row_mask)
 
-    _store_output(
-        y_ptr,
-        y_at,
-        centred * rstd,
-        weight_ptr,
-        bias_ptr,
-        row,
-        0,
-        col,
-        col_mask,
-        mask,
-        seed,
-        dropout_threshold,
-        dropout_scale,
-        "evict_first",
-        ACTIVATION,
-        DROPOUT,
-        FAST,
-    )
+        for i in tl.static_range(CHUNKS):
+            mask = row_mask & col_masks[i]
+            y_at = row * cols.to(tl.int64) + columns[i]
+            if residual_out_ptr is not None:
+                residual_out = chunks[i].to(residual_out_ptr.dtype.element_ty)
+                tl.store(residual_out_ptr + y_at, residual_out, mask=mask, eviction_policy="evict_first")
+            if IS_RMS:
+                y = chunks[i] * rstd
+            else:
+                y = (chunks[i] - pivot) * rstd - shift * rstd
+            if weight_ptr is not None:
+                y = y * widened(weights[i], FAST)
+            if bias_ptr is not None:
+                y = y + widened(biases[i], FAST)
+            y = finish(
+                y,
+                row,
+                first_col + i * BLOCK_N,
+                seed,
+                dropout_threshold,
+                dropout_scale,
+                ACTIVATION,
+                DROPOUT,
+                FAST,
+            )
+            tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    if SPLIT > 1:
+        leave(mailbox_ptr, last_tag)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
-)
+@triton.jit(do_not_specialize=["col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
 def layer_norm_forward_sweep_kernel(
     x_ptr,
     residual_ptr,
@@ -128,7 +173,6 @@ def layer_norm_forward_sweep_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
-    rows: tl.int64,
     col_units,
     x_row_units: tl.int64,
     residual_row_units: tl.int64,
@@ -166,25 +210,15 @@ def layer_norm_forward_sweep_kernel(
         first_col = (chunks - 1 - step) * BLOCK_N
         at = col + first_col
         mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        _store_output(
-            y_ptr,
-            y_row + at,
-            ((h - rough) - shift) * rstd,
-            weight_ptr,
-            bias_ptr,
-            row,
-            first_col,
-            at,
-            mask,
-            mask,
-            seed,
-            dropout_threshold,
-            dropout_scale,
-            "evict_first",
-            ACTIVATION,
-            DROPOUT,
-            FAST,
+        y = ((h - rough) - shift) * rstd
+        if weight_ptr is not None:
+            y = y * widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
+        if bias_ptr is not None:
+            y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0), FAST)
+        y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(
+            y_ptr.dtype.element_ty
         )
+        tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")

@@ -19,35 +19,95 @@ def column_mask(col, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
+def widened(value, FAST: tl.constexpr):
+    """float32 of a tile.
+
+    bfloat16 takes one instruction an element here, where the compiler's own conversion takes three for two, at
+    half the rate.  Being opaque, it also stays where it is written: a loop that uses a parameter holds its 16-bit
+    values in registers, and not twice as many converted ones.
+    """
+    if FAST and value.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [value],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
+def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr, FAST: tl.constexpr):
     """x, or x + residual, in float32; masked lanes are 0."""
-    h = tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    h = widened(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT), FAST)
     if residual_ptr is not None:
-        h += tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
+        h += widened(residual, FAST)
     return h
 
 
 @triton.jit
-def tile_moments(h, col_mask, cols, EVEN: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr):
-    """h - mean (h itself for RMSNorm), mean and variance of whole rows held in a [ROWS, BLOCK_N] tile."""
-    inverse_n = 1.0 / cols.to(tl.float32)
+def slab_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr):
+    """Pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks, `count` columns in all.
+
+    The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean, for
+    RMSNorm about 0, which is then its pivot and shift.
+    """
     if IS_RMS:
-        variance = tl.sum(h * h, 1, keep_dims=True) * inverse_n
-        return h, tl.zeros_like(variance), variance
+        squares = chunks[0] * chunks[0]
+        for i in tl.static_range(1, len(chunks)):
+            squares += chunks[i] * chunks[i]
+        square = tl.sum(squares, 1, keep_dims=True)
+        pivot = tl.zeros_like(square)
+        shift = pivot
     else:
+        total = chunks[0]
+        for i in tl.static_range(1, len(chunks)):
+            total += chunks[i]
         # A pivot near the mean makes the second pass exact; what it is off by comes out of that pass.
-        pivot = tl.sum(h, 1, keep_dims=True) * inverse_n
-        d = h - pivot
-        if not EVEN:
-            d = tl.where(col_mask, d, 0.0)
-        shift, square = sum_pair(d, d * d, 1, FAST)
-        shift *= inverse_n
-        variance = tl.maximum(square * inverse_n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        return d - shift, pivot + shift, variance
+        pivot = tl.sum(total, 1, keep_dims=True) / count
+        shifts = tl.zeros_like(total)
+        squares = tl.zeros_like(total)
+        for i in tl.static_range(len(chunks)):
+            d = chunks[i] - pivot
+            if not EVEN:
+                d = tl.where(masks[i], d, 0.0)
+            shifts += d
+            squares += d * d
+        shift, square = sum_pair(shifts, squares, 1, FAST)
+        shift = shift / count
+        square = tl.maximum(square - shift * shift * count, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return pivot, shift, square
 
 
 @triton.jit
-def _lane_moments(pivot, sum_1, sum_2, count, inverse_n, FAST: tl.constexpr):
+def merge_moments(means, squares, cols, SLAB: tl.constexpr, IS_RMS: tl.constexpr):
+    """Mean and sum of squares of rows, from tuples of those of their slabs of SLAB columns (Chan's formula)."""
+    square = squares[0]
+    for i in tl.static_range(1, len(squares)):
+        square += squares[i]
+    if IS_RMS:
+        mean = tl.zeros_like(square)
+    else:
+        # All about the first slab's mean, so that nothing cancels when the mean is large.
+        shift = tl.zeros_like(square)
+        for i in tl.static_range(1, len(means)):
+            count = tl.minimum(tl.maximum(cols - i * SLAB, 0), SLAB).to(tl.float32)
+            delta = means[i] - means[0]
+            shift += delta * count
+            square += delta * delta * count
+        n = cols.to(tl.float32)
+        shift = shift / n
+        square = tl.maximum(square - shift * shift * n, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        mean = means[0] + shift
+    return mean, square
+
+
+@triton.jit
+def _lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
     """Mean and population variance of a row from per-lane sums about per-lane pivots (Chan's merge).
 
     Each pivot is one of its own lane's values, so (pivot - lane mean)^2 is at most count times the lane's own
@@ -56,18 +116,19 @@ def _lane_moments(pivot, sum_1, sum_2, count, inverse_n, FAST: tl.constexpr):
     Args:
         pivot, sum_1, sum_2: [1, BLOCK_N], the pivot and the sums of x - pivot and (x - pivot)^2.
         count: [1, BLOCK_N] float32, values in each lane, 0 where a lane has none.
-        inverse_n: 1 / cols.
+        n: float32, values in the row.
     """
-    inverse_count = 1.0 / tl.maximum(count, 1.0)
-    lane_shift = sum_1 * inverse_count
-    rough = tl.sum(count * (pivot + lane_shift), 1, keep_dims=True) * inverse_n
+    # Means are quotients, not products with 1 / n: a product would be contracted into the subtraction of a mean
+    # here and rounded there, and the two would differ by what the shift is to correct.
+    lane_shift = sum_1 / tl.maximum(count, 1.0)
+    rough = tl.sum(count * (pivot + lane_shift), 1, keep_dims=True) / n
     delta = (pivot - rough) + lane_shift
     # A lane without values holds the pivot 0; its weight of zero keeps it out, unless rough is not finite.
     weighted = count * delta
     square = (sum_2 - sum_1 * lane_shift) + weighted * delta
     shift, square = sum_pair(weighted, square, 1, FAST)
-    shift *= inverse_n
-    variance = tl.maximum(square * inverse_n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    shift = shift / n
+    variance = tl.maximum(square / n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return rough, shift, variance
 
 
@@ -88,9 +149,9 @@ def sweep_moments(
     Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of the difference.
     """
     col = tl.arange(0, BLOCK_N)[None, :]
-    inverse_n = 1.0 / cols.to(tl.float32)
+    n = cols.to(tl.float32)
     mask = column_mask(col, cols, EVEN)
-    pivot = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last")
+    pivot = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last", FAST)
     sum_1 = tl.zeros((1, BLOCK_N), tl.float32)
     sum_2 = tl.zeros((1, BLOCK_N), tl.float32)
     if IS_RMS:
@@ -98,7 +159,7 @@ def sweep_moments(
     for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
         at = col + chunk * BLOCK_N
         mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last", FAST)
         if IS_RMS:
             sum_2 += h * h
         else:
@@ -111,8 +172,8 @@ def sweep_moments(
     if IS_RMS:
         rough = tl.zeros((1, 1), tl.float32)
         shift = tl.zeros((1, 1), tl.float32)
-        variance = tl.sum(sum_2, 1, keep_dims=True) * inverse_n
+        variance = tl.sum(sum_2, 1, keep_dims=True) / n
     else:
         count = (cols // BLOCK_N + (col < cols % BLOCK_N).to(tl.int32)).to(tl.float32)
-        rough, shift, variance = _lane_moments(pivot, sum_1, sum_2, count, inverse_n, FAST)
+        rough, shift, variance = _lane_moments(pivot, sum_1, sum_2, count, n, FAST)
     return rough, shift, variance

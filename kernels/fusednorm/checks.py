@@ -29,9 +29,7 @@ class Epilogue:
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
-            raise KernelInputError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
-            )
+            raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         if not 0.0 <= self.dropout < 1.0:
             raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.dropout and self.seed is None:

@@ -30,19 +30,29 @@ def dropout_threshold(p: float) -> int:
 
 
 @triton.jit
-def sigmoid(z, FAST: tl.constexpr):
-    """1 / (1 + exp(-z)); FAST uses the hardware reciprocal, 1 ulp, where the interpreter has none."""
+def _reciprocal(x, FAST: tl.constexpr):
+    """1 / x; FAST is the hardware's, good to 1 ulp, which the interpreter lacks."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            [1.0 + tl.exp2(z * -_LOG2E)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return 1.0 / (1.0 + tl.exp2(z * -_LOG2E))
+        return 1.0 / x
+
+
+@triton.jit
+def sigmoid(z, FAST: tl.constexpr):
+    """1 / (1 + exp(-z))."""
+    return _reciprocal(1.0 + tl.exp2(z * -_LOG2E), FAST)
+
+
+@triton.jit
+def _sigmoid_pair(z, FAST: tl.constexpr):
+    """sigmoid(z) and 1 - sigmoid(z), the second without cancellation where the first is near 1."""
+    # Below -87 the exponential would be infinite, and its product with the reciprocal NaN.
+    e = tl.exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
+    s = _reciprocal(1.0 + e, FAST)
+    return s, e * s
 
 
 @triton.jit
@@ -67,15 +77,15 @@ def activation_derivative(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     if ACTIVATION == "relu":
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == "silu":
-        s = sigmoid(z, FAST)
-        return s * (1.0 + z * (1.0 - s))
+        s, rest = _sigmoid_pair(z, FAST)
+        return s + z * (s * rest)
     elif ACTIVATION == "gelu":
         density = tl.exp2(z * z * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
         return 0.5 * (1.0 + tl.erf(z * _SQRT_HALF)) + z * density
     elif ACTIVATION == "gelu_tanh":
-        s = sigmoid((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI), FAST)
+        s, rest = _sigmoid_pair((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI), FAST)
         slope = (1.0 + z * z * (3.0 * _GELU_CUBIC)) * (2.0 * _SQRT_2_OVER_PI)
-        return s + z * s * (1.0 - s) * slope
+        return s + z * (s * rest) * slope
     else:
         return tl.full(z.shape, 1.0, tl.float32)
 

@@ -150,9 +150,7 @@ def group_norm_backward(
     return result
 
 
-def _checked_sample(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Sample:
+def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Sample:
     check_eps(eps)
     check_tensor("x", x)
     check_groups(x, num_groups)

@@ -274,9 +274,7 @@ def _sums_and_apply(
     ]
 
 
-def _fold_parameters(
-    parts: tuple[Tensor | None, Tensor | None], out: Backward, rows: int, c: int
-) -> list[Launch]:
+def _fold_parameters(parts: tuple[Tensor | None, Tensor | None], out: Backward, rows: int, c: int) -> list[Launch]:
     """dbias and dweight from their partial rows, in two steps where there are many; nothing for neither."""
     dz, dz_xhat = parts
     if dz is None or (out.dbias is None and out.dweight is None):

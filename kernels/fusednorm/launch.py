@@ -7,6 +7,7 @@ share its configuration, so the number of compiled kernels is bounded.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,11 +36,19 @@ def run(device: torch.device, launches: Iterable[Launch]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
-    """`rows` whole rows a program in one tile of `block_n` columns, held in registers."""
+    """Programs over tiles of `rows` rows by `chunks` blocks of `block_n` columns.
+
+    Persistent, `stages` - 1 tiles ahead in shared memory; or one program a tile where `programs_per_sm` is 0.
+    `split` programs share a row, each with its own columns, and exchange its moments while all run.
+    """
 
     rows: int
+    chunks: int
     block_n: int
     num_warps: int
+    stages: int
+    programs_per_sm: int
+    split: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +61,10 @@ class ForwardSweep:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """Persistent programs over tiles of `rows` whole rows; `stages` tiles in flight through shared memory.
+    """Persistent programs over tiles of `rows` rows, `stages` - 1 tiles ahead in shared memory.
 
-    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.
+    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.  `split`
+    programs share a row, a slab of `block_n` columns each, and exchange its sums while all run.
     """
 
     rows: int
@@ -63,6 +73,7 @@ class BackwardTile:
     stages: int
     programs_per_sm: int
     hold_weight: bool
+    split: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +95,26 @@ Backward = BackwardTile | BackwardSlab
 # (largest cols, configuration) by bytes of an element of x; the last entry holds for every longer row.
 _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
     2: (
-        (16, ForwardTile(rows=32, block_n=16, num_warps=4)),
-        (64, ForwardTile(rows=32, block_n=64, num_warps=4)),
-        (128, ForwardTile(rows=32, block_n=128, num_warps=4)),
-        (256, ForwardTile(rows=16, block_n=256, num_warps=4)),
-        (512, ForwardTile(rows=4, block_n=512, num_warps=1)),
-        (1024, ForwardTile(rows=4, block_n=1024, num_warps=4)),
-        (2048, ForwardTile(rows=4, block_n=2048, num_warps=4)),
-        (4096, ForwardTile(rows=1, block_n=4096, num_warps=4)),
+        (16, ForwardTile(32, 1, 16, 4, stages=1, programs_per_sm=0)),
+        (64, ForwardTile(32, 1, 64, 4, stages=1, programs_per_sm=0)),
+        (128, ForwardTile(32, 1, 128, 4, stages=1, programs_per_sm=0)),
+        (256, ForwardTile(16, 1, 256, 4, stages=1, programs_per_sm=0)),
+        (512, ForwardTile(4, 1, 512, 1, stages=1, programs_per_sm=0)),
+        (1024, ForwardTile(4, 1, 1024, 4, stages=1, programs_per_sm=0)),
+        (2048, ForwardTile(4, 1, 2048, 4, stages=1, programs_per_sm=0)),
+        (4096, ForwardTile(1, 1, 4096, 4, stages=1, programs_per_sm=0)),
         (16384, ForwardSweep(block_n=4096, num_warps=8)),
         (2**31, ForwardSweep(block_n=8192, num_warps=32)),
     ),
     4: (
-        (16, ForwardTile(rows=32, block_n=16, num_warps=4)),
-        (64, ForwardTile(rows=32, block_n=64, num_warps=4)),
-        (128, ForwardTile(rows=16, block_n=128, num_warps=4)),
-        (256, ForwardTile(rows=8, block_n=256, num_warps=4)),
-        (512, ForwardTile(rows=4, block_n=512, num_warps=4)),
-        (1024, ForwardTile(rows=4, block_n=1024, num_warps=4)),
-        (2048, ForwardTile(rows=2, block_n=2048, num_warps=4)),
-        (4096, ForwardTile(rows=1, block_n=4096, num_warps=8)),
+        (16, ForwardTile(32, 1, 16, 4, stages=1, programs_per_sm=0)),
+        (64, ForwardTile(32, 1, 64, 4, stages=1, programs_per_sm=0)),
+        (128, ForwardTile(16, 1, 128, 4, stages=1, programs_per_sm=0)),
+        (256, ForwardTile(8, 1, 256, 4, stages=1, programs_per_sm=0)),
+        (512, ForwardTile(4, 1, 512, 4, stages=1, programs_per_sm=0)),
+        (1024, ForwardTile(4, 1, 1024, 4, stages=1, programs_per_sm=0)),
+        (2048, ForwardTile(2, 1, 2048, 4, stages=1, programs_per_sm=0)),
+        (4096, ForwardTile(1, 1, 4096, 8, stages=1, programs_per_sm=0)),
         (8192, ForwardSweep(block_n=2048, num_warps=8)),
         (2**31, ForwardSweep(block_n=4096, num_warps=16)),
     ),
@@ -148,6 +159,23 @@ def choose_forward(cols: int, itemsize: int) -> Forward:
 def choose_backward(cols: int, itemsize: int) -> Backward:
     """The backward configuration for rows of `cols` elements of `itemsize` bytes."""
     return next(choice for limit, choice in _BACKWARD[itemsize] if cols <= limit)
+
+
+@cache
+def _mailbox(device: torch.device, stream: int, words: int) -> torch.Tensor:
+    return torch.zeros(words, dtype=torch.int64, device=device)
+
+
+def mailbox(device: torch.device, programs: int) -> torch.Tensor:
+    """The workspace of `_exchange` for a launch of `programs` programs.
+
+    One for each stream, zero when it is new; launches on a stream follow one another and leave it ready for the
+    next.  A launch that is captured into a graph gets one of its own, cleared at every replay.
+    """
+    words = 1 << (2 + 4 * programs).bit_length()
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    return _mailbox(device, torch.cuda.current_stream(device).cuda_stream, words)
 
 
 def vector_units(*sizes: int) -> int:

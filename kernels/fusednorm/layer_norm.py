@@ -206,23 +206,32 @@ def plan_forward(
     config = config or launch.choose_forward(cols, x.element_size())
     strides = _row_strides(cols, x, residual)
     vec = launch.vector_units(cols, *strides)
-    arguments = (
-        x, residual, weight, bias, out.y, out.residual_out, out.mean, out.rstd,
-        rows, cols // vec, *(stride // vec for stride in strides), eps, *_dropout_arguments(epilogue),
-    )  # fmt: skip
+    tensors = (x, residual, weight, bias, out.y, out.residual_out, out.mean, out.rstd)
+    sizes = (cols // vec, *(stride // vec for stride in strides), eps, *_dropout_arguments(epilogue))
     options = {
         "BLOCK_N": config.block_n,
-        "EVEN": cols % config.block_n == 0,
         "IS_RMS": is_rms,
         "num_warps": config.num_warps,
         **_shared_options(vec, epilogue),
     }
     match config:
         case launch.ForwardTile():
-            grid = (triton.cdiv(rows, config.rows),)
-            return [Launch(layer_norm_forward_tile_kernel, grid, arguments, {"ROWS": config.rows, **options})]
+            options |= {
+                "CHUNKS": config.chunks,
+                "EVEN": cols == config.chunks * config.block_n * config.split,
+            }
+            programs, mailbox, tile_options = _residents(x, config)
+            return [
+                Launch(
+                    layer_norm_forward_tile_kernel,
+                    (programs,),
+                    (*tensors, mailbox, rows, *sizes),
+                    options | tile_options,
+                )
+            ]
         case launch.ForwardSweep():
-            return [Launch(layer_norm_forward_sweep_kernel, (rows,), arguments, options)]
+            options["EVEN"] = cols % config.block_n == 0
+            return [Launch(layer_norm_forward_sweep_kernel, (rows,), (*tensors, *sizes), options)]
 
 
 def _backward(
@@ -303,29 +312,28 @@ def plan_backward(
     units = tuple(stride // vec for stride in strides)
     dropout = _dropout_arguments(epilogue)
     shared = _shared_options(vec, epilogue)
-    slabs = triton.cdiv(cols, config.block_n)
-    resident = multiprocessor_count(x.device) * config.programs_per_sm
-    programs = min(triton.cdiv(rows, config.rows), max(1, resident // slabs))
-    partials = x.new_empty(((weight is not None) + (bias is not None), programs, cols), dtype=torch.float32)
-    dweight_partial = None if weight is None else partials[0]
-    dbias_partial = None if bias is None else partials[-1]
+    tensors = (dy, x, residual, dresidual_out, weight, bias)
+    sizes = (rows, cols // vec, *units)
     options = {
         "BLOCK_N": config.block_n,
-        "EVEN": cols % config.block_n == 0,
-        "ROWS": config.rows,
-        "STAGES": config.stages,
         "num_warps": config.num_warps,
         **shared,
     }
     match config:
         case launch.BackwardTile():
+            options["EVEN"] = cols == config.block_n * config.split
+            programs, mailbox, tile_options = _residents(x, config)
+            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs // config.split)
+            options |= {"IS_RMS": is_rms, "HOLD_WEIGHT": config.hold_weight, **tile_options}
             arguments = (
-                dy, x, residual, dresidual_out, weight, bias, mean, rstd,
-                out.dx, dweight_partial, dbias_partial, rows, cols // vec, *units, eps, *dropout,
+                *tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, mailbox, *sizes, eps, *dropout,
             )  # fmt: skip
-            options |= {"HOLD_WEIGHT": config.hold_weight, "IS_RMS": is_rms}
             launches = [Launch(layer_norm_backward_tile_kernel, (programs,), arguments, options)]
         case launch.BackwardSlab():
+            slabs = triton.cdiv(cols, config.block_n)
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            tiles = min(triton.cdiv(rows, config.rows), max(1, resident // slabs))
+            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, tiles)
             constants = x.new_empty((rows, 4), dtype=torch.float32)
             rows_arguments = (
                 dy, x, residual, weight, bias, mean, rstd, constants, cols // vec, *units[:3], eps, *dropout,
@@ -337,20 +345,19 @@ def plan_backward(
                 "num_warps": config.rows_num_warps,
                 **shared,
             }
-            arguments = (
-                dy, x, residual, dresidual_out, weight, bias, constants,
-                out.dx, dweight_partial, dbias_partial, rows, cols // vec, *units, *dropout,
-            )  # fmt: skip
+            even = cols % config.block_n == 0
+            options |= {"ROWS": config.rows, "STAGES": config.stages, "EVEN": even}
+            arguments = (*tensors, constants, out.dx, dweight_partial, dbias_partial, *sizes, *dropout)
             launches = [
                 Launch(layer_norm_backward_rows_kernel, (rows,), rows_arguments, rows_options),
-                Launch(layer_norm_backward_slab_kernel, (slabs, programs), arguments, options),
+                Launch(layer_norm_backward_slab_kernel, (slabs, tiles), arguments, options),
             ]
     if weight is not None or bias is not None:
         launches.append(
             Launch(
                 fold_partials_kernel,
                 (triton.cdiv(cols, launch.FOLD_BLOCK_N),),
-                (dweight_partial, dbias_partial, out.dweight, out.dbias, programs, cols),
+                (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, cols),
                 {
                     "BLOCK_P": launch.FOLD_BLOCK_P,
                     "BLOCK_N": launch.FOLD_BLOCK_N,
@@ -359,6 +366,37 @@ def plan_backward(
             )
         )
     return launches
+
+
+def _residents(
+    x: Tensor, config: launch.ForwardTile | launch.BackwardTile
+) -> tuple[int, Tensor | None, dict[str, object]]:
+    """Programs of a persistent tile kernel over x [rows, cols], their mailbox, and the kernel's options."""
+    groups = triton.cdiv(x.shape[0], config.rows)
+    if config.programs_per_sm:
+        resident = multiprocessor_count(x.device) * config.programs_per_sm
+        groups = max(1, min(groups, resident // config.split))
+    options: dict[str, object] = {
+        "ROWS": config.rows,
+        "STAGES": config.stages,
+        "SPLIT": config.split,
+    }
+    if config.split == 1:
+        return groups, None, options
+    programs = groups * config.split
+    return (
+        programs,
+        launch.mailbox(x.device, programs),
+        options | {"launch_cooperative_grid": True},
+    )
+
+
+def _partials(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, count: int
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """`count`, and workspaces [count, cols] for the partial dweight and dbias of as many programs."""
+    both = x.new_empty(((weight is not None) + (bias is not None), count, x.shape[1]), dtype=torch.float32)
+    return count, None if weight is None else both[0], None if bias is None else both[-1]
 
 
 def _rows_like(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:

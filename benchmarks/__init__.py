@@ -1,0 +1,1 @@
+"""Kernel timing against peers, on the machine it runs on."""
