@@ -236,6 +236,22 @@ def test_disconnect_while_computing_or_sending(server, api, until):
         until(lambda: inflight(api) == (0, 0))
 
 
+def test_disconnect_while_sending_is_noticed(server, api, until):
+    body = npy(X.repeat(200_000, axis=0))
+    before = departures(api, "send")
+    with Connection(server.address) as connection:
+        connection.sendall(head("/v1/layer_norm", f"Content-Length: {len(body)}") + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    until(lambda: departures(api, "send") == before + 1)
+    assert inflight(api) == (0, 0)
+
+
+def departures(api, stage: str) -> float:
+    """Clients that left in that stage."""
+    found = re.search(rf'normserve_cancelled_total{{stage="{stage}"}} (\S+)', api.get("/metrics").text)
+    return float(found[1]) if found else 0.0
+
+
 def test_many_clients_that_leave_at_any_moment(server, api, until):
     body = npy(X.repeat(5_000, axis=0))
     request = head("/v1/layer_norm", f"Content-Length: {len(body)}") + body

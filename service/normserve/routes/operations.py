@@ -50,6 +50,7 @@ class Operations:
                     methods=["POST"],
                     name=f"{op.value} {direction.value}",
                     summary=f"{op.value}, {direction.value}",
+                    description="Tensors in the body, everything else in the query.",
                     openapi_extra=_description(parameters),
                 )
         return router

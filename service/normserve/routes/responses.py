@@ -1,5 +1,7 @@
 """Responses made of buffers that are never joined."""
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 
 from starlette.responses import Response
@@ -26,5 +28,15 @@ class BuffersResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for buffer in self._buffers:
             await send({"type": "http.response.body", "body": buffer, "more_body": True})
-        # This one waits until the buffers before it have drained.
+        if self.nbytes > _JOIN_BYTES:
+            # This one waits until the buffers before it have drained.
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+            await _notice_departure(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _notice_departure(receive: Receive) -> None:
+    """Let the layers around see the disconnection, if there was one; once all is sent nothing shows it any more."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await receive()
