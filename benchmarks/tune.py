@@ -10,6 +10,7 @@ import csv
 import itertools
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -59,7 +60,9 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[launch.Forward 
         shared = tensors * rows * slab * itemsize * (stages - 1) * max(per_sm, 1)
         if (stages == 1) != (per_sm == 0) or (stages == 1 and (split > 1 or tensors == 2)):
             continue
-        if not 16 // tensors <= held <= 64 // tensors or block < 8 * 32 and block < cols:
+        if split > 1 and rows > 1:
+            continue
+        if not 16 // tensors <= held <= 64 // tensors or (block < 8 * 32 and block < cols):
             continue
         if registers > 72_000 or shared > 220_000 or (stages > 1 and shared < 30_000):
             continue
@@ -67,9 +70,10 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[launch.Forward 
             yield ForwardTile(rows, chunks, block, warps, stages, per_sm, split)
         else:
             yield BackwardTile(rows, block, warps, stages, per_sm, True, split)
-    if pass_ == "forward" and cols > 4096:
-        yield ForwardSweep(4096, 8)
-        yield ForwardSweep(8192, 32)
+    if pass_ == "forward":
+        for block, warps in itertools.product((512, 1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32)):
+            if 8 <= block // (32 * warps) <= 32 and 2 * block <= cols:
+                yield ForwardSweep(block, warps)
     elif cols > 8192:
         yield BackwardSlab(4096, 8, 1, 2048, 4, 4, 2)
 
@@ -77,7 +81,7 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[launch.Forward 
 def shapes(pass_: str, cols: int, itemsize: int) -> Iterator[tuple[int, int, int]]:
     """(chunks, block, split) that hold a row with little waste."""
     largest = (65536 if pass_ == "forward" else 16384) // itemsize
-    for split in (1, 2, 4, 8, 16, 32, 64, 128):
+    for split in (1, 2, 4, 8, 16, 32):
         slab = -(-cols // split)
         if slab > largest or (split > 1 and (cols < 12288 or slab < 4096)):
             continue
@@ -134,6 +138,7 @@ def main() -> None:
     parser.add_argument("--pass", dest="passes", default="forward,backward")
     parser.add_argument("--dtype", default="bfloat16,float32")
     parser.add_argument("--cols", default=",".join(map(str, COLS)))
+    parser.add_argument("--only", default="", help="a regular expression that configurations must match")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new cells after this time")
     arguments = parser.parse_args()
     cells = [
@@ -142,7 +147,12 @@ def main() -> None:
         for dtype in arguments.dtype.split(",")
         for cols in map(int, arguments.cols.split(","))
     ]
-    work = [(*cell, config) for cell in cells for config in candidates(cell[0], cell[1], cell[2].itemsize)]
+    work = [
+        (*cell, config)
+        for cell in cells
+        for config in candidates(cell[0], cell[1], cell[2].itemsize)
+        if re.search(arguments.only, repr(config))
+    ]
     # Kernels that differ in the number of programs alone are one.
     kernels = {(*cell, replace(c, programs_per_sm=1) if hasattr(c, "programs_per_sm") else c) for *cell, c in work}
     began = time.monotonic()

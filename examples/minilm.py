@@ -83,9 +83,7 @@ def main() -> None:
         result = client.layer_norm(words, residual=positions, layer=LAYER)
 
     weight, bias = parameters(LAYER)
-    expected = torch.nn.functional.layer_norm(
-        torch.from_numpy(words + positions), weight.shape, weight, bias, eps
-    )
+    expected = torch.nn.functional.layer_norm(torch.from_numpy(words + positions), weight.shape, weight, bias, eps)
     print(f"normalised {words.shape[0]} sentences of {words.shape[1]} tokens: {result.y.shape}")
     print(f"largest difference to torch: {np.abs(result.y - expected.numpy()).max():.1e}")
     print(f"on the device: {result.timing.stages_ms['kernel']:.3f} ms, {result.timing.kernel_bytes} bytes")

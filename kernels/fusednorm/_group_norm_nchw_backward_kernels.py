@@ -16,26 +16,14 @@ import triton
 import triton.language as tl
 
 from fusednorm._group_norm_nchw_kernels import run_moments
-from fusednorm._group_norm_tiles import load_masked, load_sum, output_gradient
+from fusednorm._group_norm_tiles import load_bias, load_masked, load_sum, load_weight, output_gradient
 from fusednorm._reductions import sum_pair
 
 
 @triton.jit
-def _load_affine(ptr, channel, mask):
-    """A parameter of each channel in float32, or None."""
-    if ptr is None:
-        return None
-    else:
-        return tl.load(ptr + channel, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _over_runs(value):
-    """[RUNS] as [RUNS, 1, 1]; None stays.  Loads of a value a run are 1-d: in a tile's layout they repeat."""
-    if value is None:
-        return None
-    else:
-        return value[:, None, None]
+    """[RUNS] as [RUNS, 1, 1].  Loads of a value a run are 1-d: in a tile's layout they repeat."""
+    return value[:, None, None]
 
 
 @triton.jit
@@ -126,9 +114,7 @@ def _run_input_gradient(
     bias = _over_runs(bias)
     unit = tl.arange(0, UNITS)[None, :, None]
     inner = tl.arange(0, VEC)[None, None, :]
-    scale = rstd
-    if weight is not None:
-        scale = rstd * weight
+    scale = rstd * weight
     steps = tl.cdiv(run_units, UNITS)
     for step in range(0, steps):
         first = (steps - 1 - step) * UNITS
@@ -202,8 +188,8 @@ def group_norm_nchw_backward_tile_kernel(
         mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
 
-    weight = _load_affine(weight_ptr, parameter, channel_mask)
-    bias = _load_affine(bias_ptr, parameter, channel_mask)
+    weight = load_weight(weight_ptr, parameter, channel_mask)
+    bias = load_bias(bias_ptr, parameter, channel_mask)
     xhat = tl.where(mask, (h - mean) * rstd, 0.0)
     sample_start = sample * groups * channels * (channel_units.to(tl.int64) * VEC)
     dz = output_gradient(
@@ -215,13 +201,8 @@ def group_norm_nchw_backward_tile_kernel(
         slot = row * channels + channel
         tl.store(dz_part_ptr + slot, sum_dz, mask=channel_mask)
         tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat, mask=channel_mask)
-    g = dz
-    if weight is not None:
-        g = g * weight
-        sum_dz = sum_dz * weight
-        sum_dz_xhat = sum_dz_xhat * weight
-    sum_g, sum_g_xhat = sum_pair(sum_dz, sum_dz_xhat, 1, FAST)
-    dx = rstd * (g - (sum_g + xhat * sum_g_xhat) / length)
+    sum_g, sum_g_xhat = sum_pair(sum_dz * weight, sum_dz_xhat * weight, 1, FAST)
+    dx = rstd * (dz * weight - (sum_g + xhat * sum_g_xhat) / length)
     if dresidual_out_ptr is not None:
         dx += load_masked(dresidual_out_ptr, at, mask, "evict_first")
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -289,8 +270,8 @@ def group_norm_nchw_backward_sweep_kernel(
         channel = run // splits
         start = (run - channel * splits) * run_units
         units = tl.where(mask, tl.minimum(run_units, channel_units - start), 0)
-        weight = _load_affine(weight_ptr, group * channels + channel, mask)
-        bias = _load_affine(bias_ptr, group * channels + channel, mask)
+        weight = load_weight(weight_ptr, group * channels + channel, mask)
+        bias = load_bias(bias_ptr, group * channels + channel, mask)
         sum_dz, sum_dz_xhat = _run_sums(
             dy_ptr, x_ptr, residual_ptr,
             base + channel * channel_units + start, units, sample_start, run_units,
@@ -301,11 +282,8 @@ def group_norm_nchw_backward_sweep_kernel(
             slot = (sample * splits + (run - channel * splits)) * groups * channels + group * channels + channel
             tl.store(dz_part_ptr + slot, sum_dz, mask=mask)
             tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat, mask=mask)
-        if weight is not None:
-            sum_dz = sum_dz * weight
-            sum_dz_xhat = sum_dz_xhat * weight
-        sum_g += sum_dz
-        sum_g_xhat += sum_dz_xhat
+        sum_g += sum_dz * weight
+        sum_g_xhat += sum_dz_xhat * weight
     mean_g, mean_g_xhat = sum_pair(sum_g, sum_g_xhat, 0, FAST)
     mean_g /= length
     mean_g_xhat /= length
@@ -317,8 +295,8 @@ def group_norm_nchw_backward_sweep_kernel(
         channel = run // splits
         start = (run - channel * splits) * run_units
         units = tl.where(mask, tl.minimum(run_units, channel_units - start), 0)
-        weight = _load_affine(weight_ptr, group * channels + channel, mask)
-        bias = _load_affine(bias_ptr, group * channels + channel, mask)
+        weight = load_weight(weight_ptr, group * channels + channel, mask)
+        bias = load_bias(bias_ptr, group * channels + channel, mask)
         _run_input_gradient(
             dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr,
             base + channel * channel_units + start, units, sample_start, run_units,
@@ -379,7 +357,7 @@ def group_norm_nchw_backward_sums_kernel(
         offset, units, _over_runs(sample * groups * channels * channel_units), run_units,
         _over_runs(tl.load(mean_ptr + row, mask=mask, other=0.0)),
         _over_runs(tl.load(rstd_ptr + row, mask=mask, other=0.0)),
-        _load_affine(weight_ptr, channel, mask), _load_affine(bias_ptr, channel, mask),
+        load_weight(weight_ptr, channel, mask), load_bias(bias_ptr, channel, mask),
         _over_runs(sample), seed, dropout_threshold, dropout_scale,
         VEC, RUNS, UNITS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
@@ -427,7 +405,7 @@ def group_norm_nchw_backward_apply_kernel(
         offset, units, _over_runs(sample * groups * channels * channel_units), run_units,
         _over_runs(tl.load(mean_ptr + row, mask=mask, other=0.0)),
         _over_runs(tl.load(rstd_ptr + row, mask=mask, other=0.0)),
-        _load_affine(weight_ptr, channel, mask), _load_affine(bias_ptr, channel, mask),
+        load_weight(weight_ptr, channel, mask), load_bias(bias_ptr, channel, mask),
         _over_runs(tl.load(sum_g_ptr + row, mask=mask, other=0.0) / length),
         _over_runs(tl.load(sum_g_xhat_ptr + row, mask=mask, other=0.0) / length),
         _over_runs(sample), seed, dropout_threshold, dropout_scale, VEC, UNITS, ACTIVATION, DROPOUT, FAST,

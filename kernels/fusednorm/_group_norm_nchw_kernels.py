@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._group_norm_fold_kernels import fold_moments
-from fusednorm._group_norm_tiles import load_sum
+from fusednorm._group_norm_tiles import load_bias, load_sum, load_weight
 from fusednorm._reductions import sum_pair
 from fusednorm.epilogue import activate, dropout_keep
 
@@ -33,14 +33,10 @@ def _quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC: tl.constexpr, MASKED: tl.constexpr):
+def _accumulate(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
     """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; each sum over VEC stays in its thread."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
-    if MASKED:
-        mask = unit < last
-        d = tl.where(mask, load_sum(x_ptr, residual_ptr, at, mask, "evict_last") - pivot, 0.0)
-    else:
-        d = load_sum(x_ptr, residual_ptr, at, None, "evict_last") - pivot
+    d = tl.where(mask, load_sum(x_ptr, residual_ptr, at, mask, "evict_last") - pivot, 0.0)
     return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(d * d, 2, keep_dims=True)
 
 
@@ -63,12 +59,13 @@ def run_moments(
     pivot = load_sum(x_ptr, residual_ptr, (first + lane) * VEC, lane < units, "evict_last")
     sum_1 = tl.zeros((1, UNITS, 1), tl.float32)
     sum_2 = tl.zeros((1, UNITS, 1), tl.float32)
+    whole = tl.full((1, UNITS, 1), True, tl.int1)
     for tile in range(0, full):
         unit = first + tile * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC, False)
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, whole, pivot, sum_1, sum_2, VEC)
     if tail > 0:
         unit = first + full * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, last, pivot, sum_1, sum_2, VEC, True)
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, unit < last, pivot, sum_1, sum_2, VEC)
 
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
     total = units.to(tl.float32) * VEC
@@ -120,26 +117,12 @@ def _store_normalised(
     if residual_out_ptr is not None:
         tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
     # The parameters come after the reductions, so that they hold no registers during them.
-    y = h - mean
-    if (weight_ptr is not None) or (bias_ptr is not None):
-        if ALIGNED:
-            channel = group * channels + _quotient(unit, channel_length, magic, shift, WIDE)
-        else:
-            channel = group * channels + _quotient(at, channel_length, magic, shift, WIDE)
-    if weight_ptr is not None:
-        if mask is None:
-            weight = tl.load(weight_ptr + channel).to(tl.float32)
-        else:
-            weight = tl.load(weight_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-        y = y * (weight * rstd)
+    if ALIGNED:
+        channel = group * channels + _quotient(unit, channel_length, magic, shift, WIDE)
     else:
-        y = y * rstd
-    if bias_ptr is not None:
-        if mask is None:
-            y += tl.load(bias_ptr + channel).to(tl.float32)
-        else:
-            y += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    y = activate(y, ACTIVATION, FAST)
+        channel = group * channels + _quotient(at, channel_length, magic, shift, WIDE)
+    scale = load_weight(weight_ptr, channel, mask) * rstd
+    y = activate((h - mean) * scale + load_bias(bias_ptr, channel, mask), ACTIVATION, FAST)
     if DROPOUT:
         position = (group.to(tl.int64) * group_units) * VEC + at
         position += tl.zeros(y.shape, tl.int64)
@@ -182,8 +165,9 @@ def _normalise_run(
     base = row * (group_units.to(tl.int64) * VEC)
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
-    x_ptr = x_ptr + base
-    residual_ptr = residual_ptr + base if residual_ptr is not None else None
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
     lane = tl.arange(0, UNITS)[None, :, None]
     inner = tl.arange(0, VEC)[None, None, :]
     full = (last - first) // UNITS
@@ -196,11 +180,12 @@ def _normalise_run(
             group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
             VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
+    whole = tl.full((1, UNITS, 1), True, tl.int1)
     for step in range(0, full):
         unit = first + (full - 1 - step) * UNITS + lane
-        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, None, "evict_first")
+        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, whole, "evict_first")
         _store_normalised(
-            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, None,
+            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
             group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
             VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
@@ -244,7 +229,10 @@ def group_norm_nchw_tile_kernel(
     base = row * (group_units.to(tl.int64) * VEC)
     length = group_units.to(tl.float32) * VEC
 
-    h = load_sum(x_ptr + base, residual_ptr + base if residual_ptr is not None else None, at, mask, "evict_first")
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
+    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
     offset, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
@@ -295,7 +283,8 @@ def group_norm_nchw_sweep_kernel(
     """One group a program in two sweeps; the second walks backwards and finds the group in L1 or L2."""
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
-    mean, square = run_moments(x_ptr + base, residual_ptr + base if residual_ptr is not None else None, 0, group_units, VEC, UNITS, FAST)
+    group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
+    mean, square = run_moments(x_ptr + base, group_residual_ptr, 0, group_units, VEC, UNITS, FAST)
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
@@ -332,7 +321,10 @@ def group_norm_nchw_stats_kernel(
     if not WIDE:
         first = first.to(tl.int32)
         last = last.to(tl.int32)
-    mean, square = run_moments(x_ptr + base, residual_ptr + base if residual_ptr is not None else None, first, last, VEC, UNITS, FAST)
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
+    mean, square = run_moments(x_ptr, residual_ptr, first, last, VEC, UNITS, FAST)
     sample = row // groups
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)

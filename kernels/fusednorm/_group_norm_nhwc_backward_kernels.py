@@ -9,12 +9,11 @@ import triton.language as tl
 
 from fusednorm._group_norm_nhwc_kernels import (
     block_of_columns,
-    load_parameter,
     load_statistic,
     slab_moments,
     sum_same_label,
 )
-from fusednorm._group_norm_tiles import load_masked, load_sum, output_gradient
+from fusednorm._group_norm_tiles import load_bias, load_masked, load_sum, load_weight, output_gradient
 from fusednorm._reductions import sum_pair
 
 
@@ -47,9 +46,7 @@ def _channel_sums(
     sum_dz = tl.zeros(at.shape, tl.float32)
     sum_dz_xhat = tl.zeros(at.shape, tl.float32)
     for start in range(first_row, last_row, ROWS):
-        mask = start + row < last_row
-        if column_mask is not None:
-            mask = mask & column_mask
+        mask = (start + row < last_row) & column_mask
         offset = start * row_stride + at
         dy = load_masked(dy_ptr, offset, mask, "evict_last")
         h = load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
@@ -94,17 +91,13 @@ def _rows_input_gradient(
     """Write dx of first_row <= row < last_row of a block of columns, the last rows first."""
     row = tl.arange(0, ROWS)[:, None, None]
     at = row.to(tl.int64) * row_stride + column
-    scale = rstd
-    if weight is not None:
-        scale = rstd * weight
+    scale = rstd * weight
     offset_dx = rstd * mean_g
     slope_dx = rstd * mean_g_xhat
     steps = tl.cdiv(last_row - first_row, ROWS)
     for step in range(0, steps):
         start = first_row + (steps - 1 - step) * ROWS
-        mask = start + row < last_row
-        if column_mask is not None:
-            mask = mask & column_mask
+        mask = (start + row < last_row) & column_mask
         offset = start * row_stride + at
         dy = load_masked(dy_ptr, offset, mask, "evict_first")
         xhat = (load_sum(x_ptr, residual_ptr, offset, mask, "evict_first") - mean) * rstd
@@ -162,38 +155,38 @@ def group_norm_nhwc_backward_slab_kernel(
     base = sample * hw * c
     row_stride = c.to(tl.int64)
     length = (hw * channels).to(tl.float32)
+    dy_ptr += base
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
+    if dresidual_out_ptr is not None:
+        dresidual_out_ptr += base
 
     if mean_ptr is None:
         mean, variance = slab_moments(
-            x_ptr + base, residual_ptr + base if residual_ptr is not None else None, hw, row_stride, column, column_mask,
-            label, channels, ROWS, 1, FAST,
-        )  # fmt: skip
+            x_ptr, residual_ptr, hw, row_stride, column, column_mask, label, channels, ROWS, 1, FAST
+        )
         rstd = tl.reshape(1.0 / tl.sqrt(variance + eps), (1, CV, VEC))
         mean = tl.reshape(mean, (1, CV, VEC))
     else:
         group = sample * groups + column // channels
         mean = load_statistic(mean_ptr, group, column_mask)
         rstd = load_statistic(rstd_ptr, group, column_mask)
-    weight = load_parameter(weight_ptr, column, column_mask)
-    bias = load_parameter(bias_ptr, column, column_mask)
+    weight = load_weight(weight_ptr, column, column_mask)
+    bias = load_bias(bias_ptr, column, column_mask)
 
     sum_dz, sum_dz_xhat = _channel_sums(
-        dy_ptr + base, x_ptr + base, residual_ptr + base if residual_ptr is not None else None, mean, rstd, weight, bias,
+        dy_ptr, x_ptr, residual_ptr, mean, rstd, weight, bias,
         sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
         ROWS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
     if dz_part_ptr is not None:
         tl.store(dz_part_ptr + sample * c + column, sum_dz, mask=column_mask)
         tl.store(dz_xhat_part_ptr + sample * c + column, sum_dz_xhat, mask=column_mask)
-    if weight is not None:
-        sum_dz = sum_dz * weight
-        sum_dz_xhat = sum_dz_xhat * weight
-    mean_g = sum_same_label(tl.reshape(sum_dz, label.shape), label) / length
-    mean_g_xhat = sum_same_label(tl.reshape(sum_dz_xhat, label.shape), label) / length
+    mean_g = sum_same_label(tl.reshape(sum_dz * weight, label.shape), label) / length
+    mean_g_xhat = sum_same_label(tl.reshape(sum_dz_xhat * weight, label.shape), label) / length
     _rows_input_gradient(
-        dy_ptr + base, x_ptr + base,
-        residual_ptr + base if residual_ptr is not None else None, dresidual_out_ptr + base if dresidual_out_ptr is not None else None,
-        dx_ptr + base, mean, rstd, weight, bias,
+        dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr + base, mean, rstd, weight, bias,
         tl.reshape(mean_g, (1, CV, VEC)), tl.reshape(mean_g_xhat, (1, CV, VEC)),
         sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
         ROWS, ACTIVATION, DROPOUT, FAST,
@@ -239,10 +232,13 @@ def group_norm_nhwc_backward_sums_kernel(
     group = sample * groups + column // channels
     base = sample * hw * c
     first_row = (run - sample * splits) * split_rows
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
     sum_dz, sum_dz_xhat = _channel_sums(
-        dy_ptr + base, x_ptr + base, residual_ptr + base if residual_ptr is not None else None,
+        dy_ptr + base, x_ptr, residual_ptr,
         load_statistic(mean_ptr, group, column_mask), load_statistic(rstd_ptr, group, column_mask),
-        load_parameter(weight_ptr, column, column_mask), load_parameter(bias_ptr, column, column_mask),
+        load_weight(weight_ptr, column, column_mask), load_bias(bias_ptr, column, column_mask),
         sample, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64), column, column_mask,
         seed, dropout_threshold, dropout_scale, ROWS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
@@ -292,12 +288,15 @@ def group_norm_nhwc_backward_apply_kernel(
     base = sample * hw * c
     first_row = (run - sample * splits) * split_rows
     length = (hw * channels).to(tl.float32)
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
+    if dresidual_out_ptr is not None:
+        dresidual_out_ptr += base
     _rows_input_gradient(
-        dy_ptr + base, x_ptr + base,
-        residual_ptr + base if residual_ptr is not None else None, dresidual_out_ptr + base if dresidual_out_ptr is not None else None,
-        dx_ptr + base,
+        dy_ptr + base, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr + base,
         load_statistic(mean_ptr, group, column_mask), load_statistic(rstd_ptr, group, column_mask),
-        load_parameter(weight_ptr, column, column_mask), load_parameter(bias_ptr, column, column_mask),
+        load_weight(weight_ptr, column, column_mask), load_bias(bias_ptr, column, column_mask),
         load_statistic(sum_g_ptr, group, column_mask) / length,
         load_statistic(sum_g_xhat_ptr, group, column_mask) / length,
         sample, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64), column, column_mask,

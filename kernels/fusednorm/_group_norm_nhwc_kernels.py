@@ -12,7 +12,7 @@ tile what cancels is n * 2^-24 of the result at worst.
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_tiles import load_sum
+from fusednorm._group_norm_tiles import load_bias, load_sum, load_weight
 from fusednorm._reductions import sum_pair
 from fusednorm.epilogue import activate, dropout_keep
 
@@ -35,15 +35,13 @@ def channel_moments(
     Args:
         x_ptr, residual_ptr: the sample's first element.
         column: [1, CV, VEC] int32.
-        column_mask: [1, CV, 1], or None when every column exists.
+        column_mask: [1, CV, 1], which vectors of columns exist.
     """
     STEP: tl.constexpr = ROWS * UNROLL
     row = tl.arange(0, ROWS)[:, None, None]
     at = row.to(tl.int64) * row_stride + column
     rows = last_row - first_row
-    mask = row < rows
-    if column_mask is not None:
-        mask = mask & column_mask
+    mask = (row < rows) & column_mask
     pivot = load_sum(x_ptr, residual_ptr, first_row * row_stride + at, mask, "evict_last")
     sum_1 = tl.zeros(at.shape, tl.float32)
     sum_2 = tl.zeros(at.shape, tl.float32)
@@ -55,9 +53,7 @@ def channel_moments(
             sum_1 += d
             sum_2 += d * d
     for tail in range(first_row + full * STEP, last_row, ROWS):
-        mask = tail + row < last_row
-        if column_mask is not None:
-            mask = mask & column_mask
+        mask = (tail + row < last_row) & column_mask
         h = load_sum(x_ptr, residual_ptr, tail * row_stride + at, mask, "evict_last")
         d = tl.where(mask, h - pivot, 0.0)
         sum_1 += d
@@ -136,24 +132,19 @@ def _normalise_rows(
 ):
     """Write first_row <= row < last_row of a block of columns, the last rows first.
 
-    `mean`, `scale` and `bias` (or None) are [1, CV, VEC]; pointers are the sample's.
+    `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
     """
     row = tl.arange(0, ROWS)[:, None, None]
     at = row.to(tl.int64) * row_stride + column
     steps = tl.cdiv(last_row - first_row, ROWS)
     for step in range(0, steps):
         start = first_row + (steps - 1 - step) * ROWS
-        mask = start + row < last_row
-        if column_mask is not None:
-            mask = mask & column_mask
+        mask = (start + row < last_row) & column_mask
         offset = start * row_stride + at
         h = load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = (h - mean) * scale
-        if bias is not None:
-            y += bias
-        y = activate(y, ACTIVATION, FAST)
+        y = activate((h - mean) * scale + bias, ACTIVATION, FAST)
         if DROPOUT:
             keep = dropout_keep(seed, sample, offset, dropout_threshold)
             y = tl.where(keep, y * dropout_scale, 0.0)
@@ -161,34 +152,24 @@ def _normalise_rows(
 
 
 @triton.jit
-def load_parameter(ptr, column, column_mask):
-    """A parameter of each column in float32, or None."""
-    if ptr is None:
-        return None
-    elif column_mask is None:
-        return tl.load(ptr + column).to(tl.float32)
-    else:
-        return tl.load(ptr + column, mask=column_mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def load_statistic(ptr, column, column_mask):
-    """A float32 statistic of each column's group; the indices exist even where the columns do not."""
-    if column_mask is None:
-        return tl.load(ptr + column)
-    else:
-        return tl.load(ptr + column, mask=column_mask, other=0.0)
+    """A float32 statistic of each column's group."""
+    return tl.load(ptr + column, mask=column_mask, other=0.0)
 
 
 @triton.jit
 def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist, None when EVEN."""
+    """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist: all when EVEN.
+
+    A constant mask is folded away.
+    """
     unit = first_unit + tl.arange(0, CV)[None, :, None]
     column = unit * VEC + tl.arange(0, VEC)[None, None, :]
     if EVEN:
-        return column, None
+        mask = tl.full(unit.shape, True, tl.int1)
     else:
-        return column, unit < end_unit
+        mask = unit < end_unit
+    return column, mask
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
@@ -231,11 +212,14 @@ def group_norm_nhwc_slab_kernel(
     column, column_mask = block_of_columns(first_unit, end_unit, CV, VEC, EVEN)
     label = tl.arange(0, CV * VEC) // channels
     base = sample * hw * c
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
+        residual_out_ptr += base
 
     mean, variance = slab_moments(
-        x_ptr + base, residual_ptr + base if residual_ptr is not None else None, hw, c.to(tl.int64), column, column_mask,
-        label, channels, ROWS, UNROLL, FAST,
-    )  # fmt: skip
+        x_ptr, residual_ptr, hw, c.to(tl.int64), column, column_mask, label, channels, ROWS, UNROLL, FAST
+    )
     rstd = 1.0 / tl.sqrt(variance + eps)
     if mean_ptr is not None:
         lane = tl.arange(0, CV * VEC)
@@ -244,14 +228,10 @@ def group_norm_nhwc_slab_kernel(
         tl.store(mean_ptr + group, mean, mask=first_of_group)
         tl.store(rstd_ptr + group, rstd, mask=first_of_group)
 
-    scale = tl.reshape(rstd, (1, CV, VEC))
-    weight = load_parameter(weight_ptr, column, column_mask)
-    if weight is not None:
-        scale = scale * weight
+    scale = tl.reshape(rstd, (1, CV, VEC)) * load_weight(weight_ptr, column, column_mask)
     _normalise_rows(
-        x_ptr + base, residual_ptr + base if residual_ptr is not None else None,
-        y_ptr + base, residual_out_ptr + base if residual_out_ptr is not None else None,
-        tl.reshape(mean, (1, CV, VEC)), scale, load_parameter(bias_ptr, column, column_mask),
+        x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
+        tl.reshape(mean, (1, CV, VEC)), scale, load_bias(bias_ptr, column, column_mask),
         sample, 0, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
         ROWS * UNROLL, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
@@ -285,9 +265,12 @@ def group_norm_nhwc_stats_kernel(
     column, column_mask = block_of_columns(block * CV, column_units, CV, VEC, EVEN)
     base = sample * hw * c
     first_row = split * split_rows
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
     mean, square = channel_moments(
-        x_ptr + base, residual_ptr + base if residual_ptr is not None else None, first_row, tl.minimum(first_row + split_rows, hw),
-        c.to(tl.int64), column, column_mask, ROWS, UNROLL, FAST,
+        x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64),
+        column, column_mask, ROWS, UNROLL, FAST,
     )  # fmt: skip
     tl.store(mean_part_ptr + run * c + column, mean, mask=column_mask)
     tl.store(square_part_ptr + run * c + column, square, mask=column_mask)
@@ -331,15 +314,15 @@ def group_norm_nhwc_apply_kernel(
     group = sample * groups + column // channels
     base = sample * hw * c
     first_row = (run - sample * runs) * run_rows
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += base
+        residual_out_ptr += base
 
-    scale = load_statistic(rstd_ptr, group, column_mask)
-    weight = load_parameter(weight_ptr, column, column_mask)
-    if weight is not None:
-        scale = scale * weight
+    scale = load_statistic(rstd_ptr, group, column_mask) * load_weight(weight_ptr, column, column_mask)
     _normalise_rows(
-        x_ptr + base, residual_ptr + base if residual_ptr is not None else None,
-        y_ptr + base, residual_out_ptr + base if residual_out_ptr is not None else None,
-        load_statistic(mean_ptr, group, column_mask), scale, load_parameter(bias_ptr, column, column_mask),
+        x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
+        load_statistic(mean_ptr, group, column_mask), scale, load_bias(bias_ptr, column, column_mask),
         sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
         seed, dropout_threshold, dropout_scale, ROWS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

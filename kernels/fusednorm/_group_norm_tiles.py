@@ -7,26 +7,36 @@ from fusednorm.epilogue import activation_derivative, dropout_keep
 
 
 @triton.jit
+def load_masked(ptr, at, mask, EVICT: tl.constexpr):
+    """A tile in float32; masked elements are 0."""
+    return tl.load(ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+
+
+@triton.jit
 def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
     """x, or x + residual, in float32; masked elements are 0."""
-    if mask is None:
-        h = tl.load(x_ptr + at, eviction_policy=EVICT).to(tl.float32)
-        if residual_ptr is not None:
-            h += tl.load(residual_ptr + at, eviction_policy=EVICT).to(tl.float32)
-    else:
-        h = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        if residual_ptr is not None:
-            h += tl.load(residual_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    h = load_masked(x_ptr, at, mask, EVICT)
+    if residual_ptr is not None:
+        h += load_masked(residual_ptr, at, mask, EVICT)
     return h
 
 
 @triton.jit
-def load_masked(ptr, at, mask, EVICT: tl.constexpr):
-    """A tile in float32; masked elements are 0."""
-    if mask is None:
-        return tl.load(ptr + at, eviction_policy=EVICT).to(tl.float32)
+def load_weight(weight_ptr, channel, mask):
+    """weight of each channel in float32; ones, which the compiler drops from a product, where there is none."""
+    if weight_ptr is None:
+        return tl.full(channel.shape, 1.0, tl.float32)
     else:
-        return tl.load(ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        return tl.load(weight_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_bias(bias_ptr, channel, mask):
+    """bias of each channel in float32; zeros, which cost a product nothing once fused, where there is none."""
+    if bias_ptr is None:
+        return tl.zeros(channel.shape, tl.float32)
+    else:
+        return tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -44,16 +54,11 @@ def output_gradient(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """dz of one tile; `weight` and `bias` may be None.  Where dy and x_hat are 0 so is dz."""
+    """dz of one tile.  Where dy and x_hat are 0 so is dz."""
     dz = dy
     if DROPOUT:
         keep = dropout_keep(seed, sample, position, dropout_threshold)
         dz = tl.where(keep, dz * dropout_scale, 0.0)
     if ACTIVATION != "none":
-        z = xhat
-        if weight is not None:
-            z = z * weight
-        if bias is not None:
-            z = z + bias
-        dz = dz * activation_derivative(z, ACTIVATION, FAST)
+        dz = dz * activation_derivative(xhat * weight + bias, ACTIVATION, FAST)
     return dz

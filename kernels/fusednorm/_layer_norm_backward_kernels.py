@@ -257,6 +257,7 @@ def layer_norm_backward_rows_kernel(
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -282,7 +283,7 @@ def layer_norm_backward_rows_kernel(
             rough = tl.load(mean_ptr + row)
     else:
         rough, shift, variance = sweep_moments(
-            x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, IS_RMS, FAST
+            x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
         )
         rstd = 1.0 / tl.sqrt(variance + eps)
 

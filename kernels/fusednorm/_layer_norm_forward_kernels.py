@@ -183,6 +183,7 @@ def layer_norm_forward_sweep_kernel(
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -198,7 +199,7 @@ def layer_norm_forward_sweep_kernel(
     chunks = tl.cdiv(cols, BLOCK_N)
 
     rough, shift, variance = sweep_moments(
-        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, IS_RMS, FAST
+        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
     if mean_ptr is not None:
@@ -213,7 +214,7 @@ def layer_norm_forward_sweep_kernel(
         h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = ((h - rough) - shift) * rstd
+        y = (h - rough) * rstd - shift * rstd
         if weight_ptr is not None:
             y = y * widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
         if bias_ptr is not None:

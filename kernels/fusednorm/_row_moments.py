@@ -108,25 +108,24 @@ def merge_moments(means, squares, cols, SLAB: tl.constexpr, IS_RMS: tl.constexpr
 
 @triton.jit
 def _lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
-    """Mean and population variance of a row from per-lane sums about per-lane pivots (Chan's merge).
+    """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 
-    Each pivot is one of its own lane's values, so (pivot - lane mean)^2 is at most count times the lane's own
-    spread: what cancels is bounded by count * 2^-24 of the result, for any row.
+    A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
+    spread for each chunk: what cancels is bounded by the number of chunks times 2^-24 of the result, for any row.
 
     Args:
-        pivot, sum_1, sum_2: [1, BLOCK_N], the pivot and the sums of x - pivot and (x - pivot)^2.
-        count: [1, BLOCK_N] float32, values in each lane, 0 where a lane has none.
+        pivot, sum_1, sum_2: [LANES, 1], the pivot and the sums of x - pivot and (x - pivot)^2.
+        count: [LANES, 1] float32, values in each lane, 0 where a lane has none.
         n: float32, values in the row.
     """
     # Means are quotients, not products with 1 / n: a product would be contracted into the subtraction of a mean
     # here and rounded there, and the two would differ by what the shift is to correct.
     lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum(count * (pivot + lane_shift), 1, keep_dims=True) / n
+    rough = tl.sum(count * (pivot + lane_shift), 0, keep_dims=True) / n
     delta = (pivot - rough) + lane_shift
-    # A lane without values holds the pivot 0; its weight of zero keeps it out, unless rough is not finite.
     weighted = count * delta
     square = (sum_2 - sum_1 * lane_shift) + weighted * delta
-    shift, square = sum_pair(weighted, square, 1, FAST)
+    shift, square = sum_pair(weighted, square, 0, FAST)
     shift = shift / n
     variance = tl.maximum(square / n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return rough, shift, variance
@@ -141,39 +140,51 @@ def sweep_moments(
     cols,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """(rough, shift, variance) of one row read in chunks of BLOCK_N, with mean = rough + shift; each [1, 1].
 
-    Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of the difference.
+    Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of the difference.  A lane is
+    the GROUP columns that one thread loads at once; its sums take three registers, not three for each column.
     """
-    col = tl.arange(0, BLOCK_N)[None, :]
+    lanes: tl.constexpr = BLOCK_N // GROUP
+    col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     n = cols.to(tl.float32)
     mask = column_mask(col, cols, EVEN)
-    pivot = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last", FAST)
-    sum_1 = tl.zeros((1, BLOCK_N), tl.float32)
-    sum_2 = tl.zeros((1, BLOCK_N), tl.float32)
+    h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last", FAST)
+    first_count = tl.sum(mask.to(tl.float32), 1, keep_dims=True)
+    sum_1 = tl.zeros((lanes, 1), tl.float32)
     if IS_RMS:
-        sum_2 = pivot * pivot
+        pivot = sum_1
+        sum_2 = tl.sum(h * h, 1, keep_dims=True)
+    else:
+        pivot = tl.sum(h, 1, keep_dims=True) / tl.maximum(first_count, 1.0)
+        d = h - pivot
+        if not EVEN:
+            d = tl.where(mask, d, 0.0)
+        sum_1 += tl.sum(d, 1, keep_dims=True)
+        sum_2 = tl.sum(d * d, 1, keep_dims=True)
+    count = first_count
     for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
         at = col + chunk * BLOCK_N
         mask = column_mask(at, cols, EVEN)
         h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last", FAST)
         if IS_RMS:
-            sum_2 += h * h
+            sum_2 += tl.sum(h * h, 1, keep_dims=True)
         else:
             d = h - pivot
             if not EVEN:
                 d = tl.where(mask, d, 0.0)
-            sum_1 += d
-            sum_2 += d * d
+            sum_1 += tl.sum(d, 1, keep_dims=True)
+            sum_2 += tl.sum(d * d, 1, keep_dims=True)
+            count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
 
     if IS_RMS:
         rough = tl.zeros((1, 1), tl.float32)
         shift = tl.zeros((1, 1), tl.float32)
-        variance = tl.sum(sum_2, 1, keep_dims=True) / n
+        variance = tl.sum(sum_2, 0, keep_dims=True) / n
     else:
-        count = (cols // BLOCK_N + (col < cols % BLOCK_N).to(tl.int32)).to(tl.float32)
         rough, shift, variance = _lane_moments(pivot, sum_1, sum_2, count, n, FAST)
     return rough, shift, variance

@@ -230,7 +230,7 @@ def plan_forward(
                 )
             ]
         case launch.ForwardSweep():
-            options["EVEN"] = cols % config.block_n == 0
+            options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
             return [Launch(layer_norm_forward_sweep_kernel, (rows,), (*tensors, *sizes), options)]
 
 
@@ -340,6 +340,7 @@ def plan_backward(
             )  # fmt: skip
             rows_options = {
                 "BLOCK_N": config.rows_block_n,
+                "GROUP": 16 // x.element_size(),
                 "EVEN": cols % config.rows_block_n == 0,
                 "IS_RMS": is_rms,
                 "num_warps": config.rows_num_warps,

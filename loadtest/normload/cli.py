@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: argparse.Namespace, console: Console) -> int:
-    workload = Workload(
-        options.mix, max_bytes=int(options.max_mib * 2**20), pool=options.pool, seed=options.seed
-    )
+    workload = Workload(options.mix, max_bytes=int(options.max_mib * 2**20), pool=options.pool, seed=options.seed)
     requests, duration_s = options.requests, options.duration
     if requests is None and duration_s is None:
         duration_s = _DEFAULT_DURATION_S

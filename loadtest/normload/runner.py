@@ -110,9 +110,7 @@ class Runner:
         timing = result.timing
         received = sum(tensor.nbytes for tensor in _tensors(result).values())
         kernel_s = timing.stages_ms.get("kernel", 0.0) / 1000
-        return replace(
-            record, received_bytes=received, kernel_bytes=timing.kernel_bytes, kernel_s=kernel_s
-        ), result
+        return replace(record, received_bytes=received, kernel_bytes=timing.kernel_bytes, kernel_s=kernel_s), result
 
 
 def _tensors(result: Result) -> dict[str, HostTensor]:

@@ -60,9 +60,7 @@ def test_an_operation_and_its_gradients_are_torchs(client, op, kind):
 
 
 def assert_close(actual, expected):
-    torch.testing.assert_close(
-        torch.as_tensor(actual).double(), expected.detach().double(), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(torch.as_tensor(actual).double(), expected.detach().double(), rtol=1e-4, atol=1e-4)
 
 
 def test_the_answer_says_how_it_was_served(client):

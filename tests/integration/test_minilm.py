@@ -77,9 +77,7 @@ def test_the_models_own_eps_is_a_parameter_away(minilm, embeddings, server):
 
 
 def test_the_example_runs_as_its_text_says(served):
-    ran = subprocess.run(
-        [sys.executable, EXAMPLE, "--url", served.url], capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run([sys.executable, EXAMPLE, "--url", served.url], capture_output=True, text=True, check=True)
     difference = float(ran.stdout.split("largest difference to torch: ")[1].split()[0])
     assert difference < 1e-5
     where = subprocess.run([sys.executable, EXAMPLE, "--where"], capture_output=True, text=True, check=True)

@@ -1,9 +1,9 @@
 """LayerNorm and RMSNorm at the sizes of real work, which only a GPU computes in time."""
 
+import fusednorm
 import pytest
 import torch
 
-import fusednorm
 from tests.kernels.test_layer_norm import DTYPES, check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu

@@ -59,8 +59,7 @@ def test_it_agrees_with_torch(operation, layout, activation):
 def right_answer(asked):
     tensors = asked.tensors()
     dtype = {
-        name: tensors[name[1:]].dtype if asked.is_backward else asked.dtype
-        for name in torch_answer(asked, tensors)
+        name: tensors[name[1:]].dtype if asked.is_backward else asked.dtype for name in torch_answer(asked, tensors)
     }
     expected = oracle.expected(asked, tensors)
     return tensors, {name: narrow(reference.values, dtype[name]) for name, reference in expected.items()}

@@ -43,9 +43,7 @@ def test_a_mix_is_read():
     assert parse_mix("layer_norm=3, group_norm/backward") == {"layer_norm": 3, "group_norm/backward": 1}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "batch_norm", "layer_norm=0", "layer_norm=x", "layer_norm=nan", "rms_norm,"]
-)
+@pytest.mark.parametrize("text", ["", "batch_norm", "layer_norm=0", "layer_norm=x", "layer_norm=nan", "rms_norm,"])
 def test_a_mix_that_means_nothing_is_refused(text):
     with pytest.raises(ValueError, match=r"operation|weight|float"):
         parse_mix(text)

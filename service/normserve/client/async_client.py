@@ -41,9 +41,7 @@ class AsyncClient:
     ) -> None:
         """Args: as `Client`; the transport is one of httpx's asynchronous ones."""
         self._retries = retries or RetryPolicy()
-        self._http = httpx.AsyncClient(
-            transport=transport, **connection(url, api_key, timeout_s, max_connections)
-        )
+        self._http = httpx.AsyncClient(transport=transport, **connection(url, api_key, timeout_s, max_connections))
 
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)

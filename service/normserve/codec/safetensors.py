@@ -129,9 +129,7 @@ def _header_end(body: memoryview, limits: Limits) -> int:
         raise MalformedPayloadError(f"the header must be at most {limits.header_bytes} bytes, got {length}")
     end = _LENGTH_BYTES + length
     if end > len(body):
-        raise MalformedPayloadError(
-            f"the header must end within the body of {len(body)} bytes, ends at {end}"
-        )
+        raise MalformedPayloadError(f"the header must end within the body of {len(body)} bytes, ends at {end}")
     return end
 
 

@@ -91,9 +91,7 @@ def test_numpy_cannot_hold_bfloat16(connect):
 def test_torch_in_torch_out(connect):
     x = torch.randn(2, 3).bfloat16()
     body = safetensors.torch.save({"y": x + 1, "rstd": torch.ones(2)})
-    server = FakeServer(
-        httpx.Response(200, headers={"content-type": "application/x-safetensors"}, content=body)
-    )
+    server = FakeServer(httpx.Response(200, headers={"content-type": "application/x-safetensors"}, content=body))
     result = connect(server).rms_norm(x, stats=True)
     assert torch.equal(safetensors.torch.load(server.request.content)["x"], x)
     assert torch.equal(result.y, x + 1)

@@ -109,9 +109,7 @@ LIES = {
     "invalid utf-8": by_hand(b"{'\xff': 1}", bytes(8), version=(3, 0)),
     "missing key": by_hand("{'descr': '<f4', 'fortran_order': False}", bytes(4)),
     "unknown key": by_hand("{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'x': 'y'}", bytes(8)),
-    "duplicate key": by_hand(
-        "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'shape': (2,)}", bytes(8)
-    ),
+    "duplicate key": by_hand("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'shape': (2,)}", bytes(8)),
     "no comma": by_hand("{'descr': '<f4' 'fortran_order': False, 'shape': (2,)}", bytes(8)),
     "two commas": by_hand("{'descr': '<f4',, 'fortran_order': False, 'shape': (2,)}", bytes(8)),
     "commas alone": by_hand("{,}"),

@@ -137,9 +137,7 @@ LIES = {
         '{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
         bytes(8),
     ),
-    "duplicate field": payload(
-        '{"x":{"dtype":"F16","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)
-    ),
+    "duplicate field": payload('{"x":{"dtype":"F16","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
     "nan": payload('{"x":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}', bytes(8)),
     "infinity": payload('{"x":{"dtype":"F32","shape":[-Infinity],"data_offsets":[0,8]}}', bytes(8)),
     "1e999": payload('{"x":{"dtype":"F32","shape":[1e999],"data_offsets":[0,8]}}', bytes(8)),
@@ -267,9 +265,7 @@ near_entries = st.fixed_dictionaries(
     st.binary(max_size=200)
     | st.builds(
         lambda header, data: bytes(payload(header, data)),
-        st.dictionaries(st.text(max_size=3), near_entries | json_values, max_size=3)
-        | json_values
-        | st.text(),
+        st.dictionaries(st.text(max_size=3), near_entries | json_values, max_size=3) | json_values | st.text(),
         st.binary(max_size=16),
     )
 )
