@@ -35,7 +35,7 @@ class NormserveProtocol(HttpToolsProtocol):
         *,
         patience: Patience,
         on_refusal: Callable[[NormserveError], None],
-        **of_uvicorn: Any,  # noqa: ANN401
+        **of_uvicorn: Any,
     ) -> None:
         super().__init__(**of_uvicorn)
         self._on_refusal = on_refusal

@@ -127,7 +127,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _copy_bandwidth() -> float:

@@ -68,7 +68,7 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
     return HostTensor(dtype, array.shape, flat.view(np.uint8).data)
 
 
-def _from_torch(name: str, tensor: Any) -> HostTensor:  # noqa: ANN401
+def _from_torch(name: str, tensor: Any) -> HostTensor:
     torch: Any = sys.modules["torch"]
     dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -88,7 +88,7 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
         ) from None
 
 
-def _to_torch(tensor: HostTensor, like: Any) -> Any:  # noqa: ANN401
+def _to_torch(tensor: HostTensor, like: Any) -> Any:
     torch: Any = sys.modules["torch"]
     dtype = getattr(torch, tensor.dtype.value)
     if not tensor.data.nbytes:

@@ -35,7 +35,7 @@ class Answer:
     headers: Mapping[str, str]
     body: memoryview
 
-    def json(self) -> Any:  # noqa: ANN401
+    def json(self) -> Any:
         """What the body says, if it is JSON.
 
         Raises:

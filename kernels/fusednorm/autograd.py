@@ -1,0 +1,300 @@
+"""Differentiable operators: `layer_norm`, `rms_norm`, `group_norm`, and the same after a residual addition.
+
+Each is a pair of `torch.library` operators with fakes, `fusednorm::<op>` and `fusednorm::<op>_backward`, so that
+torch.compile keeps them whole.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm import group_norm as group_norm_kernels
+from fusednorm import layer_norm as layer_norm_kernels
+from fusednorm import reference
+from fusednorm.results import Backward, Forward
+
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+
+_FORWARD_SCHEMA = (
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, str activation, "
+    "float dropout, int seed) -> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
+)
+_BACKWARD_SCHEMA = (
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
+    "Tensor? dresidual_out, int num_groups, float eps, str activation, float dropout, int seed) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)"
+)
+
+
+class Added(NamedTuple):
+    """Result of a norm after a residual addition.
+
+    Attributes:
+        y: the normalised sum.
+        residual_out: x + residual, in x's dtype.
+    """
+
+    y: Tensor
+    residual_out: Tensor
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Tensor:
+    """`layer_norm_forward`'s y, differentiable in x, weight and bias."""
+    return _apply("layer_norm", x, weight, bias, None, 0, eps, activation, dropout, seed)[0]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Tensor:
+    """`rms_norm_forward`'s y, differentiable in x and weight."""
+    return _apply("rms_norm", x, weight, None, None, 0, eps, activation, dropout, seed)[0]
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Tensor:
+    """`group_norm_forward`'s y, differentiable in x, weight and bias."""
+    return _apply("group_norm", x, weight, bias, None, num_groups, eps, activation, dropout, seed)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Added:
+    """`layer_norm` of x + residual, with the sum; differentiable in all four tensors."""
+    return Added(*_apply("layer_norm", x, weight, bias, residual, 0, eps, activation, dropout, seed))
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Added:
+    """`rms_norm` of x + residual, with the sum; differentiable in all three tensors."""
+    return Added(*_apply("rms_norm", x, weight, None, residual, 0, eps, activation, dropout, seed))
+
+
+def add_group_norm(
+    x: Tensor,
+    residual: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Added:
+    """`group_norm` of x + residual, with the sum; differentiable in all four tensors."""
+    return Added(*_apply("group_norm", x, weight, bias, residual, num_groups, eps, activation, dropout, seed))
+
+
+def _apply(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: str,
+    dropout: float,
+    seed: int | None,
+) -> tuple[Tensor, Tensor]:
+    if dropout and seed is None:
+        seed = int(torch.randint(2**62, (), dtype=torch.int64))
+    operator = getattr(torch.ops.fusednorm, op)
+    y, _, _, residual_out = operator(x, weight, bias, residual, num_groups, eps, activation, dropout, seed or 0)
+    return y, residual_out
+
+
+def _library(op: str, x: Tensor) -> Any:
+    """The module that computes `op` where x is."""
+    if x.device.type == "cpu":
+        return reference
+    return group_norm_kernels if op == "group_norm" else layer_norm_kernels
+
+
+def _leading(op: str, x: Tensor, num_groups: int) -> tuple[Any, ...]:
+    return (x, num_groups) if op == "group_norm" else (x,)
+
+
+def _parameters(op: str, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (weight,) if op == "rms_norm" else (weight, bias)
+
+
+def _absent(x: Tensor) -> Tensor:
+    """What an operator returns for a result that was not asked for: it cannot return None."""
+    return x.new_empty(0)
+
+
+def _define(library: torch.library.Library, op: str) -> None:
+    """Define `op` and its backward with their kernels, fakes and derivative."""
+
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        num_groups: int,
+        eps: float,
+        activation: str,
+        dropout: float,
+        seed: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        run = getattr(_library(op, x), f"{op}_forward")
+        result: Forward = run(
+            *_leading(op, x, num_groups),
+            *_parameters(op, weight, bias),
+            eps=eps,
+            residual=residual,
+            activation=activation,
+            dropout=dropout,
+            seed=seed,
+            stats=True,
+        )
+        assert result.rstd is not None
+        mean, residual_out = (_absent(x) if t is None else t for t in (result.mean, result.residual_out))
+        return result.y, mean, result.rstd, residual_out
+
+    def backward(
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor,
+        residual: Tensor | None,
+        dresidual_out: Tensor | None,
+        num_groups: int,
+        eps: float,
+        activation: str,
+        dropout: float,
+        seed: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        run = getattr(_library(op, x), f"{op}_backward")
+        statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
+        result: Backward = run(
+            dy,
+            *_leading(op, x, num_groups),
+            *_parameters(op, weight, bias),
+            eps=eps,
+            residual=residual,
+            dresidual_out=dresidual_out,
+            activation=activation,
+            dropout=dropout,
+            seed=seed,
+            **statistics,
+        )
+        dweight, dbias = (_absent(x) if t is None else t for t in (result.dweight, result.dbias))
+        return result.dx, dweight, dbias
+
+    def fake_forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, num_groups: int, *_: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        statistics_shape = (x.shape[0], num_groups) if op == "group_norm" else x.shape[:-1]
+        statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
+        mean = _absent(x) if op == "rms_norm" else torch.empty_like(rstd)
+        return _like(op, x), mean, rstd, _absent(x) if residual is None else _like(op, x)
+
+    def fake_backward(
+        dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dweight, dbias = (_absent(x) if p is None else torch.empty_like(p) for p in (weight, bias))
+        return _like(op, x), dweight, dbias
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, residual, *ctx.settings = inputs
+        _, mean, rstd, _ = output
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, residual, None if op == "rms_norm" else mean, rstd)
+
+    def differentiate(
+        ctx: Any, dy: Tensor | None, dmean: None, drstd: None, dresidual_out: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, bias, residual, mean, rstd = ctx.saved_tensors
+        dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
+        dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
+        dx, dweight, dbias = getattr(torch.ops.fusednorm, f"{op}_backward")(
+            dy,
+            x,
+            weight,
+            bias,
+            mean,
+            rstd,
+            residual,
+            dsum,
+            *ctx.settings,
+        )
+        return (
+            dx,
+            None if weight is None else dweight,
+            None if bias is None else dbias,
+            None if residual is None else dx.to(residual.dtype),
+            *(None for _ in ctx.settings),
+        )
+
+    for name, schema, kernel, fake in (
+        (op, _FORWARD_SCHEMA, forward, fake_forward),
+        (f"{op}_backward", _BACKWARD_SCHEMA, backward, fake_backward),
+    ):
+        library.define(name + schema)
+        library.impl(name, kernel, "CPU")
+        library.impl(name, kernel, "CUDA")
+        torch.library.register_fake(f"fusednorm::{name}", fake, lib=library)
+    torch.library.register_autograd(f"fusednorm::{op}", differentiate, setup_context=remember, lib=library)
+
+
+def _like(op: str, x: Tensor) -> Tensor:
+    return torch.empty_like(x) if op == "group_norm" else x.new_empty(x.shape)
+
+
+def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
+    if op == "group_norm":
+        return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
+    return gradient.contiguous()
+
+
+_LIBRARY = torch.library.Library("fusednorm", "DEF")
+for _op in OPERATIONS:
+    _define(_LIBRARY, _op)

@@ -1,0 +1,116 @@
+"""The differentiable operators and modules, on the CPU where they run on the oracle and on a GPU on the kernels."""
+
+import fusednorm
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from fusednorm.epilogue import ACTIVATIONS
+from torch import nn
+
+
+def random(*shape, device="cpu", dtype=torch.float64):
+    return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+
+CALLS = {
+    "layer_norm": lambda x, w, b, r, **options: fusednorm.layer_norm(x, w, b, **options),
+    "rms_norm": lambda x, w, b, r, **options: fusednorm.rms_norm(x, w, **options),
+    "group_norm": lambda x, w, b, r, **options: fusednorm.group_norm(x, 2, w, b, **options),
+    "add_layer_norm": lambda x, w, b, r, **options: fusednorm.add_layer_norm(x, r, w, b, **options),
+    "add_rms_norm": lambda x, w, b, r, **options: fusednorm.add_rms_norm(x, r, w, **options),
+    "add_group_norm": lambda x, w, b, r, **options: fusednorm.add_group_norm(x, r, 2, w, b, **options),
+}
+
+
+def inputs(name, device="cpu", dtype=torch.float64):
+    shape = (2, 4, 3) if "group" in name else (3, 4)
+    return [random(*s, device=device, dtype=dtype) for s in (shape, (4,), (4,), shape)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_match_finite_differences(name):
+    call = CALLS[name]
+    assert torch.autograd.gradcheck(lambda *t: call(*t), inputs(name))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_through_activation_and_dropout_match_finite_differences(activation):
+    def call(x, w, b, r):
+        return fusednorm.add_layer_norm(x, r, w, b, activation=activation, dropout=0.3, seed=5)
+
+    assert torch.autograd.gradcheck(call, inputs("add_layer_norm"))
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])
+def test_operators_keep_torchs_contract(op):
+    x, w, b, r = inputs(op, dtype=torch.float32)
+    bias = None if op == "rms_norm" else b
+    arguments = (x, w, bias, r, 2, 1e-5, "silu", 0.0, 0)
+    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, arguments)
+    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, (x, None, None, None, *arguments[4:]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_whole_and_only_once_for_all_numbers_of_rows(name, device):
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(x, w, b, r):
+        result = CALLS[name](x, w, b, r)
+        return result.sum() if isinstance(result, torch.Tensor) else result.y.sum() + result.residual_out.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
+    for rows in (5, 7, 9):
+        x, w, b, r = inputs(name, device, torch.float32)
+        x = torch.randn(rows, *x.shape[1:], device=device, requires_grad=True)
+        r = torch.randn_like(x)
+        torch.testing.assert_close(compiled(x, w, b, r), step(x, w, b, r))
+        compiled(x, w, b, r).backward()
+        assert x.grad.shape == x.shape
+    assert len(graphs) == 1
+
+
+def test_expanded_gradients_are_taken(device):
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    fusednorm.layer_norm(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.zeros_like(x), atol=1e-5, rtol=0)
+
+
+def test_only_the_sum_may_be_used(device):
+    x, r = (torch.randn(4, 8, device=device, requires_grad=True) for _ in range(2))
+    fusednorm.add_rms_norm(x, r).residual_out.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert torch.equal(r.grad, torch.ones_like(r))
+
+
+MODULES = [
+    (nn.LayerNorm, fusednorm.LayerNorm, ((4, 6),), (5, 4, 6)),
+    (nn.LayerNorm, fusednorm.LayerNorm, (16,), (2, 3, 16)),
+    (nn.RMSNorm, fusednorm.RMSNorm, (16,), (5, 16)),
+    (nn.GroupNorm, fusednorm.GroupNorm, (2, 6), (3, 6, 4, 4)),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "arguments", "shape"), MODULES)
+def test_modules_are_drop_ins(theirs, ours, arguments, shape, device):
+    torch_module, module = theirs(*arguments, device=device), ours(*arguments, device=device)
+    for parameter in torch_module.parameters():
+        nn.init.normal_(parameter)
+    module.load_state_dict(torch_module.state_dict())
+    assert repr(module) == repr(torch_module)
+    x = torch.randn(shape, device=device)
+    torch.testing.assert_close(module(x), torch_module(x))
+    fused = ours(*arguments, device=device, activation="silu")
+    fused.load_state_dict(torch_module.state_dict())
+    torch.testing.assert_close(fused(x), F.silu(torch_module(x)))
+    assert "activation='silu'" in repr(fused)
+
+
+def test_modules_without_parameters(device):
+    x = torch.randn(3, 6, device=device)
+    module = fusednorm.LayerNorm(6, elementwise_affine=False, device=device)
+    torch.testing.assert_close(module(x), F.layer_norm(x, (6,)))
