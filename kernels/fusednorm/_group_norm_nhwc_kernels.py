@@ -126,29 +126,38 @@ def _normalise_rows(
     dropout_threshold,
     dropout_scale,
     ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Write first_row <= row < last_row of a block of columns, the last rows first.
+    """Write first_row <= row < last_row of a block of columns, the last rows first, UNROLL tiles a step.
 
+    The loads of a step come first, so that all are in flight while one tile at a time is held in float32.
     `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
     """
     row = tl.arange(0, ROWS)[:, None, None]
     at = row.to(tl.int64) * row_stride + column
-    steps = tl.cdiv(last_row - first_row, ROWS)
+    STEP: tl.constexpr = ROWS * UNROLL
+    steps = tl.cdiv(last_row - first_row, STEP)
     for step in range(0, steps):
-        start = first_row + (steps - 1 - step) * ROWS
-        mask = (start + row < last_row) & column_mask
-        offset = start * row_stride + at
-        h = load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
-        if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = activate((h - mean) * scale + bias, ACTIVATION, FAST)
-        if DROPOUT:
-            keep = dropout_keep(seed, sample, offset, dropout_threshold)
-            y = tl.where(keep, y * dropout_scale, 0.0)
-        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        start = first_row + (steps - 1 - step) * STEP
+        tiles = ()
+        for k in tl.static_range(UNROLL):
+            mask = (start + k * ROWS + row < last_row) & column_mask
+            offset = (start + k * ROWS) * row_stride + at
+            tiles = tiles + (load_sum(x_ptr, residual_ptr, offset, mask, "evict_first"),)
+        for k in tl.static_range(UNROLL):
+            mask = (start + k * ROWS + row < last_row) & column_mask
+            offset = (start + k * ROWS) * row_stride + at
+            h = tiles[k]
+            if residual_out_ptr is not None:
+                tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+            y = activate((h - mean) * scale + bias, ACTIVATION, FAST)
+            if DROPOUT:
+                keep = dropout_keep(seed, sample, offset, dropout_threshold)
+                y = tl.where(keep, y * dropout_scale, 0.0)
+            tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -233,7 +242,7 @@ def group_norm_nhwc_slab_kernel(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         tl.reshape(mean, (1, CV, VEC)), scale, load_bias(bias_ptr, column, column_mask),
         sample, 0, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
-        ROWS * UNROLL, ACTIVATION, DROPOUT, FAST,
+        ROWS, UNROLL, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
 
@@ -324,5 +333,5 @@ def group_norm_nhwc_apply_kernel(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         load_statistic(mean_ptr, group, column_mask), scale, load_bias(bias_ptr, column, column_mask),
         sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
-        seed, dropout_threshold, dropout_scale, ROWS, ACTIVATION, DROPOUT, FAST,
+        seed, dropout_threshold, dropout_scale, ROWS, 1, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
