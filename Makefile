@@ -34,14 +34,26 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# On a GPU machine that brings its own torch: any python3 that has CUDA torch, triton, numpy and pytest.
+# The next two run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be installed.
+ON_GPU = PYTHONPATH=kernels:service:loadtest $(PYTHON) -m
+
 test-gpu:
-	PYTHONPATH=kernels:service:loadtest $(PYTHON) -m pytest -m gpu tests/kernels
+	$(ON_GPU) pytest tests/kernels tests/service/test_triton_backend.py
+
+SUITE ?= first
 
 bench:
-	PYTHONPATH=kernels:service:loadtest $(PYTHON) -m fusednorm.bench
+	$(ON_GPU) benchmarks --suite $(SUITE) --out benchmarks/results/$(SUITE).csv
 
 URL ?= http://127.0.0.1:8000
 
 load: .venv/.dev
 	$(BIN)/normload run --url $(URL)
+
+# TARGET=gpu for the other image.
+image:
+	docker/build-image.sh
+
+test-image:
+	TARGET=cpu docker/build-image.sh
+	docker/test-image.sh

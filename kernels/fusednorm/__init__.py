@@ -1,28 +1,50 @@
 """Fused LayerNorm, RMSNorm and GroupNorm kernels, forward and backward, in Triton.
 
-`layer_norm_forward`, `rms_norm_forward`, `group_norm_forward` and their `_backward` launch kernels on CUDA
-tensors; `fusednorm.reference` has the same functions in plain torch for any device.
+Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the same for `rms_norm` and
+`group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  Differentiable:
+`layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
+`LayerNorm`, `RMSNorm`, `GroupNorm`.
 """
 
+from fusednorm.autograd import (
+    Added,
+    add_group_norm,
+    add_layer_norm,
+    add_rms_norm,
+    group_norm,
+    layer_norm,
+    rms_norm,
+)
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
-from fusednorm.group_norm import group_norm_backward, group_norm_forward
-from fusednorm.layer_norm import (
+from fusednorm.group_norm_passes import group_norm_backward, group_norm_forward
+from fusednorm.layer_norm_passes import (
     layer_norm_backward,
     layer_norm_forward,
     rms_norm_backward,
     rms_norm_forward,
 )
+from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.results import Backward, Forward
 
 __all__ = [
+    "Added",
     "Backward",
     "Forward",
+    "GroupNorm",
     "KernelInputError",
+    "LayerNorm",
+    "RMSNorm",
     "UnsupportedShapeError",
+    "add_group_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "group_norm",
     "group_norm_backward",
     "group_norm_forward",
+    "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
+    "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
 ]

@@ -28,6 +28,5 @@ def assert_close_to_oracle(
     slack = error - 2 * torch_error - ulp(exact[finite], actual.dtype) - noise
     worst = int(slack.argmax())
     assert slack[worst] <= 0, (
-        f"{what}: error {error[worst]:.3g} at value {exact[finite][worst]:.6g}, "
-        f"torch's worst {torch_error:.3g}"
+        f"{what}: error {error[worst]:.3g} at value {exact[finite][worst]:.6g}, torch's worst {torch_error:.3g}"
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-import fusednorm.group_norm as ours
+import fusednorm.group_norm_passes as ours
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import group_norm_launch as launch

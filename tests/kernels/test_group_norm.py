@@ -4,7 +4,7 @@ Shapes are small, so the algorithms for larger ones are forced: see `group_norm_
 out is every pairing of algorithm, dtype and activation; those meet only in the epilogue, which they share.
 """
 
-import fusednorm.group_norm as ours
+import fusednorm.group_norm_passes as ours
 import pytest
 import torch
 from fusednorm import reference

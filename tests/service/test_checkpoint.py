@@ -1,0 +1,22 @@
+"""What a checkpoint's surroundings say; the server with a checkpoint is in tests/integration."""
+
+import pytest
+from normserve.checkpoint import eps_beside
+from normserve.errors import MalformedPayloadError
+
+
+@pytest.mark.parametrize(
+    ("config", "eps"),
+    [(None, 1e-5), ("not json", 1e-5), ('{"hidden_size": 8}', 1e-5), ('{"layer_norm_epsilon": 1e-9}', 1e-9)],
+)
+def test_checkpoint_layers_have_the_eps_of_the_configuration_beside_it(config, eps, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert eps_beside(tmp_path / "model.safetensors") == eps
+
+
+@pytest.mark.parametrize("eps", ["0.0", '"1e-5"', "-1.0", "NaN"])
+def test_a_senseless_eps_beside_a_checkpoint_is_refused(eps, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"layer_norm_eps": {eps}}}')
+    with pytest.raises(MalformedPayloadError, match=r"config\.json"):
+        eps_beside(tmp_path / "model.safetensors")
