@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Build localhost/normserve:$TARGET, TARGET being cpu (the default) or gpu.
+#
+#   ENGINE        docker, podman or buildah; the first that works if not given
+#   BUILD_FLAGS   further flags for its build, as --build-arg TORCH_INDEX=…
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source docker/engine.sh
+
+TARGET=${TARGET:-cpu}
+ENGINE=${ENGINE:-$(working_engine docker podman buildah)}
+
+version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+flags=(--file docker/Dockerfile --target "$TARGET" --tag "localhost/normserve:$TARGET")
+flags+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
+# The OCI format, their default, has no place for a HEALTHCHECK.
+[[ ${ENGINE##*/} == docker ]] || flags+=(--format docker)
+# Buildah alone makes one layer of a stage unless told otherwise.
+[[ ${ENGINE##*/} != buildah ]] || flags+=(--layers)
+
+# shellcheck disable=SC2086  # several flags in one variable
+"$ENGINE" build "${flags[@]}" ${BUILD_FLAGS:-} .
