@@ -7,6 +7,8 @@ or, where a group is contiguous, a whole group.
 import triton
 import triton.language as tl
 
+from fusednorm._reductions import rounded_difference, rounded_sum
+
 
 @triton.jit
 def fold_moments(
@@ -20,6 +22,7 @@ def fold_moments(
     column_length,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Mean and population variance of one group of one sample by Chan's formula; scalars.
 
@@ -51,13 +54,14 @@ def fold_moments(
         for first in range(0, group_columns, BLOCK_COLUMNS):
             mask = (s < splits) & (first + column < group_columns)
             at = s.to(tl.int64) * columns + (first_column + first + column)
-            delta = tl.where(mask, tl.load(mean_part_ptr + at, mask=mask, other=0.0) - rough, 0.0)
+            part = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
+            delta = tl.where(mask, rounded_difference(part, tl.zeros_like(part) + rough, FAST), 0.0)
             weighted += length * delta
             square += tl.load(square_part_ptr + at, mask=mask, other=0.0) + length * delta * delta
     shift = tl.sum(tl.sum(weighted, 1), 0) / total
     variance = tl.sum(tl.sum(square, 1), 0) / total - shift * shift
     # maximum would lose a NaN.
-    return rough + shift, tl.where(variance < 0.0, 0.0, variance)
+    return rounded_sum(rough, shift, FAST), tl.where(variance < 0.0, 0.0, variance)
 
 
 @triton.jit(do_not_specialize=["groups", "group_columns", "splits", "split_length", "column_length"])
@@ -74,6 +78,7 @@ def group_norm_fold_moments_kernel(
     eps: tl.float32,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """mean and rstd of one group a program."""
     row = tl.program_id(0).to(tl.int64)
@@ -90,6 +95,7 @@ def group_norm_fold_moments_kernel(
         column_length,
         BLOCK_SPLITS,
         BLOCK_COLUMNS,
+        FAST,
     )
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, 1.0 / tl.sqrt(variance + eps))

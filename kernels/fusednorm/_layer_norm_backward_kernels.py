@@ -118,6 +118,8 @@ def layer_norm_backward_tile_kernel(
     col_mask = column_mask(col, cols, EVEN)
     if HOLD_WEIGHT and weight_ptr is not None:
         held = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
+    if HOLD_WEIGHT and ACTIVATION != "none" and bias_ptr is not None:
+        held_bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
@@ -167,6 +169,8 @@ def layer_norm_backward_tile_kernel(
             weight = _load_parameter(weight_ptr, col, col_mask, 1.0)
         if ACTIVATION == "none":
             bias = 0.0
+        elif HOLD_WEIGHT and bias_ptr is not None:
+            bias = widened(held_bias, FAST)
         else:
             bias = _load_parameter(bias_ptr, col, col_mask, 0.0)
         dz = _affine_gradient(

@@ -1,4 +1,4 @@
-"""Reductions that several kernels share."""
+"""Reductions that several kernels share, and the arithmetic about a rough mean that they rest on."""
 
 import triton
 import triton.language as tl
@@ -22,3 +22,29 @@ def sum_pair(a, b, AXIS: tl.constexpr, FAST: tl.constexpr):
         total_a = tl.sum(a, AXIS, keep_dims=True)
         total_b = tl.sum(b, AXIS, keep_dims=True)
     return total_a, total_b
+
+
+@triton.jit
+def rounded_sum(a, b, FAST: tl.constexpr):
+    """a + b, rounded; never contracted with a product that a or b comes from.
+
+    A mean is taken as rough + shift, with the shift from differences to rough.  Were rough a product that the
+    compiler contracts into one use and rounds in another, the shift would correct another number.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a + b
+
+
+@triton.jit
+def rounded_difference(a, b, FAST: tl.constexpr):
+    """a - b, rounded; never contracted, see `rounded_sum`."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "sub.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a - b

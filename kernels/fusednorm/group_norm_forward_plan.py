@@ -311,4 +311,5 @@ def _fold_moments(
     arguments = (
         parts[0], parts[1], mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
-    return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, fold_tile(splits, group_columns))
+    options = {**fold_tile(splits, group_columns), "FAST": not INTERPRETED}
+    return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, options)

@@ -6,13 +6,15 @@ share its configuration, so the number of compiled kernels is bounded.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
 MAX_VEC = 8
+SHARED_BYTES_PER_SM = 200 << 10
+"""Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,15 @@ def _sweep(cols: int, itemsize: int) -> ForwardSweep:
         return ForwardSweep(16384, num_warps=32)
     block = min((half, half // 2, max(half // 4, 512)), key=lambda block: -(-cols // block) * block)
     return ForwardSweep(block, num_warps=block // 512 if cols == 2 * block else min(block // 256, 8))
+
+
+def within_shared_memory(config: BackwardTile, column_bytes: int) -> BackwardTile:
+    """`config` with as many stages as the tensors of a tile leave room for, `column_bytes` for each column.
+
+    Residuals, and parameters that are not held, go through shared memory with x and dy; the tables foresee the two.
+    """
+    tile_bytes = config.rows * config.block_n * column_bytes * config.programs_per_sm
+    return replace(config, stages=max(1, min(config.stages, 1 + SHARED_BYTES_PER_SM // tile_bytes)))
 
 
 def choose_backward(cols: int, itemsize: int) -> Backward:

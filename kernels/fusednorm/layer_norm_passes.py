@@ -321,6 +321,10 @@ def plan_backward(
     }
     match config:
         case launch.BackwardTile():
+            pipelined = [t for t in (dy, x, residual, dresidual_out) if t is not None]
+            if not config.hold_weight:
+                pipelined += [t for t in (weight, bias if epilogue.activation != "none" else None) if t is not None]
+            config = launch.within_shared_memory(config, sum(t.element_size() for t in pipelined))
             options["EVEN"] = cols == config.block_n * config.split
             programs, mailbox, tile_options = _residents(x, config)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs // config.split)
