@@ -1,6 +1,7 @@
 """The command line: `normserve serve` and `normserve version`."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return 2
     configure_logging(settings.log_level)
+    # Until the server handles it: as a container's first process this one has no default for SIGTERM.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     # Late, because it takes a second to load what `version` and `--help` do without.
     from normserve.server import serve
 
