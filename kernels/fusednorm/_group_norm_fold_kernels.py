@@ -7,7 +7,7 @@ or, where a group is contiguous, a whole group.
 import triton
 import triton.language as tl
 
-from fusednorm._reductions import rounded_difference, rounded_sum
+from fusednorm._reductions import rounded_product
 
 
 @triton.jit
@@ -43,7 +43,8 @@ def fold_moments(
         for first in range(0, group_columns, BLOCK_COLUMNS):
             mask = (s < splits) & (first + column < group_columns)
             at = s.to(tl.int64) * columns + (first_column + first + column)
-            rough += (length / total) * tl.load(mean_part_ptr + at, mask=mask, other=0.0)
+            part = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
+            rough += rounded_product(length / total + tl.zeros_like(part), part, FAST)
     rough = tl.sum(tl.sum(rough, 1), 0)
 
     weighted = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
@@ -55,13 +56,13 @@ def fold_moments(
             mask = (s < splits) & (first + column < group_columns)
             at = s.to(tl.int64) * columns + (first_column + first + column)
             part = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
-            delta = tl.where(mask, rounded_difference(part, tl.zeros_like(part) + rough, FAST), 0.0)
+            delta = tl.where(mask, part - rough, 0.0)
             weighted += length * delta
             square += tl.load(square_part_ptr + at, mask=mask, other=0.0) + length * delta * delta
     shift = tl.sum(tl.sum(weighted, 1), 0) / total
     variance = tl.sum(tl.sum(square, 1), 0) / total - shift * shift
     # maximum would lose a NaN.
-    return rounded_sum(rough, shift, FAST), tl.where(variance < 0.0, 0.0, variance)
+    return rough + shift, tl.where(variance < 0.0, 0.0, variance)
 
 
 @triton.jit(do_not_specialize=["groups", "group_columns", "splits", "split_length", "column_length"])

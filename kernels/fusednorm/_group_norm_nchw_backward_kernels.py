@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fusednorm._group_norm_nchw_kernels import run_moments
 from fusednorm._group_norm_tiles import load_bias, load_masked, load_sum, load_weight, output_gradient
-from fusednorm._reductions import rounded_difference, rounded_sum, sum_pair
+from fusednorm._reductions import sum_pair
 
 
 @triton.jit
@@ -178,11 +178,11 @@ def group_norm_nchw_backward_tile_kernel(
     h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     if mean_ptr is None:
         pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
-        d = tl.where(mask, rounded_difference(h, pivot, FAST), 0.0)
+        d = tl.where(mask, h - pivot, 0.0)
         shift, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
         shift /= length
         variance = square / length - shift * shift
-        mean = rounded_sum(pivot, shift, FAST)
+        mean = pivot + shift
         rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
     else:
         mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)

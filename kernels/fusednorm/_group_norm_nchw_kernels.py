@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fusednorm._group_norm_fold_kernels import fold_moments
 from fusednorm._group_norm_tiles import load_bias, load_sum, load_weight
-from fusednorm._reductions import rounded_difference, rounded_sum, sum_pair
+from fusednorm._reductions import rounded_product, sum_pair
 from fusednorm.epilogue import activate, dropout_keep
 
 
@@ -70,14 +70,14 @@ def run_moments(
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
     total = units.to(tl.float32) * VEC
     lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum((count / total) * (pivot + lane_shift), 1, keep_dims=True)
-    delta = rounded_difference(pivot, rough, FAST) + lane_shift
+    rough = tl.sum(rounded_product(count / total, pivot + lane_shift, FAST), 1, keep_dims=True)
+    delta = (pivot - rough) + lane_shift
     weighted = count * delta
     shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 1, FAST)
     shift /= total
     # maximum would lose a NaN.
     square = square - total * shift * shift
-    return rounded_sum(rough, shift, FAST), tl.where(square < 0.0, 0.0, square)
+    return rough + shift, tl.where(square < 0.0, 0.0, square)
 
 
 @triton.jit
@@ -234,12 +234,12 @@ def group_norm_nchw_tile_kernel(
         residual_ptr += base
     h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
-    d = tl.where(mask, rounded_difference(h, pivot, FAST), 0.0)
+    d = tl.where(mask, h - pivot, 0.0)
     offset, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
     offset /= length
     variance = square / length - offset * offset
     rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
-    mean = rounded_sum(pivot, offset, FAST)
+    mean = pivot + offset
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=row_mask)
         tl.store(rstd_ptr + row, rstd, mask=row_mask)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._group_norm_tiles import load_bias, load_sum, load_weight
-from fusednorm._reductions import rounded_difference, rounded_sum, sum_pair
+from fusednorm._reductions import rounded_product, sum_pair
 from fusednorm.epilogue import activate, dropout_keep
 
 
@@ -62,14 +62,14 @@ def channel_moments(
     count = ((rows + (ROWS - 1) - row) // ROWS).to(tl.float32)
     total = rows.to(tl.float32)
     lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum((count / total) * (pivot + lane_shift), 0, keep_dims=True)
-    delta = rounded_difference(pivot, rough, FAST) + lane_shift
+    rough = tl.sum(rounded_product(count / total, pivot + lane_shift, FAST), 0, keep_dims=True)
+    delta = (pivot - rough) + lane_shift
     weighted = count * delta
     shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 0, FAST)
     shift /= total
     square = square - total * shift * shift
     # maximum would lose a NaN.
-    return rounded_sum(rough, shift, FAST), tl.where(square < 0.0, 0.0, square)
+    return rough + shift, tl.where(square < 0.0, 0.0, square)
 
 
 @triton.jit
@@ -100,11 +100,11 @@ def slab_moments(
     square = tl.reshape(square, label.shape)
     length = rows.to(tl.float32)
     rough = sum_same_label(mean, label) / channels
-    delta = rounded_difference(mean, rough, FAST)
+    delta = mean - rough
     shift = sum_same_label(delta, label) / channels
     square = sum_same_label(square + length * delta * delta, label)
     variance = square / (length * channels) - shift * shift
-    return rounded_sum(rough, shift, FAST), tl.where(variance < 0.0, 0.0, variance)
+    return rough + shift, tl.where(variance < 0.0, 0.0, variance)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Reductions that several kernels share, and the arithmetic about a rough mean that they rest on."""
+"""Reductions that several kernels share, and a product that they can rest on."""
 
 import triton
 import triton.language as tl
@@ -25,26 +25,16 @@ def sum_pair(a, b, AXIS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def rounded_sum(a, b, FAST: tl.constexpr):
-    """a + b, rounded; never contracted with a product that a or b comes from.
+def rounded_product(a, b, FAST: tl.constexpr):
+    """a * b, rounded; never contracted into an addition.
 
-    A mean is taken as rough + shift, with the shift from differences to rough.  Were rough a product that the
-    compiler contracts into one use and rounds in another, the shift would correct another number.
+    A sum over lanes is a butterfly: each lane adds what it holds to what another sends.  Contracted, a lane would
+    add its own product unrounded to the other's rounded one, and lanes would end with different sums.  Where they
+    must agree, as about a rough mean that a shift corrects afterwards, the products of a sum are taken here.
     """
     if FAST:
         return tl.inline_asm_elementwise(
-            "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return a + b
-
-
-@triton.jit
-def rounded_difference(a, b, FAST: tl.constexpr):
-    """a - b, rounded; never contracted, see `rounded_sum`."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "sub.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return a - b
+        return a * b

@@ -6,7 +6,7 @@ Mean and variance are taken about a pivot that lies among the values, never as E
 import triton
 import triton.language as tl
 
-from fusednorm._reductions import sum_pair
+from fusednorm._reductions import rounded_product, sum_pair
 
 
 @triton.jit
@@ -118,10 +118,8 @@ def _lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
         count: [LANES, 1] float32, values in each lane, 0 where a lane has none.
         n: float32, values in the row.
     """
-    # Means are quotients, not products with 1 / n: a product would be contracted into the subtraction of a mean
-    # here and rounded there, and the two would differ by what the shift is to correct.
     lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum(count * (pivot + lane_shift), 0, keep_dims=True) / n
+    rough = tl.sum(rounded_product(count, pivot + lane_shift, FAST), 0, keep_dims=True) / n
     delta = (pivot - rough) + lane_shift
     weighted = count * delta
     square = (sum_2 - sum_1 * lane_shift) + weighted * delta
