@@ -147,7 +147,7 @@ def _machine(commit: str) -> dict[str, object]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit or ask("git", "rev-parse", "--short", "HEAD"),
-        "dirty": int(bool(ask("git", "status", "--porcelain"))),
+        "dirty": int(bool(ask("git", "status", "--porcelain", "--untracked-files=no"))),
     }
 
 

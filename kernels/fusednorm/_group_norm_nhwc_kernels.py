@@ -100,11 +100,11 @@ def slab_moments(
     square = tl.reshape(square, label.shape)
     length = rows.to(tl.float32)
     rough = sum_same_label(mean, label) / channels
-    delta = mean - rough
-    shift = sum_same_label(delta, label) / channels
+    group_mean = rough + sum_same_label(mean - rough, label) / channels
+    # Squares about the corrected mean: nothing is subtracted afterwards, so equal channels have no spread at all.
+    delta = mean - group_mean
     square = sum_same_label(square + length * delta * delta, label)
-    variance = square / (length * channels) - shift * shift
-    return rough + shift, tl.where(variance < 0.0, 0.0, variance)
+    return group_mean, square / (length * channels)
 
 
 @triton.jit
