@@ -4,6 +4,8 @@ With dz the gradient that reaches the affine step and g = dz * weight, dx = rstd
 where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for dweight and
 dbias stay in float32 registers, one partial row a program, and a last kernel folds the partials in fixed
 order: no atomics and no locks, so every run gives the same bits.
+
+The file is long by its argument lists, a line each.
 """
 
 import triton

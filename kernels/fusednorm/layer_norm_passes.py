@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm, forward and backward: check, choose a configuration, allocate, launch."""
+"""LayerNorm and RMSNorm, forward and backward: check, choose a configuration, allocate, launch.
+
+Half of the file is the contract of its four public functions.
+"""
 
 import torch
 import triton

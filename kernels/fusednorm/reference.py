@@ -12,6 +12,8 @@ here and bind every kernel:
 
 y has `out_dtype` or else x's dtype, residual_out and dx x's, dweight weight's, dbias bias's; mean and rstd
 come in `precision`.
+
+All six functions stand in one file so that their two formulas, forward and backward, are written once.
 """
 
 import math
