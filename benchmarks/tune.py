@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from fusednorm import launch, layer_norm_passes, traffic
+from fusednorm import launch, layer_norm_plan, traffic
 from fusednorm.checks import Epilogue
 from fusednorm.launch import BackwardSlab, BackwardTile, ForwardSweep, ForwardTile, Launch
 from fusednorm.results import Backward, Forward
@@ -109,12 +109,12 @@ class Problem:
     def plan(self, config: launch.Forward | launch.Backward | None) -> list[Launch]:
         if self.pass_ == "forward":
             assert config is None or isinstance(config, launch.Forward)
-            return layer_norm_passes.plan_forward(
+            return layer_norm_plan.plan_forward(
                 self.x, self.weight, self.bias, 1e-5, None, Epilogue(), Forward(self.out), False, config
             )
         assert config is None or isinstance(config, launch.Backward)
         out = Backward(self.out, self.dweight, self.dbias)
-        return layer_norm_passes.plan_backward(
+        return layer_norm_plan.plan_backward(
             self.dy, self.x, self.weight, self.bias, 1e-5, self.mean, self.rstd, None, None, Epilogue(),
             out, False, config,
         )  # fmt: skip

@@ -4,8 +4,6 @@ With dz the gradient that reaches the affine step and g = dz * weight, dx = rstd
 where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for dweight and
 dbias stay in float32 registers, one partial row a program, and a last kernel folds the partials in fixed
 order: no atomics and no locks, so every run gives the same bits.
-
-The file is long by its argument lists, a line each.
 """
 
 import triton
@@ -13,49 +11,8 @@ import triton.language as tl
 
 from fusednorm._exchange import exchange, first_tag, leave
 from fusednorm._reductions import sum_pair
-from fusednorm._row_moments import (
-    column_mask,
-    load_rows,
-    merge_moments,
-    slab_moments,
-    sweep_moments,
-    widened,
-)
-from fusednorm.epilogue import activation_derivative, dropout_keep_tile
-
-
-@triton.jit
-def _load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """weight or bias as float32, or DEFAULT where there is none."""
-    if ptr is not None:
-        return tl.load(ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    else:
-        return tl.full(col.shape, DEFAULT, tl.float32)
-
-
-@triton.jit
-def _affine_gradient(
-    dy,
-    x_hat,
-    weight,
-    bias,
-    row,
-    first_col,
-    seed,
-    dropout_threshold,
-    dropout_scale,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """dz: dy taken back through dropout and the activation to the output of the affine step."""
-    dz = dy
-    if DROPOUT:
-        keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
-        dz = tl.where(keep, dz * dropout_scale, 0.0)
-    if ACTIVATION != "none":
-        dz = dz * activation_derivative(x_hat * weight + bias, ACTIVATION, FAST)
-    return dz
+from fusednorm._row_gradients import affine_gradient, load_parameter
+from fusednorm._row_moments import column_mask, load_rows, merge_moments, slab_moments, widened
 
 
 @triton.jit(
@@ -168,14 +125,14 @@ def layer_norm_backward_tile_kernel(
         if HOLD_WEIGHT and weight_ptr is not None:
             weight = widened(held, FAST)
         else:
-            weight = _load_parameter(weight_ptr, col, col_mask, 1.0)
+            weight = load_parameter(weight_ptr, col, col_mask, 1.0)
         if ACTIVATION == "none":
             bias = 0.0
         elif HOLD_WEIGHT and bias_ptr is not None:
             bias = widened(held_bias, FAST)
         else:
-            bias = _load_parameter(bias_ptr, col, col_mask, 0.0)
-        dz = _affine_gradient(
+            bias = load_parameter(bias_ptr, col, col_mask, 0.0)
+        dz = affine_gradient(
             dy,
             x_hat,
             weight,
@@ -227,223 +184,6 @@ def layer_norm_backward_tile_kernel(
     if SPLIT > 1:
         leave(mailbox_ptr, last_tag)
     partial_at = group.to(tl.int64) * cols + col
-    if dweight_partial_ptr is not None:
-        tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
-    if dbias_partial_ptr is not None:
-        tl.store(dbias_partial_ptr + partial_at, tl.sum(dbias, 0, keep_dims=True), mask=col_mask)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "col_units",
-        "dy_row_units",
-        "x_row_units",
-        "residual_row_units",
-        "seed",
-        "dropout_threshold",
-    ]
-)
-def layer_norm_backward_rows_kernel(
-    dy_ptr,
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    constants_ptr,
-    col_units,
-    dy_row_units: tl.int64,
-    x_row_units: tl.int64,
-    residual_row_units: tl.int64,
-    eps: tl.float32,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
-    dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    IS_RMS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """One row a program: mean, rstd, c1 and c2 of the row, to `constants` [rows, 4] float32.
-
-    Without saved statistics a first sweep takes them; the second sweep then finds x in the cache.
-    """
-    cols = col_units * VEC
-    inverse_n = 1.0 / cols.to(tl.float32)
-    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
-    col = tl.arange(0, BLOCK_N)[None, :]
-    x_row = row * (x_row_units * VEC)
-    residual_row = row * (residual_row_units * VEC)
-    dy_row = row * (dy_row_units * VEC)
-    shift = tl.zeros((1, 1), tl.float32)
-    if rstd_ptr is not None:
-        rstd = tl.load(rstd_ptr + row)
-        if IS_RMS:
-            rough = tl.zeros((1, 1), tl.float32)
-        else:
-            rough = tl.load(mean_ptr + row)
-    else:
-        rough, shift, variance = sweep_moments(
-            x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
-        )
-        rstd = 1.0 / tl.sqrt(variance + eps)
-
-    lane_c1 = tl.zeros((1, BLOCK_N), tl.float32)
-    lane_c2 = tl.zeros((1, BLOCK_N), tl.float32)
-    for chunk in range(0, tl.cdiv(cols, BLOCK_N)):
-        first_col = chunk * BLOCK_N
-        at = col + first_col
-        mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "", FAST)
-        dy = widened(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0), FAST)
-        x_hat = ((h - rough) - shift) * rstd
-        weight = _load_parameter(weight_ptr, at, mask, 1.0)
-        if ACTIVATION == "none":
-            bias = 0.0
-        else:
-            bias = _load_parameter(bias_ptr, at, mask, 0.0)
-        dz = _affine_gradient(
-            dy,
-            x_hat,
-            weight,
-            bias,
-            row,
-            first_col,
-            seed,
-            dropout_threshold,
-            dropout_scale,
-            ACTIVATION,
-            DROPOUT,
-            FAST,
-        )
-        g = dz * weight
-        if not EVEN:
-            g = tl.where(mask, g, 0.0)
-        lane_c1 += g * x_hat
-        if not IS_RMS:
-            lane_c2 += g
-    c1, c2 = sum_pair(lane_c1, lane_c2, 1, FAST)
-    tl.store(constants_ptr + row * 4, rough + shift)
-    tl.store(constants_ptr + row * 4 + 1, rstd)
-    tl.store(constants_ptr + row * 4 + 2, c1 * inverse_n)
-    tl.store(constants_ptr + row * 4 + 3, c2 * inverse_n)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "col_units",
-        "dy_row_units",
-        "x_row_units",
-        "residual_row_units",
-        "dresidual_out_row_units",
-        "seed",
-        "dropout_threshold",
-    ]
-)
-def layer_norm_backward_slab_kernel(
-    dy_ptr,
-    x_ptr,
-    residual_ptr,
-    dresidual_out_ptr,
-    weight_ptr,
-    bias_ptr,
-    constants_ptr,
-    dx_ptr,
-    dweight_partial_ptr,
-    dbias_partial_ptr,
-    rows: tl.int64,
-    col_units,
-    dy_row_units: tl.int64,
-    x_row_units: tl.int64,
-    residual_row_units: tl.int64,
-    dresidual_out_row_units: tl.int64,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
-    dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """A slab of BLOCK_N columns a program, over every num_programs(1)-th tile of rows, last rows first.
-
-    `constants` [rows, 4] is from `layer_norm_backward_rows_kernel`, which leaves the last rows in the cache.
-    """
-    cols = col_units * VEC
-    first_col = tl.program_id(0) * BLOCK_N
-    col = first_col + tl.arange(0, BLOCK_N)[None, :]
-    col_mask = column_mask(col, cols, EVEN)
-    weight = _load_parameter(weight_ptr, col, col_mask, 1.0)
-    if ACTIVATION == "none":
-        bias = 0.0
-    else:
-        bias = _load_parameter(bias_ptr, col, col_mask, 0.0)
-    if dweight_partial_ptr is not None:
-        dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    if dbias_partial_ptr is not None:
-        dbias = tl.zeros((ROWS, BLOCK_N), tl.float32)
-
-    tiles = tl.cdiv(rows, ROWS)
-    for step in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
-        row = (tiles - 1 - step) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < rows
-        mask = row_mask & col_mask
-        h = load_rows(
-            x_ptr,
-            residual_ptr,
-            row * (x_row_units * VEC) + col,
-            row * (residual_row_units * VEC) + col,
-            mask,
-            "evict_first",
-            FAST,
-        )
-        dy_at = row * (dy_row_units * VEC) + col
-        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
-        mean = tl.load(constants_ptr + row * 4, mask=row_mask, other=0.0)
-        rstd = tl.load(constants_ptr + row * 4 + 1, mask=row_mask, other=0.0)
-        c1 = tl.load(constants_ptr + row * 4 + 2, mask=row_mask, other=0.0)
-        c2 = tl.load(constants_ptr + row * 4 + 3, mask=row_mask, other=0.0)
-        x_hat = (h - mean) * rstd
-        dz = _affine_gradient(
-            dy,
-            x_hat,
-            weight,
-            bias,
-            row,
-            first_col,
-            seed,
-            dropout_threshold,
-            dropout_scale,
-            ACTIVATION,
-            DROPOUT,
-            FAST,
-        )
-        if dweight_partial_ptr is not None:
-            dweight += dz * x_hat
-        if dbias_partial_ptr is not None:
-            dbias += dz
-        dx = (dz * weight - c2 - x_hat * c1) * rstd
-        if dresidual_out_ptr is not None:
-            outside_at = row * (dresidual_out_row_units * VEC) + col
-            dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(
-            dx_ptr + row * cols.to(tl.int64) + col,
-            dx.to(dx_ptr.dtype.element_ty),
-            mask=mask,
-            eviction_policy="evict_first",
-        )
-
-    partial_at = tl.program_id(1).to(tl.int64) * cols + col
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
     if dbias_partial_ptr is not None:

@@ -1,28 +1,12 @@
-"""LayerNorm and RMSNorm, forward and backward: check, choose a configuration, allocate, launch.
-
-Half of the file is the contract of its four public functions.
-"""
+"""LayerNorm and RMSNorm, forward and backward: check, allocate, plan, launch."""
 
 import torch
-import triton
 from torch import Tensor
 
-from fusednorm import launch
-from fusednorm._layer_norm_backward_kernels import (
-    fold_partials_kernel,
-    layer_norm_backward_rows_kernel,
-    layer_norm_backward_slab_kernel,
-    layer_norm_backward_tile_kernel,
-)
-from fusednorm._layer_norm_forward_kernels import (
-    layer_norm_forward_sweep_kernel,
-    layer_norm_forward_tile_kernel,
-)
 from fusednorm.checks import Epilogue, as_rows, check_eps, check_parameter, check_statistics, check_tensor
-from fusednorm.device import INTERPRETED, multiprocessor_count
-from fusednorm.epilogue import dropout_threshold
 from fusednorm.errors import KernelInputError
-from fusednorm.launch import Launch, run
+from fusednorm.launch import run
+from fusednorm.layer_norm_plan import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 
 
@@ -190,53 +174,6 @@ def _forward(
     return result
 
 
-def plan_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    epilogue: Epilogue,
-    out: Forward,
-    is_rms: bool,
-    config: launch.Forward | None = None,
-) -> list[Launch]:
-    """The launches of a forward pass over checked [rows, cols] tensors into `out`.
-
-    `config` overrides the table's choice, for benchmarks and compile checks.
-    """
-    rows, cols = x.shape
-    config = config or launch.choose_forward(cols, x.element_size())
-    strides = _row_strides(cols, x, residual)
-    vec = launch.vector_units(cols, *strides)
-    tensors = (x, residual, weight, bias, out.y, out.residual_out, out.mean, out.rstd)
-    sizes = (cols // vec, *(stride // vec for stride in strides), eps, *_dropout_arguments(epilogue))
-    options = {
-        "BLOCK_N": config.block_n,
-        "IS_RMS": is_rms,
-        "num_warps": config.num_warps,
-        **_shared_options(vec, epilogue),
-    }
-    match config:
-        case launch.ForwardTile():
-            options |= {
-                "CHUNKS": config.chunks,
-                "EVEN": cols == config.chunks * config.block_n * config.split,
-            }
-            programs, mailbox, tile_options = _residents(x, config)
-            return [
-                Launch(
-                    layer_norm_forward_tile_kernel,
-                    (programs,),
-                    (*tensors, mailbox, rows, *sizes),
-                    options | tile_options,
-                )
-            ]
-        case launch.ForwardSweep():
-            options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
-            return [Launch(layer_norm_forward_sweep_kernel, (rows,), (*tensors, *sizes), options)]
-
-
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -289,144 +226,8 @@ def _backward(
     return result
 
 
-def plan_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    residual: Tensor | None,
-    dresidual_out: Tensor | None,
-    epilogue: Epilogue,
-    out: Backward,
-    is_rms: bool,
-    config: launch.Backward | None = None,
-) -> list[Launch]:
-    """The launches of a backward pass over checked [rows, cols] tensors into `out`, workspaces allocated.
-
-    `config` overrides the table's choice, for benchmarks and compile checks.
-    """
-    rows, cols = x.shape
-    config = config or launch.choose_backward(cols, x.element_size())
-    strides = _row_strides(cols, dy, x, residual, dresidual_out)
-    vec = launch.vector_units(cols, *strides)
-    units = tuple(stride // vec for stride in strides)
-    dropout = _dropout_arguments(epilogue)
-    shared = _shared_options(vec, epilogue)
-    tensors = (dy, x, residual, dresidual_out, weight, bias)
-    sizes = (rows, cols // vec, *units)
-    options = {
-        "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps,
-        **shared,
-    }
-    match config:
-        case launch.BackwardTile():
-            pipelined = [t for t in (dy, x, residual, dresidual_out) if t is not None]
-            if not config.hold_weight:
-                pipelined += [t for t in (weight, bias if epilogue.activation != "none" else None) if t is not None]
-            config = launch.within_shared_memory(config, sum(t.element_size() for t in pipelined))
-            options["EVEN"] = cols == config.block_n * config.split
-            programs, mailbox, tile_options = _residents(x, config)
-            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs // config.split)
-            options |= {"IS_RMS": is_rms, "HOLD_WEIGHT": config.hold_weight, **tile_options}
-            arguments = (
-                *tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, mailbox, *sizes, eps, *dropout,
-            )  # fmt: skip
-            launches = [Launch(layer_norm_backward_tile_kernel, (programs,), arguments, options)]
-        case launch.BackwardSlab():
-            slabs = triton.cdiv(cols, config.block_n)
-            resident = multiprocessor_count(x.device) * config.programs_per_sm
-            tiles = min(triton.cdiv(rows, config.rows), max(1, resident // slabs))
-            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, tiles)
-            constants = x.new_empty((rows, 4), dtype=torch.float32)
-            rows_arguments = (
-                dy, x, residual, weight, bias, mean, rstd, constants, cols // vec, *units[:3], eps, *dropout,
-            )  # fmt: skip
-            rows_options = {
-                "BLOCK_N": config.rows_block_n,
-                "GROUP": 16 // x.element_size(),
-                "EVEN": cols % config.rows_block_n == 0,
-                "IS_RMS": is_rms,
-                "num_warps": config.rows_num_warps,
-                **shared,
-            }
-            even = cols % config.block_n == 0
-            options |= {"ROWS": config.rows, "STAGES": config.stages, "EVEN": even}
-            arguments = (*tensors, constants, out.dx, dweight_partial, dbias_partial, *sizes, *dropout)
-            launches = [
-                Launch(layer_norm_backward_rows_kernel, (rows,), rows_arguments, rows_options),
-                Launch(layer_norm_backward_slab_kernel, (slabs, tiles), arguments, options),
-            ]
-    if weight is not None or bias is not None:
-        launches.append(
-            Launch(
-                fold_partials_kernel,
-                (triton.cdiv(cols, launch.FOLD_BLOCK_N),),
-                (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, cols),
-                {
-                    "BLOCK_P": launch.FOLD_BLOCK_P,
-                    "BLOCK_N": launch.FOLD_BLOCK_N,
-                    "num_warps": launch.FOLD_NUM_WARPS,
-                },
-            )
-        )
-    return launches
-
-
-def _residents(
-    x: Tensor, config: launch.ForwardTile | launch.BackwardTile
-) -> tuple[int, Tensor | None, dict[str, object]]:
-    """Programs of a persistent tile kernel over x [rows, cols], their mailbox, and the kernel's options."""
-    groups = triton.cdiv(x.shape[0], config.rows)
-    if config.programs_per_sm:
-        resident = multiprocessor_count(x.device) * config.programs_per_sm
-        groups = max(1, min(groups, resident // config.split))
-    options: dict[str, object] = {
-        "ROWS": config.rows,
-        "STAGES": config.stages,
-        "SPLIT": config.split,
-    }
-    if config.split == 1:
-        return groups, None, options
-    programs = groups * config.split
-    return (
-        programs,
-        launch.mailbox(x.device, programs),
-        options | {"launch_cooperative_grid": True},
-    )
-
-
-def _partials(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, count: int
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """`count`, and workspaces [count, cols] for the partial dweight and dbias of as many programs."""
-    both = x.new_empty(((weight is not None) + (bias is not None), count, x.shape[1]), dtype=torch.float32)
-    return count, None if weight is None else both[0], None if bias is None else both[-1]
-
-
 def _rows_like(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
     if tensor is None:
         return None
     check_tensor(name, tensor, like=x)
     return as_rows(name, tensor)
-
-
-def _row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
-    """Elements between rows; cols where it does not matter, so that it costs no vector width."""
-    return tuple(cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors)
-
-
-def _dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
-    return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
-
-
-def _shared_options(vec: int, epilogue: Epilogue) -> dict[str, object]:
-    return {
-        "VEC": vec,
-        "ACTIVATION": epilogue.activation,
-        "DROPOUT": epilogue.dropout > 0.0,
-        "FAST": not INTERPRETED,
-    }

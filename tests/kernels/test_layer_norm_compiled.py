@@ -14,7 +14,7 @@ FUSED_COLS = (256, 1024, 8192, 32768)
 COMPILE = """
 import json, sys
 import torch
-from fusednorm import layer_norm_passes
+from fusednorm import layer_norm_plan
 from fusednorm.checks import Epilogue
 from fusednorm.inspection import inspect
 from fusednorm.results import Backward, Forward
@@ -29,8 +29,8 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
     )
     residual = x if activation == "silu" else None
     after = Epilogue(activation)
-    plan = layer_norm_passes.plan_forward(x, w, w, 1e-5, residual, after, Forward(x, residual_out=residual), False)
-    plan += layer_norm_passes.plan_backward(
+    plan = layer_norm_plan.plan_forward(x, w, w, 1e-5, residual, after, Forward(x, residual_out=residual), False)
+    plan += layer_norm_plan.plan_backward(
         x, x, w, w, 1e-5, statistic, statistic, residual, None, after, Backward(x, w, w), False
     )
     for launch in plan:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import fusednorm
 import torch
 import triton
+from fusednorm.device import copy_bandwidth
 from fusednorm.errors import KernelInputError
 from torch import Tensor
 
@@ -31,9 +32,6 @@ from normserve.errors import (
 from normserve.jobs import Batch, Execution, NormJob
 from normserve.tensors import HostTensor
 
-_COPY_BYTES = 2**30
-_COPIES = 5
-
 
 class TritonBackend:
     """Brings batches to the device through pinned memory, runs them, and brings the results back."""
@@ -46,7 +44,7 @@ class TritonBackend:
         return DeviceInfo(
             name=torch.cuda.get_device_name(),
             kind="cuda",
-            copy_bandwidth=_copy_bandwidth(),
+            copy_bandwidth=copy_bandwidth(torch.device("cuda", torch.cuda.current_device())),
             versions={
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -128,18 +126,3 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
-
-
-def _copy_bandwidth() -> float:
-    """Bytes a second, read plus written, of a copy that no cache holds: the best of a few."""
-    source = torch.ones(_COPY_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    fastest = float("inf")
-    for _ in range(_COPIES):
-        began, ended = _timed_event(), _timed_event()
-        began.record()
-        target.copy_(source)
-        ended.record()
-        ended.synchronize()
-        fastest = min(fastest, began.elapsed_time(ended) / 1000)
-    return 2 * _COPY_BYTES / fastest
