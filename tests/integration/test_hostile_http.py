@@ -247,12 +247,6 @@ def test_disconnect_while_sending_leaves_nothing_in_flight(server, api, until):
     until(lambda: inflight(api) == (0, 0))
 
 
-def departures(api, stage: str) -> float:
-    """Clients that left in that stage."""
-    found = re.search(rf'normserve_cancelled_total{{stage="{stage}"}} (\S+)', api.get("/metrics").text)
-    return float(found[1]) if found else 0.0
-
-
 def test_many_clients_that_leave_at_any_moment(server, api, until):
     body = npy(X.repeat(5_000, axis=0))
     request = head("/v1/layer_norm", f"Content-Length: {len(body)}") + body
