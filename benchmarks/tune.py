@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from fusednorm import launch, layer_norm_plan, traffic
 from fusednorm.checks import Epilogue
-from fusednorm.launch import BackwardSlab, BackwardTile, ForwardSweep, ForwardTile, Launch
+from fusednorm.launch import BackwardShared, BackwardSlab, BackwardTile, ForwardShared, ForwardSweep, ForwardTile, Launch
 from fusednorm.results import Backward, Forward
 
 from benchmarks.timing import Timer
@@ -51,46 +51,61 @@ X_BYTES = 256 << 20
 def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[launch.Forward | launch.Backward]:
     """Configurations that may suit rows of `cols` elements: bounded by registers and shared memory."""
     tensors = 1 if pass_ == "forward" else 2
-    for (chunks, block, split), rows, warps, stages, per_sm in itertools.product(
+    for (chunks, block), rows, warps, stages, per_sm in itertools.product(
         shapes(pass_, cols, itemsize), (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 3, 4), (0, 1, 2, 3, 4, 6)
     ):
         slab = chunks * block
         held = rows * slab // (32 * warps)
         registers = tensors * 32 * warps * (held * 2 + 32) * max(per_sm, 1)
         shared = tensors * rows * slab * itemsize * (stages - 1) * max(per_sm, 1)
-        if (stages == 1) != (per_sm == 0) or (stages == 1 and (split > 1 or tensors == 2)):
-            continue
-        if split > 1 and rows > 1:
+        if (stages == 1) != (per_sm == 0) or (stages == 1 and tensors == 2):
             continue
         if not 16 // tensors <= held <= 64 // tensors or (block < 8 * 32 and block < cols):
             continue
         if registers > 72_000 or shared > 220_000 or (stages > 1 and shared < 30_000):
             continue
         if pass_ == "forward":
-            yield ForwardTile(rows, chunks, block, warps, stages, per_sm, split)
+            yield ForwardTile(rows, chunks, block, warps, stages, per_sm)
         else:
-            yield BackwardTile(rows, block, warps, stages, per_sm, True, split)
+            yield BackwardTile(rows, block, warps, stages, per_sm, True)
     if pass_ == "forward":
         for block, warps in itertools.product((512, 1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32)):
             if 8 <= block // (32 * warps) <= 32 and 2 * block <= cols:
-                yield ForwardSweep(block, warps)
+                for ahead_per_sm in (0, 1, 2, 3, 4) if cols * itemsize > 16384 else (0,):
+                    yield ForwardSweep(block, warps, ahead_per_sm)
+        yield from shared_forward(cols, itemsize)
     elif cols > 8192:
         yield BackwardSlab(4096, 8, 1, 2048, 4, 4, 2)
+        yield from shared_backward(cols, itemsize)
 
 
-def shapes(pass_: str, cols: int, itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """(chunks, block, split) that hold a row with little waste."""
-    largest = (65536 if pass_ == "forward" else 16384) // itemsize
-    for split in (1, 2, 4, 8, 16, 32):
-        slab = -(-cols // split)
-        if slab > largest or (split > 1 and (cols < 12288 or slab < 4096)):
-            continue
+def shared_forward(cols: int, itemsize: int) -> Iterator[ForwardShared]:
+    """Slabs of 2 to 64 KB; as many as the registers that their data needs allow."""
+    for chunks, warps, lag in itertools.product((1, 2, 4), (4, 8, 16), (1, 2, 3)):
+        block = 256 * warps
+        if 8192 < cols and chunks * block < cols:
+            for resident_warps, ahead in itertools.product((16, 20, 24, 28, 32), (1, 2)):
+                registers = 2048 // resident_warps
+                if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= registers <= 128:
+                    yield ForwardShared(chunks, block, warps, resident_warps // warps, lag, ahead)
+
+
+def shared_backward(cols: int, itemsize: int) -> Iterator[BackwardShared]:
+    """Slabs of 8 or 16 columns a thread; as many as the registers that their data needs allow."""
+    for warps, per_thread, lag, ahead in itertools.product((4, 8), (8, 16), (1, 2, 3), (1, 2)):
+        for resident_warps in (8, 12, 16, 20, 24):
+            if resident_warps % warps == 0 and 2048 // resident_warps >= 20 + (4 + itemsize // 2) * per_thread:
+                yield BackwardShared(32 * warps * per_thread, warps, resident_warps // warps, lag, ahead)
+
+
+def shapes(pass_: str, cols: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """(chunks, block) that hold a row with little waste."""
+    if cols <= (65536 if pass_ == "forward" else 16384) // itemsize:
         choices = []
         for chunks in (1, 3, 5, 7) if pass_ == "forward" else (1,):
-            block = 1 << (-(-slab // chunks) - 1).bit_length()
+            block = 1 << (-(-cols // chunks) - 1).bit_length()
             choices.append((chunks * block, chunks, block))
-        _, chunks, block = min(choices)
-        yield chunks, block, split
+        yield min(choices)[1:]
 
 
 class Problem:
@@ -153,8 +168,8 @@ def main() -> None:
         for config in candidates(cell[0], cell[1], cell[2].itemsize)
         if re.search(arguments.only, repr(config))
     ]
-    # Kernels that differ in the number of programs alone are one.
-    kernels = {(*cell, replace(c, programs_per_sm=1) if hasattr(c, "programs_per_sm") else c) for *cell, c in work}
+    # Tiles that differ in the number of programs alone are one kernel.
+    kernels = {(*cell, replace(c, programs_per_sm=1) if isinstance(c, BackwardTile) else c) for *cell, c in work}
     began = time.monotonic()
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:

@@ -1,11 +1,13 @@
-"""Programs that share a row exchange two numbers a row through device memory, while all of them run.
+"""Programs that share a row tell one another two numbers a row through device memory, while all of them run.
 
 Only for cooperative launches, which start all programs or none: every program that is waited for is running.
 A slot of the mailbox is two 8-byte words, each a float32 and the tag of its round, written and read as one; so
 a reader that sees the tag has the value, and no fence is needed.  Tags grow for as long as a mailbox lives: the
 last program of a launch leaves the tag that it reached for the next launch, and nothing needs to be cleared.
-Slots alternate between odd and even rounds: a program writes round n only after it has read round n - 1 from
-all others, who had then read round n - 2.
+
+Rounds take turns in DEPTH sets of slots.  A program that posts LAG rounds ahead of what it has collected needs
+DEPTH > 2 * LAG + 1: it posts round n + LAG after it has collected round n - 1 from all others, who had then
+collected round n - 2 - LAG.
 """
 
 import triton
@@ -14,60 +16,39 @@ import triton.language as tl
 HEADER_WORDS = tl.constexpr(2)
 """8-byte words in front of the slots: the tag that the last launch reached, and programs that have left."""
 
+_POST = """{
+.reg .pred writer;
+.reg .b32 thread;
+.reg .b64 word_a, word_b;
+mov.u32 thread, %tid.x;
+setp.eq.u32 writer, thread, 0;
+mov.b64 word_a, {$2, $4};
+mov.b64 word_b, {$3, $4};
+@writer st.relaxed.gpu.global.v2.b64 [$1], {word_a, word_b};
+mov.u32 $0, 0;
+}"""
 
-@triton.constexpr_function
-def _exchange_assembly(split):
-    """PTX: one thread writes this program's slot; all read SPLIT slots of two words until every tag is there.
-
-    Outputs: the SPLIT values a, then the SPLIT values b.  Inputs: the addresses of this program's slot and of the
-    first, a, b, and the tag.  After some 20 s it traps: a failed launch rather than a device that hangs.
-    """
-    mine, first, a, b, tag = (f"${2 * split + i}" for i in range(5))
-    loads = [f"ld.relaxed.gpu.global.v2.b64 {{word_a{i}, word_b{i}}}, [{first}+{16 * i}];" for i in range(split)]
-    checks = [
-        line
-        for i in range(split)
-        for letter, output in (("a", i), ("b", split + i))
-        for line in (
-            f"mov.b64 {{${output}, seen}}, word_{letter}{i};",
-            f"xor.b32 seen, seen, {tag};",
-            "or.b32 missing, missing, seen;",
-        )
-    ]
-    return "\n".join(
-        [
-            "{",
-            ".reg .pred writer, waiting, lost;",
-            ".reg .b32 seen, missing, polls;",
-            f".reg .b64 word_a<{split}>, word_b<{split}>;",
-            "mov.u32 polls, %tid.x;",
-            "setp.eq.u32 writer, polls, 0;",
-            f"mov.b64 word_a0, {{{a}, {tag}}};",
-            f"mov.b64 word_b0, {{{b}, {tag}}};",
-            f"@writer st.relaxed.gpu.global.v2.b64 [{mine}], {{word_a0, word_b0}};",
-            "mov.u32 polls, 0;",
-            "again:",
-            *loads,
-            "mov.u32 missing, 0;",
-            *checks,
-            "add.u32 polls, polls, 1;",
-            "setp.gt.u32 lost, polls, 0x2000000;",
-            "@lost trap;",
-            "setp.ne.u32 waiting, missing, 0;",
-            "@waiting bra again;",
-            "}",
-        ]
-    )
-
-
-@triton.constexpr_function
-def _exchange_constraints(split):
-    return ",".join(["=&r"] * (2 * split) + ["l", "l", "r", "r", "r"])
-
-
-@triton.constexpr_function
-def _exchange_types(split):
-    return (tl.float32,) * (2 * split)
+# After some 20 s it traps: a failed launch rather than a device that hangs.
+_COLLECT = """{
+.reg .pred waiting, lost;
+.reg .b32 tag_a, tag_b, polls;
+.reg .b64 word_a, word_b;
+mov.u32 polls, 0;
+again:
+ld.relaxed.gpu.global.v2.b64 {word_a, word_b}, [$2];
+mov.b64 {$0, tag_a}, word_a;
+mov.b64 {$1, tag_b}, word_b;
+xor.b32 tag_a, tag_a, $3;
+xor.b32 tag_b, tag_b, $3;
+or.b32 tag_a, tag_a, tag_b;
+add.u32 polls, polls, 1;
+setp.gt.u32 lost, polls, 0x2000000;
+@lost trap;
+setp.ne.u32 waiting, tag_a, 0;
+@waiting bra again;
+}"""
+POST: tl.constexpr = tl.constexpr(_POST)
+COLLECT: tl.constexpr = tl.constexpr(_COLLECT)
 
 
 @triton.jit
@@ -77,29 +58,29 @@ def first_tag(mailbox_ptr):
 
 
 @triton.jit
-def exchange(mailbox_ptr, group, member, tag, a, b, SPLIT: tl.constexpr):
-    """The members' a and b, in the order of the members: two tuples of SPLIT float32 scalars.
+def slots(mailbox_ptr, group, tag, members, DEPTH: tl.constexpr):
+    """Where the members of a group post in the round `tag`: the first slot; they are 2 words apart."""
+    turn = (tag & (DEPTH - 1)).to(tl.int32)
+    return mailbox_ptr + HEADER_WORDS + (group * DEPTH + turn) * (2 * members)
 
-    Scalars, for a tile would be exchanged once for every register that holds a copy of it.
 
-    Args:
-        mailbox_ptr: int64 workspace of the stream, see `launch.mailbox`.
-        group: which row group this program works for; its members are the programs that exchange.
-        member: this program's place among the SPLIT members.
-        tag: uint32, the number of this round.
-        a, b: float32, the same in every thread.
+@triton.jit
+def post(slot_ptr, tag, a, b):
+    """Tell the other members a and b, float32 scalars that every thread holds; one thread writes.
+
+    Scalars, for a tile would be written once for every register that holds a copy of it.
     """
-    first = mailbox_ptr + HEADER_WORDS + (group * 2 + (tag & 1).to(tl.int32)) * (2 * SPLIT)
-    mine = first + member * 2
-    values = tl.inline_asm_elementwise(
-        _exchange_assembly(SPLIT),
-        _exchange_constraints(SPLIT),
-        [mine.to(tl.int64), first.to(tl.int64), a, b, tag],
-        dtype=_exchange_types(SPLIT),
-        is_pure=False,
-        pack=1,
+    tl.inline_asm_elementwise(
+        POST, "=r,l,r,r,r", [slot_ptr.to(tl.int64), a, b, tag], dtype=tl.int32, is_pure=False, pack=1
     )
-    return values[:SPLIT], values[SPLIT:]
+
+
+@triton.jit
+def collect(slot_ptrs, tag):
+    """What was posted to each of a tile of slots in the round `tag`, as two float32 tiles; waits until it is there."""
+    return tl.inline_asm_elementwise(
+        COLLECT, "=&r,=&r,l,r", [slot_ptrs.to(tl.int64), tag], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+    )
 
 
 @triton.jit

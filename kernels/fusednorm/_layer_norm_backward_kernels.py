@@ -9,10 +9,9 @@ order: no atomics and no locks, so every run gives the same bits.
 import triton
 import triton.language as tl
 
-from fusednorm._exchange import exchange, first_tag, leave
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter
-from fusednorm._row_moments import column_mask, load_rows, merge_moments, slab_moments, widened
+from fusednorm._row_moments import column_mask, load_rows, slab_moments, widened
 
 
 @triton.jit(
@@ -39,7 +38,6 @@ def layer_norm_backward_tile_kernel(
     dx_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
-    mailbox_ptr,
     rows: tl.int64,
     col_units,
     dy_row_units: tl.int64,
@@ -55,25 +53,17 @@ def layer_norm_backward_tile_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Persistent programs over tiles of ROWS rows; statistics not saved are taken from the tile.
-
-    With SPLIT > 1 a row belongs to SPLIT programs, a slab of BLOCK_N columns each, which exchange its sums; the
-    launch must be cooperative.
-    """
+    """Persistent programs over tiles of ROWS rows; statistics not saved are taken from the tile."""
     cols = col_units * VEC
-    inverse_n = 1.0 / cols.to(tl.float32)
-    group = tl.program_id(0) // SPLIT
-    groups = tl.num_programs(0) // SPLIT
-    member = tl.program_id(0) % SPLIT
-    first_col = member * BLOCK_N
-    col = first_col + tl.arange(0, BLOCK_N)[None, :]
+    n = cols.to(tl.float32)
+    inverse_n = 1.0 / n
+    col = tl.arange(0, BLOCK_N)[None, :]
     col_mask = column_mask(col, cols, EVEN)
     if HOLD_WEIGHT and weight_ptr is not None:
         held = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
@@ -85,12 +75,8 @@ def layer_norm_backward_tile_kernel(
         dbias = tl.zeros((ROWS, BLOCK_N), tl.float32)
 
     tiles = tl.cdiv(rows, ROWS)
-    if SPLIT > 1:
-        tl.static_assert(ROWS == 1, "programs that share a row hold one row at a time")
-        tag = first_tag(mailbox_ptr)
-        last_tag = tag + 2 * tl.cdiv(tiles, groups).to(tl.uint32)
 
-    for tile in tl.range(group, tiles, groups, num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < rows
         mask = row_mask & col_mask
@@ -112,14 +98,7 @@ def layer_norm_backward_tile_kernel(
             else:
                 x_hat = (h - tl.load(mean_ptr + row, mask=row_mask, other=0.0)) * rstd
         else:
-            count = tl.maximum(tl.minimum(cols - first_col, BLOCK_N), 1).to(tl.float32)
-            pivot, shift, square = slab_moments((h,), (col_mask,), count, EVEN, IS_RMS, FAST)
-            if SPLIT > 1:
-                slab_mean = pivot + shift
-                means, squares = exchange(mailbox_ptr, group, member, tag, tl.sum(slab_mean), tl.sum(square), SPLIT)
-                tag += 1
-                mean, square = merge_moments(means, squares, cols, BLOCK_N, IS_RMS)
-                shift += mean - slab_mean
+            pivot, shift, square = slab_moments((h,), (col_mask,), n, EVEN, IS_RMS, FAST)
             rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
             x_hat = (h - pivot) * rstd - shift * rstd
         if HOLD_WEIGHT and weight_ptr is not None:
@@ -138,7 +117,7 @@ def layer_norm_backward_tile_kernel(
             weight,
             bias,
             row,
-            first_col,
+            0,
             seed,
             dropout_threshold,
             dropout_scale,
@@ -159,14 +138,6 @@ def layer_norm_backward_tile_kernel(
             c2 = tl.zeros_like(c1)
         else:
             c1, c2 = sum_pair(g * x_hat, g, 1, FAST)
-        if SPLIT > 1:
-            slab_c1, slab_c2 = exchange(mailbox_ptr, group, member, tag, tl.sum(c1), tl.sum(c2), SPLIT)
-            tag += 1
-            c1 = slab_c1[0]
-            c2 = slab_c2[0]
-            for i in tl.static_range(1, SPLIT):
-                c1 += slab_c1[i]
-                c2 += slab_c2[i]
         dx = g - x_hat * (c1 * inverse_n)
         if not IS_RMS:
             dx -= c2 * inverse_n
@@ -181,9 +152,7 @@ def layer_norm_backward_tile_kernel(
             eviction_policy="evict_first",
         )
 
-    if SPLIT > 1:
-        leave(mailbox_ptr, last_tag)
-    partial_at = group.to(tl.int64) * cols + col
+    partial_at = tl.program_id(0).to(tl.int64) * cols + col
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
     if dbias_partial_ptr is not None:

@@ -7,11 +7,10 @@ known multiple of VEC and the compiler emits 128-bit accesses without specialisi
 import triton
 import triton.language as tl
 
-from fusednorm._exchange import exchange, first_tag, leave
+from fusednorm._prefetch import prefetch
 from fusednorm._row_moments import (
     column_mask,
     load_rows,
-    merge_moments,
     slab_moments,
     sweep_moments,
     widened,
@@ -51,7 +50,6 @@ def layer_norm_forward_tile_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
-    mailbox_ptr,
     rows: tl.int64,
     col_units,
     x_row_units: tl.int64,
@@ -66,7 +64,6 @@ def layer_norm_forward_tile_kernel(
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -74,23 +71,16 @@ def layer_norm_forward_tile_kernel(
 ):
     """Persistent programs over tiles of ROWS rows, read once through shared memory, STAGES - 1 tiles ahead.
 
-    A program holds CHUNKS blocks of BLOCK_N columns: row lengths like 5 * 1024 waste no lanes.  With SPLIT > 1 a
-    row belongs to SPLIT programs, which exchange its moments; the launch must then be cooperative.
+    A program holds CHUNKS blocks of BLOCK_N columns: row lengths like 5 * 1024 waste no lanes.
     """
     cols = col_units * VEC
-    slab: tl.constexpr = CHUNKS * BLOCK_N
-    group = tl.program_id(0) // SPLIT
-    groups = tl.num_programs(0) // SPLIT
-    member = tl.program_id(0) % SPLIT
-    first_col = member * slab
     n = cols.to(tl.float32)
-    count = tl.maximum(tl.minimum(cols - first_col, slab), 1).to(tl.float32)
     columns = ()
     col_masks = ()
     weights = ()
     biases = ()
     for i in tl.static_range(CHUNKS):
-        col = first_col + i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         col_mask = column_mask(col, cols, EVEN)
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
@@ -99,12 +89,8 @@ def layer_norm_forward_tile_kernel(
         if bias_ptr is not None:
             biases = biases + (tl.load(bias_ptr + col, mask=col_mask, other=0.0),)
     tiles = tl.cdiv(rows, ROWS)
-    if SPLIT > 1:
-        tl.static_assert(ROWS == 1, "programs that share a row hold one row at a time")
-        tag = first_tag(mailbox_ptr)
-        last_tag = tag + tl.cdiv(tiles, groups).to(tl.uint32)
 
-    for tile in tl.range(group, tiles, groups, num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < rows
         chunks = ()
@@ -115,21 +101,14 @@ def layer_norm_forward_tile_kernel(
                 row * (x_row_units * VEC) + columns[i],
                 row * (residual_row_units * VEC) + columns[i],
                 row_mask & col_masks[i],
-                "evict_first",
+                "",
                 FAST,
             )
             chunks = chunks + (h,)
-        pivot, shift, square = slab_moments(chunks, col_masks, count, EVEN, IS_RMS, FAST)
-        mean = pivot + shift
-        if SPLIT > 1:
-            means, squares = exchange(mailbox_ptr, group, member, tag, tl.sum(mean), tl.sum(square), SPLIT)
-            tag += 1
-            slab_mean = mean
-            mean, square = merge_moments(means, squares, cols, slab, IS_RMS)
-            shift += mean - slab_mean
+        pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
         rstd = 1.0 / tl.sqrt(square / n + eps)
         if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean, mask=row_mask)
+            tl.store(mean_ptr + row, pivot + shift, mask=row_mask)
         if rstd_ptr is not None:
             tl.store(rstd_ptr + row, rstd, mask=row_mask)
 
@@ -138,7 +117,7 @@ def layer_norm_forward_tile_kernel(
             y_at = row * cols.to(tl.int64) + columns[i]
             if residual_out_ptr is not None:
                 residual_out = chunks[i].to(residual_out_ptr.dtype.element_ty)
-                tl.store(residual_out_ptr + y_at, residual_out, mask=mask, eviction_policy="evict_first")
+                tl.store(residual_out_ptr + y_at, residual_out, mask=mask)
             if IS_RMS:
                 y = chunks[i] * rstd
             else:
@@ -150,7 +129,7 @@ def layer_norm_forward_tile_kernel(
             y = finish(
                 y,
                 row,
-                first_col + i * BLOCK_N,
+                i * BLOCK_N,
                 seed,
                 dropout_threshold,
                 dropout_scale,
@@ -158,12 +137,10 @@ def layer_norm_forward_tile_kernel(
                 DROPOUT,
                 FAST,
             )
-            tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    if SPLIT > 1:
-        leave(mailbox_ptr, last_tag)
+            tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
+@triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
 def layer_norm_forward_sweep_kernel(
     x_ptr,
     residual_ptr,
@@ -173,6 +150,7 @@ def layer_norm_forward_sweep_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    ahead,
     col_units,
     x_row_units: tl.int64,
     residual_row_units: tl.int64,
@@ -184,6 +162,7 @@ def layer_norm_forward_sweep_kernel(
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -198,6 +177,8 @@ def layer_norm_forward_sweep_kernel(
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
+    if AHEAD and tl.program_id(0) + ahead < tl.num_programs(0):
+        prefetch(x_ptr + (tl.program_id(0).to(tl.int64) + ahead) * (x_row_units * VEC), cols)
     rough, shift, variance = sweep_moments(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
     )
@@ -207,7 +188,7 @@ def layer_norm_forward_sweep_kernel(
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
 
-    for step in range(0, chunks):
+    for step in range(0, chunks if y_ptr is not None else 0):
         first_col = (chunks - 1 - step) * BLOCK_N
         at = col + first_col
         mask = column_mask(at, cols, EVEN)

@@ -25,6 +25,12 @@ def sum_pair(a, b, AXIS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def total_pair(a, b):
+    """Sums of all of a and of all of b, both 1-D, as scalars, through one reduction tree."""
+    return tl.reduce((a, b), 0, _add_pairs)
+
+
+@triton.jit
 def rounded_product(a, b, FAST: tl.constexpr):
     """a * b, rounded; never contracted into an addition.
 

@@ -84,30 +84,7 @@ def slab_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr,
 
 
 @triton.jit
-def merge_moments(means, squares, cols, SLAB: tl.constexpr, IS_RMS: tl.constexpr):
-    """Mean and sum of squares of rows, from tuples of those of their slabs of SLAB columns (Chan's formula)."""
-    square = squares[0]
-    for i in tl.static_range(1, len(squares)):
-        square += squares[i]
-    if IS_RMS:
-        mean = tl.zeros_like(square)
-    else:
-        # All about the first slab's mean, so that nothing cancels when the mean is large.
-        shift = tl.zeros_like(square)
-        for i in tl.static_range(1, len(means)):
-            count = tl.minimum(tl.maximum(cols - i * SLAB, 0), SLAB).to(tl.float32)
-            delta = means[i] - means[0]
-            shift += delta * count
-            square += delta * delta * count
-        n = cols.to(tl.float32)
-        shift = shift / n
-        square = tl.maximum(square - shift * shift * n, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        mean = means[0] + shift
-    return mean, square
-
-
-@triton.jit
-def _lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
+def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
     """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 
     A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
@@ -184,5 +161,5 @@ def sweep_moments(
         shift = tl.zeros((1, 1), tl.float32)
         variance = tl.sum(sum_2, 0, keep_dims=True) / n
     else:
-        rough, shift, variance = _lane_moments(pivot, sum_1, sum_2, count, n, FAST)
+        rough, shift, variance = lane_moments(pivot, sum_1, sum_2, count, n, FAST)
     return rough, shift, variance

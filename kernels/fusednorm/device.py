@@ -12,9 +12,9 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 @cache
 def multiprocessor_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; a small stand-in under the interpreter."""
+    """Streaming multiprocessors of a CUDA device; an H200's for meta tensors, a small stand-in on the CPU."""
     if device.type != "cuda":
-        return 2
+        return 132 if device.type == "meta" else 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -16,6 +16,9 @@ MAX_VEC = 8
 SHARED_BYTES_PER_SM = 200 << 10
 """Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
 
+REGISTERS_PER_SM = 65536
+"""Registers of a multiprocessor, of every architecture since Kepler."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -41,7 +44,6 @@ class ForwardTile:
     """Programs over tiles of `rows` rows by `chunks` blocks of `block_n` columns.
 
     Persistent, `stages` - 1 tiles ahead in shared memory; or one program a tile where `programs_per_sm` is 0.
-    `split` programs share a row, each with its own columns, and exchange its moments while all run.
     """
 
     rows: int
@@ -50,23 +52,41 @@ class ForwardTile:
     num_warps: int
     stages: int
     programs_per_sm: int
-    split: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardSweep:
-    """One row a program, swept twice in chunks of `block_n` columns."""
+    """One row a program, swept twice in chunks of `block_n` columns.
+
+    The row that many multiprocessors times `ahead_per_sm` on is asked into L2 meanwhile.
+    """
 
     block_n: int
     num_warps: int
+    ahead_per_sm: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardShared:
+    """Programs that share a row, a slab of `chunks` chunks of `block_n` columns each, swept twice.
+
+    `programs_per_sm` of them are resident; they exchange the row's moments, and a slab is swept again `lag` rows after
+    its moments went out.  The slab `ahead` rows on is asked into L2 meanwhile.
+    """
+
+    chunks: int
+    block_n: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
     """Persistent programs over tiles of `rows` rows, `stages` - 1 tiles ahead in shared memory.
 
-    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.  `split`
-    programs share a row, a slab of `block_n` columns each, and exchange its sums while all run.
+    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.
     """
 
     rows: int
@@ -75,7 +95,20 @@ class BackwardTile:
     stages: int
     programs_per_sm: int
     hold_weight: bool
-    split: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardShared:
+    """Programs that share rows, a slab of `block_n` columns each; they exchange the row's sums.
+
+    `programs_per_sm` of them are resident; a slab is read again `lag` rows after its sums went out.  The slabs `ahead` rows on are asked into L2 meanwhile.
+    """
+
+    block_n: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +124,8 @@ class BackwardSlab:
     programs_per_sm: int
 
 
-Forward = ForwardTile | ForwardSweep
-Backward = BackwardTile | BackwardSlab
+Forward = ForwardTile | ForwardSweep | ForwardShared
+Backward = BackwardTile | BackwardShared | BackwardSlab
 
 # Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
 # An entry serves every row up to its number of columns, by bytes of an element of x.
@@ -171,6 +204,12 @@ def choose_forward(cols: int, itemsize: int) -> Forward:
     return _sweep(cols, itemsize)
 
 
+def choose_statistics(cols: int, itemsize: int) -> Forward:
+    """The configuration for mean and rstd alone."""
+    choice = choose_forward(cols, itemsize)
+    return choice if isinstance(choice, ForwardShared) else _sweep(cols, itemsize)
+
+
 def _sweep(cols: int, itemsize: int) -> ForwardSweep:
     """Two chunks where the row length allows it: the first is loaded before the loop, the second by its only turn.
 
@@ -206,13 +245,13 @@ def _mailbox(device: torch.device, stream: int, words: int) -> torch.Tensor:
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
-def mailbox(device: torch.device, programs: int) -> torch.Tensor:
-    """The workspace of `_exchange` for a launch of `programs` programs.
+def mailbox(device: torch.device, slots: int) -> torch.Tensor:
+    """The workspace of `_exchange` for a launch with as many slots in all.
 
     One for each stream, zero when it is new; launches on a stream follow one another and leave it ready for the
     next.  A launch that is captured into a graph gets one of its own, cleared at every replay.
     """
-    words = 1 << (2 + 4 * programs).bit_length()
+    words = 1 << (2 + 2 * slots).bit_length()
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=device)
     return _mailbox(device, torch.cuda.current_stream(device).cuda_stream, words)

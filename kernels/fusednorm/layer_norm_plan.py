@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fusednorm import launch
 from fusednorm._layer_norm_backward_kernels import fold_partials_kernel, layer_norm_backward_tile_kernel
+from fusednorm._layer_norm_backward_shared_kernels import layer_norm_backward_shared_kernel
 from fusednorm._layer_norm_backward_slab_kernels import (
     layer_norm_backward_rows_kernel,
     layer_norm_backward_slab_kernel,
@@ -14,6 +15,7 @@ from fusednorm._layer_norm_forward_kernels import (
     layer_norm_forward_sweep_kernel,
     layer_norm_forward_tile_kernel,
 )
+from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_shared_kernel
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.epilogue import dropout_threshold
@@ -36,11 +38,28 @@ def plan_forward(
 
     `config` overrides the table's choice, for benchmarks and compile checks.
     """
-    rows, cols = x.shape
+    cols = x.shape[1]
     config = config or launch.choose_forward(cols, x.element_size())
+    outputs = (out.y, out.residual_out, out.mean, out.rstd)
+    return [_forward_launch(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config)]
+
+
+def _forward_launch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    epilogue: Epilogue,
+    outputs: tuple[Tensor | None, ...],
+    is_rms: bool,
+    config: launch.Forward,
+) -> Launch:
+    """One forward launch; `outputs` are y, residual_out, mean and rstd, y None for the statistics alone."""
+    rows, cols = x.shape
     strides = _row_strides(cols, x, residual)
     vec = launch.vector_units(cols, *strides)
-    tensors = (x, residual, weight, bias, out.y, out.residual_out, out.mean, out.rstd)
+    tensors = (x, residual, weight, bias, *outputs)
     sizes = (cols // vec, *(stride // vec for stride in strides), eps, *_dropout_arguments(epilogue))
     options = {
         "BLOCK_N": config.block_n,
@@ -52,20 +71,38 @@ def plan_forward(
         case launch.ForwardTile():
             options |= {
                 "CHUNKS": config.chunks,
-                "EVEN": cols == config.chunks * config.block_n * config.split,
+                "EVEN": cols == config.chunks * config.block_n,
+                "ROWS": config.rows,
+                "STAGES": config.stages,
             }
-            programs, mailbox, tile_options = _residents(x, config)
-            return [
-                Launch(
-                    layer_norm_forward_tile_kernel,
-                    (programs,),
-                    (*tensors, mailbox, rows, *sizes),
-                    options | tile_options,
-                )
-            ]
+            arguments = (*tensors, rows, *sizes)
+            return Launch(layer_norm_forward_tile_kernel, (_tile_programs(x, config),), arguments, options)
         case launch.ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
-            return [Launch(layer_norm_forward_sweep_kernel, (rows,), (*tensors, *sizes), options)]
+            options["AHEAD"] = config.ahead_per_sm > 0 and vec * x.element_size() >= 16
+            arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
+            return Launch(layer_norm_forward_sweep_kernel, (rows,), arguments, options)
+        case launch.ForwardShared():
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            piece = config.chunks * config.block_n
+            slab = piece * triton.cdiv(cols, piece * resident)
+            members = triton.cdiv(cols, slab)
+            programs = min(rows, resident // members) * members
+            depth = triton.next_power_of_2(2 * config.lag)
+            options |= {
+                "EVEN": cols % slab == 0,
+                "WHOLE": slab == piece,
+                "CHUNKS": config.chunks,
+                "GROUP": 16 // x.element_size(),
+                "SLOTS": triton.next_power_of_2(members),
+                "DEPTH": depth,
+                "LAG": config.lag,
+                "AHEAD": config.ahead if vec * x.element_size() >= 16 else 0,
+                **_resident_options(config),
+            }
+            mailbox = launch.mailbox(x.device, depth * programs)
+            arguments = (*tensors, mailbox, rows, members, slab // vec, *sizes)
+            return Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)
 
 
 def plan_backward(
@@ -107,14 +144,46 @@ def plan_backward(
             if not config.hold_weight:
                 pipelined += [t for t in (weight, bias if epilogue.activation != "none" else None) if t is not None]
             config = launch.within_shared_memory(config, sum(t.element_size() for t in pipelined))
-            options["EVEN"] = cols == config.block_n * config.split
-            programs, mailbox, tile_options = _residents(x, config)
-            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs // config.split)
-            options |= {"IS_RMS": is_rms, "HOLD_WEIGHT": config.hold_weight, **tile_options}
-            arguments = (
-                *tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, mailbox, *sizes, eps, *dropout,
-            )  # fmt: skip
+            programs = _tile_programs(x, config)
+            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs)
+            options |= {
+                "EVEN": cols == config.block_n,
+                "ROWS": config.rows,
+                "STAGES": config.stages,
+                "HOLD_WEIGHT": config.hold_weight,
+                "IS_RMS": is_rms,
+            }
+            arguments = (*tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, *sizes, eps, *dropout)
             launches = [Launch(layer_norm_backward_tile_kernel, (programs,), arguments, options)]
+        case launch.BackwardShared():
+            launches = []
+            if rstd is None:
+                rstd = x.new_empty(rows, dtype=torch.float32)
+                mean = None if is_rms else torch.empty_like(rstd)
+                outputs = (None, None, mean, rstd)
+                statistics = launch.choose_statistics(cols, x.element_size())
+                launches.append(
+                    _forward_launch(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
+                )
+            members = triton.cdiv(cols, config.block_n)
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            groups = min(rows, resident // members)
+            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, groups)
+            depth = triton.next_power_of_2(2 * config.lag)
+            options |= {
+                "EVEN": cols % config.block_n == 0,
+                "SLOTS": triton.next_power_of_2(members),
+                "DEPTH": depth,
+                "LAG": config.lag,
+                "AHEAD": config.ahead if vec * x.element_size() >= 16 else 0,
+                "IS_RMS": is_rms,
+                **_resident_options(config),
+            }
+            mailbox = launch.mailbox(x.device, depth * groups * members)
+            arguments = (
+                *tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, mailbox, rows, members, *sizes[1:], *dropout,
+            )  # fmt: skip
+            launches.append(Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options))
         case launch.BackwardSlab():
             slabs = triton.cdiv(cols, config.block_n)
             resident = multiprocessor_count(x.device) * config.programs_per_sm
@@ -155,27 +224,18 @@ def plan_backward(
     return launches
 
 
-def _residents(
-    x: Tensor, config: launch.ForwardTile | launch.BackwardTile
-) -> tuple[int, Tensor | None, dict[str, object]]:
-    """Programs of a persistent tile kernel over x [rows, cols], their mailbox, and the kernel's options."""
-    groups = triton.cdiv(x.shape[0], config.rows)
-    if config.programs_per_sm:
-        resident = multiprocessor_count(x.device) * config.programs_per_sm
-        groups = max(1, min(groups, resident // config.split))
-    options: dict[str, object] = {
-        "ROWS": config.rows,
-        "STAGES": config.stages,
-        "SPLIT": config.split,
-    }
-    if config.split == 1:
-        return groups, None, options
-    programs = groups * config.split
-    return (
-        programs,
-        launch.mailbox(x.device, programs),
-        options | {"launch_cooperative_grid": True},
-    )
+def _tile_programs(x: Tensor, config: launch.ForwardTile | launch.BackwardTile) -> int:
+    """Programs of a tile kernel over x [rows, cols]."""
+    tiles = triton.cdiv(x.shape[0], config.rows)
+    if not config.programs_per_sm:
+        return tiles
+    return min(tiles, multiprocessor_count(x.device) * config.programs_per_sm)
+
+
+def _resident_options(config: launch.ForwardShared | launch.BackwardShared) -> dict[str, object]:
+    """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
+    registers = launch.REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm)
+    return {"maxnreg": min(255, registers // 8 * 8), "launch_cooperative_grid": True}
 
 
 def _partials(

@@ -1,0 +1,23 @@
+"""Asking for memory before it is loaded."""
+
+import triton
+import triton.language as tl
+
+_PREFETCH = """{
+.reg .pred asker;
+.reg .b32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 asker, thread, 0;
+@asker cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.u32 $0, 0;
+}"""
+PREFETCH: tl.constexpr = tl.constexpr(_PREFETCH)
+
+
+@triton.jit
+def prefetch(ptr, count):
+    """Bring `count` elements from `ptr` on, both multiples of 16 bytes, into L2, without waiting for them."""
+    nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1
+    )
