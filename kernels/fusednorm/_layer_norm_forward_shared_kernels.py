@@ -173,6 +173,7 @@ def layer_norm_forward_shared_kernel(
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     WHOLE: tl.constexpr,
+    EQUAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -254,7 +255,10 @@ def layer_norm_forward_shared_kernel(
                 square = tl.sum(squares)
             else:
                 means = tl.where(present, means, 0.0)
-                _, mean, square = tl.reduce((count_of_other, means, squares), 0, _merge)
+                if EQUAL:
+                    _, mean, square = tl.reduce((count_of_other, means, squares), 0, _merge_even)
+                else:
+                    _, mean, square = tl.reduce((count_of_other, means, squares), 0, _merge)
                 main = late_pivot + mean
                 rest = (late_pivot - main) + mean
             rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)

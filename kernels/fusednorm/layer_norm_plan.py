@@ -92,6 +92,7 @@ def _forward_launch(
             options |= {
                 "EVEN": cols % slab == 0,
                 "WHOLE": slab == piece,
+                "EQUAL": cols == slab * triton.next_power_of_2(members),
                 "CHUNKS": config.chunks,
                 "GROUP": 16 // x.element_size(),
                 "SLOTS": triton.next_power_of_2(members),
