@@ -43,6 +43,7 @@ def plain_torch(cell: Cell, x: Tensor, weight: Tensor, bias: Tensor | None, resi
 
 
 def ours(problem: Problem) -> Run:
+    """The launchers, without autograd."""
     cell = problem.cell
     leading = (problem.x, cell.groups) if cell.groups else (problem.x,)
     parameters = (problem.weight,) if cell.op == "rms_norm" else (problem.weight, problem.bias)
@@ -59,10 +60,12 @@ def ours(problem: Problem) -> Run:
 
 
 def eager(problem: Problem) -> Run:
+    """`plain_torch` as it stands."""
     return _differentiated(problem, plain_torch)
 
 
 def compiled(problem: Problem) -> Run:
+    """`plain_torch` under torch.compile, for this shape alone."""
     torch.compiler.reset()
     return _differentiated(problem, torch.compile(plain_torch, dynamic=False))
 

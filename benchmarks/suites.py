@@ -1,8 +1,8 @@
 """Lists of cells by name.
 
 The suites of LayerNorm and RMSNorm: `plain`, `residual`, `activation` and `dropout` sweep the row length with x of
-256 MiB, `odd` likewise over lengths that no vector access fits or that are no power of two's multiple; `few_rows`,
-`small` and `tutorial` name their rows.  `layer_norm` is all of these.  `first` is a short look at everything.
+256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks; `few_rows`, `small` and `tutorial` name
+their rows.  `layer_norm` is all of these.  `first` is a short look at everything.
 """
 
 from collections.abc import Callable, Iterable, Iterator

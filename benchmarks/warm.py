@@ -26,7 +26,8 @@ def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> Non
     work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
     began = time.monotonic()
     taken = run_in_workers(run_once, work, max(1, (os.cpu_count() or 2) - 2), seconds)
-    print(f"compiled {taken} of {len(work)} in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    took = time.monotonic() - began
+    print(f"compiling ahead: {taken} of {len(work)} begun, failures above, {took:.0f} s", file=sys.stderr)
 
 
 def run_once(item: tuple[Cell, str]) -> None:

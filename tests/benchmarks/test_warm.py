@@ -25,7 +25,7 @@ def test_all_but_eager_torch_is_compiled(taken_on, capsys):
     cells = cells_of(["small"])
     warm.warm(cells, ["fusednorm", "torch", "compile"], seconds=1)
     assert taken_on == [(cell, provider) for cell in cells for provider in ("fusednorm", "compile")]
-    assert "compiled 20 of 20" in capsys.readouterr().err
+    assert "20 of 20 begun" in capsys.readouterr().err
 
 
 def test_the_place_of_the_cache_is_settled_before_workers_start(taken_on, monkeypatch):
