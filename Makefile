@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu bench load image test-image
+.PHONY: serve test check test-gpu bench plots load image test-image
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -34,7 +34,8 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The next two run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be installed.
+# test-gpu and bench run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be
+# installed.  On a terminal bench wants rich, too.
 ON_GPU = PYTHONPATH=kernels:service:loadtest $(PYTHON) -m
 
 test-gpu:
@@ -44,6 +45,9 @@ SUITE ?= first
 
 bench:
 	$(ON_GPU) benchmarks --suite $(SUITE) --out benchmarks/results/$(SUITE).csv
+
+plots: .venv/.dev
+	$(BIN)/python -m benchmarks.plots benchmarks/results/$(SUITE).csv --out docs/plots
 
 URL ?= http://127.0.0.1:8000
 

@@ -1,75 +1,24 @@
-"""Who is timed: one function a provider, which turns a problem into a call, or into None where it has none.
+"""Who is timed: one function a provider, which turns a problem into a run, or into None where it has none.
 
-A provider that cannot be imported is left out.  Every call is the whole pass: with a residual or an activation,
-whatever the provider needs for them is inside.
+Every run is the whole pass: with a residual, an activation or dropout, whatever the provider needs for them is
+inside.
 """
 
-import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+import importlib
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import fusednorm
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import traffic
 from torch import Tensor
 
+from benchmarks import peers
 from benchmarks.cells import Cell
+from benchmarks.problem import EPS, SEED, Problem, Results, Run, present
 
-Call = Callable[[], tuple[Tensor, ...]]
-EPS = 1e-5
-
-
-@dataclass
-class Problem:
-    """The tensors of one cell, random and on the GPU."""
-
-    cell: Cell
-
-    def _random(self) -> Tensor:
-        x = torch.randn(self.cell.shape, device="cuda", dtype=self.dtype)
-        return x if self.cell.layout != "nhwc" else _channels_last(x)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.cell.dtype)  # type: ignore[no-any-return]
-
-    @cached_property
-    def x(self) -> Tensor:
-        return self._random()
-
-    @cached_property
-    def dy(self) -> Tensor:
-        return self._random()
-
-    @cached_property
-    def residual(self) -> Tensor | None:
-        return self._random() if self.cell.variant == "residual" else None
-
-    @cached_property
-    def weight(self) -> Tensor:
-        size = self.cell.shape[1] if self.cell.groups else self.cell.shape[-1]
-        return torch.randn(size, device="cuda", dtype=self.dtype)
-
-    @cached_property
-    def bias(self) -> Tensor | None:
-        return None if self.cell.op == "rms_norm" else torch.randn_like(self.weight)
-
-    @property
-    def min_bytes(self) -> int:
-        """The fewest bytes that the pass must move."""
-        size, numel = self.x.element_size(), self.x.numel()
-        extra = size if self.residual is not None else 0
-        if self.cell.pass_ == "forward":
-            return traffic.forward_bytes(numel, size, size, residual=extra, residual_out=extra)
-        return traffic.backward_bytes(numel, size, size, residual=extra)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    axes = [0, *range(2, x.ndim), 1]
-    return x.permute(axes).contiguous().permute([0, x.ndim - 1, *range(1, x.ndim - 1)])
+Provider = Callable[[Problem], Run | None]
 
 
 def plain_torch(cell: Cell, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
@@ -81,99 +30,106 @@ def plain_torch(cell: Cell, x: Tensor, weight: Tensor, bias: Tensor | None, resi
         y = F.rms_norm(h, x.shape[-1:], weight, EPS)
     else:
         y = F.group_norm(h, cell.groups, weight, bias, EPS)
-    match cell.activation:
+    match cell.spec.activation:
         case "relu":
             y = F.relu(y)
         case "silu":
             y = F.silu(y)
         case "gelu_tanh":
             y = F.gelu(y, approximate="tanh")
+    if cell.spec.dropout:
+        y = F.dropout(y, cell.spec.dropout)
     return y if residual is None else (y, h)
 
 
-def ours(problem: Problem) -> Call:
+def ours(problem: Problem) -> Run:
+    """The launchers, without autograd."""
     cell = problem.cell
     leading = (problem.x, cell.groups) if cell.groups else (problem.x,)
     parameters = (problem.weight,) if cell.op == "rms_norm" else (problem.weight, problem.bias)
-    options = {"eps": EPS, "activation": cell.activation, "residual": problem.residual}
+    options = {"eps": EPS, "activation": cell.spec.activation, "residual": problem.residual}
+    if cell.spec.dropout:
+        options |= {"dropout": cell.spec.dropout, "seed": SEED}
     forward = getattr(fusednorm, f"{cell.op}_forward")
     if cell.pass_ == "forward":
-        return lambda: _present(forward(*leading, *parameters, **options))
+        return Run(lambda: present(forward(*leading, *parameters, **options)))
     backward = getattr(fusednorm, f"{cell.op}_backward")
     saved = forward(*leading, *parameters, stats=True, **options)
     statistics = {"rstd": saved.rstd} if cell.op == "rms_norm" else {"mean": saved.mean, "rstd": saved.rstd}
-    return lambda: _present(backward(problem.dy, *leading, *parameters, **statistics, **options))
+    return Run(lambda: present(backward(problem.dy, *leading, *parameters, **statistics, **options)))
 
 
-def _present(result: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    return tuple(t for t in result if t is not None)
-
-
-def _differentiated(problem: Problem, function: Callable[..., Any]) -> Call:
-    """The pass through autograd: the backward graph is kept, so that it alone is timed."""
-    if problem.cell.pass_ == "forward":
-
-        def forward() -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                result = function(problem.cell, problem.x, problem.weight, problem.bias, problem.residual)
-            return result if isinstance(result, tuple) else (result,)
-
-        return forward
-    leaves = [t.detach().requires_grad_() for t in _present((problem.x, problem.weight, problem.bias))]
-    bias = leaves[2] if problem.bias is not None else None
-    y = function(problem.cell, leaves[0], leaves[1], bias, problem.residual)
-    return lambda: torch.autograd.grad(y, leaves, problem.dy, retain_graph=True)
-
-
-def eager(problem: Problem) -> Call:
+def eager(problem: Problem) -> Run:
+    """`plain_torch` as it stands."""
     return _differentiated(problem, plain_torch)
 
 
-def compiled(problem: Problem) -> Call:
-    torch._dynamo.reset()
+def compiled(problem: Problem) -> Run:
+    """`plain_torch` under torch.compile, for this shape alone."""
+    torch.compiler.reset()
     return _differentiated(problem, torch.compile(plain_torch, dynamic=False))
 
 
-def liger(problem: Problem) -> Call | None:
+def _differentiated(problem: Problem, function: Callable[..., Any]) -> Run:
+    """The pass through autograd: the backward graph is kept, so that it alone is timed."""
     cell = problem.cell
-    if cell.variant != "plain" or cell.layout == "nhwc":
-        return None
-    if cell.op == "group_norm":
-        return _liger_group_norm(problem)
-    if cell.op == "rms_norm":
-        return None
-    from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
-
-    forward = layer_norm_forward(problem.x, problem.weight, problem.bias, EPS)
     if cell.pass_ == "forward":
-        return lambda: layer_norm_forward(problem.x, problem.weight, problem.bias, EPS)[:1]
-    mean, rstd = forward[2], forward[3]
-    return lambda: layer_norm_backward(problem.dy, problem.x, problem.weight, problem.bias, mean, rstd)
+
+        def forward() -> Results:
+            with torch.no_grad():
+                result = function(cell, problem.x, problem.weight, problem.bias, problem.residual)
+            return result if isinstance(result, tuple) else (result,)
+
+        return Run(forward, keep=(lambda results: results[0] != 0) if cell.spec.dropout else None)
+
+    def graph(tensors: Results, residual: Tensor | None) -> tuple[Tensor, Results]:
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
+        bias = leaves[2] if problem.bias is not None else None
+        torch.manual_seed(SEED)
+        result = function(cell, leaves[0], leaves[1], bias, residual)
+        return result if residual is None else result[0], leaves
+
+    inputs, residual = present((problem.x, problem.weight, problem.bias)), problem.residual
+    y, leaves = graph(inputs, residual)
+    mask = None
+    if cell.spec.dropout:
+        # Of ones everywhere y is not 0 but where the same mask makes it 0.
+        ones = tuple(map(torch.ones_like, inputs))
+        mask = graph(ones, None if residual is None else torch.ones_like(residual))[0].detach() != 0
+    return Run(
+        lambda: torch.autograd.grad(y, leaves, problem.dy, retain_graph=True),
+        keep=None if mask is None else lambda _: mask,
+    )
 
 
-def _liger_group_norm(problem: Problem) -> Call:
-    from liger_kernel.ops.group_norm import group_norm_backward, group_norm_forward
-
-    n, c, *spatial = problem.cell.shape
-    groups, x, dy = problem.cell.groups, problem.x.view(n, c, -1), problem.dy.view(n, c, -1)
-    arguments = (c, groups, problem.weight, problem.bias, EPS)
-    forward = group_norm_forward(x, *arguments)
-    if problem.cell.pass_ == "forward":
-        return lambda: (group_norm_forward(x, *arguments)[0].view(n, c, *spatial),)
-    mean, rstd = forward[2], forward[3]
-
-    def backward() -> tuple[Tensor, ...]:
-        dx, *parameters = group_norm_backward(dy, x, problem.weight, problem.bias, mean, rstd, c, groups)
-        return (dx.view(n, c, *spatial), *parameters)
-
-    return backward
-
-
-def copy(problem: Problem) -> Call:
+def copy(problem: Problem) -> Run:
+    """The roof: a copy of x."""
     target = torch.empty_like(problem.x)
-    return lambda: (target.copy_(problem.x),)
+    return Run(lambda: (target.copy_(problem.x),))
 
 
-PROVIDERS: dict[str, Callable[[Problem], Call | None]] = {"fusednorm": ours, "torch": eager, "compile": compiled}
-if importlib.util.find_spec("liger_kernel"):
-    PROVIDERS["liger"] = liger
+PROVIDERS: dict[str, Provider] = {
+    "fusednorm": ours,
+    "torch": eager,
+    "compile": compiled,
+    "liger": peers.liger,
+    "quack": peers.quack,
+    "tutorial": peers.tutorial,
+}
+
+PACKAGES = {"liger": "liger_kernel", "quack": "quack"}
+"""What must be importable for a provider to take part."""
+
+
+def available(names: Iterable[str]) -> dict[str, Provider]:
+    """Those of `names` whose packages can be imported, in that order; stderr says who is left out and why."""
+    found = {}
+    for name in names:
+        try:
+            if name in PACKAGES:
+                importlib.import_module(PACKAGES[name])
+        except Exception as error:  # a package may be there and fail in its own ways, a missing .so among them
+            print(f"{name} is left out: {error}", file=sys.stderr)
+        else:
+            found[name] = PROVIDERS[name]
+    return found

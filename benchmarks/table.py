@@ -1,41 +1,110 @@
-"""A benchmark's CSV as Markdown tables: the fraction of a copy that each provider reaches.
+"""Benchmarks' CSVs as Markdown tables: the fraction of a copy that each provider reaches.
 
-python -m benchmarks.table benchmarks/results/first.csv
+    python -m benchmarks.table benchmarks/results/plain.csv [more.csv ...] [--long]
+
+A table for each operation, pass and variant; beside ours, for each dtype, the best of the others with its name, the
+better of the two in bold.  With --long every provider has its column.  Host times come in microseconds.
 """
 
-import csv
-import sys
+import argparse
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
 
-PROVIDERS = ("fusednorm", "torch", "compile", "liger", "quack", "tutorial")
+from benchmarks import records
+
+OURS = "fusednorm"
+PROVIDERS = (OURS, "torch", "compile", "liger", "quack", "tutorial")
+
+Row = dict[str, str]
 
 
-def tables(rows: Iterable[dict[str, str]]) -> Iterator[str]:
-    """One table for each operation and pass, a line for each cell, in the order of the rows."""
-    for (op, pass_), of_pass in groupby(sorted(rows, key=_pass), key=_pass):
-        cells = list(of_pass)
-        present = [p for p in PROVIDERS if any(row["provider"] == p for row in cells)]
-        yield f"{op} {pass_}\n"
-        yield f"| shape | type | layout | variant | copy GB/s | {' | '.join(present)} | µs |"
-        yield "| --- " * (6 + len(present)) + "|"
-        for cell, of_cell in groupby(cells, key=_cell):
-            by_provider = {row["provider"]: row for row in of_cell}
-            ours = by_provider.get("fusednorm")
-            fractions = [by_provider[p]["of_copy"] if p in by_provider else "-" for p in present]
-            microseconds = f"{float(ours['ms_p50']) * 1e3:.1f}" if ours else "-"
-            yield f"| {' | '.join((*cell, by_provider['copy']['gbps'], *fractions, microseconds))} |"
+def tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
+    """Lines of Markdown, tables in the order in which their first rows come."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        extent = "host" if not row["of_copy"] else "x of 256 MiB" if records.is_sweep(row) else "by shape"
+        groups.setdefault((row["op"], row["pass"], row["variant"], extent), []).append(row)
+    for (op, pass_, variant, extent), group in groups.items():
+        if extent == "host":
+            yield f"{op} {pass_}, {variant}, host time of a call in microseconds\n"
+            yield from _long_table(group, "us")
+        else:
+            copies = [int(row["gbps"]) for row in group if row["provider"] == "copy"]
+            yield f"{op} {pass_}, {variant}, {extent}; a copy moves {min(copies)} to {max(copies)} GB/s\n"
+            yield from _long_table(group, "of_copy") if long else _table(group)
         yield ""
 
 
-def _pass(row: dict[str, str]) -> tuple[str, str]:
-    return row["op"], row["pass"]
+def _table(rows: list[Row]) -> Iterator[str]:
+    """A line for each row length or shape, two columns for each dtype and layout."""
+    columns = list(dict.fromkeys(_column(row) for row in rows))
+    lines: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        lines.setdefault(_label(row), {}).setdefault(_column(row), []).append(row)
+    is_sweep = records.is_sweep(rows[0])
+    yield f"| {'N' if is_sweep else 'shape'} | {' | '.join(f'{column} | best peer' for column in columns)} |"
+    yield "| --- " * (1 + 2 * len(columns)) + "|"
+    for label in sorted(lines, key=int) if is_sweep else lines:
+        yield f"| {label} | {' | '.join(_pair(lines[label].get(column, [])) for column in columns)} |"
 
 
-def _cell(row: dict[str, str]) -> tuple[str, str, str, str]:
-    return row["shape"], row["dtype"], row["layout"], row["variant"]
+def _pair(rows: list[Row]) -> str:
+    """Ours | the best of the others."""
+    ours = next((row["of_copy"] for row in rows if row["provider"] == OURS), None)
+    peers = [row for row in rows if row["provider"] not in (OURS, "copy")]
+    peer = max(peers, key=lambda row: float(row["of_copy"]), default=None)
+    left = ours or "-"
+    right = f"{peer['provider']} {peer['of_copy']}" if peer else "-"
+    if ours and (peer is None or float(ours) >= float(peer["of_copy"])):
+        left = f"**{left}**"
+    elif peer:
+        right = f"**{right}**"
+    return f"{left} | {right}"
+
+
+def _long_table(rows: list[Row], value: str) -> Iterator[str]:
+    """A line for each cell, a column for each provider; the copy's own rate and our time beside fractions."""
+    present = [p for p in PROVIDERS if any(row["provider"] == p for row in rows)]
+    fractions = value == "of_copy"
+    ends = ["copy GB/s", "us"] if fractions else []
+    yield f"| shape | type | layout | {' | '.join(present + ends)} |"
+    yield "| --- " * (3 + len(present + ends)) + "|"
+    for cell, of_cell in groupby(rows, key=lambda row: (row["shape"], row["dtype"], row["layout"])):
+        by_provider = {row["provider"]: row for row in of_cell}
+        values = [
+            "-"
+            if p not in by_provider
+            else by_provider[p]["of_copy"]
+            if fractions
+            else _microseconds(by_provider[p])
+            for p in present
+        ]
+        if fractions:
+            copy, ours = by_provider.get("copy"), by_provider.get(OURS)
+            values += [copy["gbps"] if copy else "-", _microseconds(ours) if ours else "-"]
+        yield f"| {' | '.join((*cell, *values))} |"
+
+
+def _label(row: Row) -> str:
+    return row["shape"].split("x")[1] if records.is_sweep(row) else row["shape"]
+
+
+def _column(row: Row) -> str:
+    return row["dtype"] if row["layout"] == "rows" else f"{row['dtype']} {row['layout']}"
+
+
+def _microseconds(row: Row) -> str:
+    return f"{float(row['ms_p50']) * 1e3:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", nargs="+", type=Path)
+    parser.add_argument("--long", action="store_true", help="a column for each provider")
+    arguments = parser.parse_args()
+    print(*tables(records.read(arguments.csv), arguments.long), sep="\n")
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], newline="") as file:  # noqa: PTH123 (the argument is a path as it comes)
-        print(*tables(csv.DictReader(file)), sep="\n")
+    main()

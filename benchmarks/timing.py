@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+_LEVELS = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+
 
 class Quantiles(NamedTuple):
     """Milliseconds of one call."""
@@ -14,27 +16,41 @@ class Quantiles(NamedTuple):
     p80: float
 
 
+def quantiles(times_ms: list[float]) -> Quantiles:
+    """Quantiles of the times of many calls, in milliseconds."""
+    return Quantiles(*torch.tensor(times_ms, dtype=torch.float64).quantile(_LEVELS).tolist())
+
+
 class Timer:
     """Times calls on the current CUDA device.
 
     The flush writes several times the L2 cache's size; it also keeps the device busy while the host launches
-    the next call, so that host time up to its length does not show.
+    the next call, so that host time up to its length, some 150 us on an H200, does not show.
     """
 
-    def __init__(self, flush_bytes: int = 256 << 20) -> None:
+    def __init__(self, flush_bytes: int = 512 << 20) -> None:
         self._flush = torch.empty(flush_bytes, dtype=torch.int8, device="cuda")
 
-    def __call__(self, call: Callable[[], object], repeats: int = 30, warmup: int = 3) -> Quantiles:
-        """Quantiles of `repeats` calls after `warmup` more."""
+    def __call__(
+        self,
+        call: Callable[[], object],
+        repeats: int = 30,
+        warmup: int = 3,
+        before: Callable[[], object] | None = None,
+    ) -> Quantiles:
+        """Quantiles of `repeats` calls after `warmup` more; `before` runs ahead of each, outside its time."""
         for _ in range(warmup):
+            if before is not None:
+                before()
             call()
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
         for start, end in zip(starts, ends, strict=True):
+            if before is not None:
+                before()
             self._flush.zero_()
             start.record()
             call()
             end.record()
         torch.cuda.synchronize()
-        times = torch.tensor([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)])
-        return Quantiles(*times.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())
+        return quantiles([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)])

@@ -1,0 +1,132 @@
+"""What is right: every element of every result against float64, before anything is timed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from fusednorm import reference
+from fusednorm.epilogue import dropout_threshold
+from torch import Tensor
+
+from benchmarks.problem import EPS, SEED, Problem, Results, Run
+
+_PART_NUMEL = 1 << 24
+
+
+class WrongResultError(ValueError):
+    """A provider's result is further from the exact one than rounding explains."""
+
+
+class Oracle:
+    """The exact results of a problem, computed once unless a provider draws a dropout mask of its own."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._exact: Results | None = None
+
+    def error(self, run: Run) -> float:
+        """Largest absolute error of the first result, y or dx.
+
+        Raises:
+            WrongResultError: a result is missing or wrong.
+        """
+        if run.before is not None:
+            run.before()
+        results = run.call()
+        exact = self._exact_for(run, results)
+        if len(results) != len(exact):
+            raise WrongResultError(f"{len(exact)} results expected, got {len(results)}")
+        errors = [float((r.double() - e).abs().max()) for r, e in zip(results, exact, strict=True)]
+        for index, (error, right) in enumerate(zip(errors, exact, strict=True)):
+            if not error <= self._tolerance(index, right):
+                raise WrongResultError(f"result {index} is wrong by {error:.3g}")
+        return errors[0]
+
+    def _exact_for(self, run: Run, results: Results) -> Results:
+        if run.keep is not None:
+            keep = run.keep(results)
+            self._check_rate(keep)
+            return exact_results(self._problem, keep)
+        if self._exact is None:
+            self._exact = exact_results(self._problem)
+        return self._exact
+
+    def _check_rate(self, keep: Tensor) -> None:
+        p = self._problem.cell.spec.dropout
+        kept = float(keep.sum(dtype=torch.float64)) / keep.numel()
+        if not abs(kept - (1 - p)) <= 6 * (p * (1 - p) / keep.numel()) ** 0.5:
+            raise WrongResultError(f"dropout of {p} kept {kept:.4f}")
+
+    def _tolerance(self, index: int, exact: Tensor) -> float:
+        """Rounding to the dtype, with room for a peer that rounds in between; a long float32 sum adds its own."""
+        x = self._problem.x
+        relative = 8 * torch.finfo(x.dtype).eps
+        if self._problem.cell.pass_ == "backward" and index > 0:
+            relative += torch.finfo(torch.float32).eps * (x.numel() / exact.numel()) ** 0.5
+        return relative * max(1.0, float(exact.abs().max()))
+
+
+def exact_results(problem: Problem, keep: Tensor | None = None) -> Results:
+    """(y[, residual_out]) or (dx, dweight[, dbias]) in float64, taken part by part to bound the memory.
+
+    Args:
+        keep: what dropout kept, bool like x; the mask that fusednorm defines when None.
+    """
+    if problem.cell.pass_ == "forward":
+        parts = [_forward(problem, part, keep) for part in _parts(problem.x)]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    parts = [_backward(problem, part, keep) for part in _parts(problem.x)]
+    dx, *gradients = zip(*parts, strict=True)
+    return (torch.cat(dx), *(torch.stack(gradient).sum(0) for gradient in gradients))
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    """Slices of rows or samples, one at least."""
+    step = max(1, _PART_NUMEL // (x.numel() // x.shape[0]))
+    return (slice(start, min(start + step, x.shape[0])) for start in range(0, x.shape[0], step))
+
+
+def _forward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
+    forward = getattr(reference, f"{problem.cell.op}_forward")
+    y: Tensor = forward(*_inputs(problem, part), **_options(problem, part)).y
+    if problem.cell.spec.dropout:
+        y = y * _dropout_factors(problem, part, keep)
+    if problem.residual is None:
+        return (y,)
+    return y, problem.x[part].double() + problem.residual[part].double()
+
+
+def _backward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
+    backward = getattr(reference, f"{problem.cell.op}_backward")
+    dy = problem.dy[part].double()
+    if problem.cell.spec.dropout:
+        dy = dy * _dropout_factors(problem, part, keep)
+    dx, dweight, dbias = backward(dy, *_inputs(problem, part), **_options(problem, part))
+    return (dx, dweight) if dbias is None else (dx, dweight, dbias)
+
+
+def _inputs(problem: Problem, part: slice) -> tuple[Any, ...]:
+    """x, the groups and the parameters, wide, so that what comes back is not rounded."""
+    groups = (problem.cell.groups,) if problem.cell.groups else ()
+    bias = () if problem.bias is None else (problem.bias.double(),)
+    return (problem.x[part].double(), *groups, problem.weight.double(), *bias)
+
+
+def _options(problem: Problem, part: slice) -> dict[str, Any]:
+    """Dropout is left out: a part does not know the index of its first row, on which the mask depends."""
+    residual = None if problem.residual is None else problem.residual[part].double()
+    return {"eps": EPS, "activation": problem.cell.spec.activation, "residual": residual}
+
+
+def _dropout_factors(problem: Problem, part: slice, keep: Tensor | None) -> Tensor:
+    p = problem.cell.spec.dropout
+    kept = keep_of_seed(problem.x, part, p) if keep is None else keep[part]
+    return kept.double() / (1.0 - p)
+
+
+def keep_of_seed(x: Tensor, part: slice, p: float) -> Tensor:
+    """What fusednorm's dropout of x [rows, cols] with `SEED` keeps of the rows in `part`."""
+    row = torch.arange(part.start, part.stop, device=x.device)[:, None]
+    quad = torch.arange(-(-x.shape[1] // 4), device=x.device)[None, :]
+    words = torch.stack(reference.philox_words(SEED, row, quad), dim=-1).flatten(1)
+    return words[:, : x.shape[1]] >= dropout_threshold(p)

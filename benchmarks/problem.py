@@ -1,0 +1,96 @@
+"""The tensors of a cell, and what a provider makes of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.cells import Cell
+
+EPS = 1e-5
+SEED = 1
+
+Results = tuple[Tensor, ...]
+
+
+class Tensors:
+    """Random tensors by role, kept while shape, dtype and layout last: neighbouring cells share them."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self._device = device
+        self._key: object = None
+        self._kept: dict[str, Tensor] = {}
+
+    def of(self, role: str, cell: Cell) -> Tensor:
+        """x, dy or residual as x lies in `cell`; weight or bias as its parameters."""
+        key = (cell.shape, cell.dtype, cell.layout)
+        if key != self._key:
+            self._key, self._kept = key, {}
+        if role not in self._kept:
+            self._kept[role] = self._random(cell, is_parameter=role in ("weight", "bias"))
+        return self._kept[role]
+
+    def _random(self, cell: Cell, is_parameter: bool) -> Tensor:
+        dtype: torch.dtype = getattr(torch, cell.dtype)
+        if is_parameter:
+            return torch.randn(cell.shape[1] if cell.groups else cell.shape[-1], device=self._device, dtype=dtype)
+        x = torch.randn(cell.shape, device=self._device, dtype=dtype)
+        if cell.layout != "nhwc":
+            return x
+        axes = [0, *range(2, x.ndim), 1]
+        return x.permute(axes).contiguous().permute([0, x.ndim - 1, *range(1, x.ndim - 1)])
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One cell with its tensors; residual and bias are None where the cell has none."""
+
+    cell: Cell
+    tensors: Tensors
+
+    @property
+    def x(self) -> Tensor:
+        return self.tensors.of("x", self.cell)
+
+    @property
+    def dy(self) -> Tensor:
+        return self.tensors.of("dy", self.cell)
+
+    @property
+    def residual(self) -> Tensor | None:
+        return self.tensors.of("residual", self.cell) if self.cell.spec.residual else None
+
+    @property
+    def weight(self) -> Tensor:
+        return self.tensors.of("weight", self.cell)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.cell.op == "rms_norm" else self.tensors.of("bias", self.cell)
+
+    @property
+    def min_bytes(self) -> int:
+        """The fewest bytes that the pass must move."""
+        return self.cell.spec.min_bytes(self.cell.pass_, self.x.numel(), self.x.element_size())
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a provider makes of a problem.
+
+    Attributes:
+        call: the whole pass, whatever it needs inside: (y[, residual_out]) or (dx, dweight[, dbias]).
+        keep: which elements the provider's own dropout kept, bool like x, given the results of a call; None
+            where there is no dropout or the mask is fusednorm's.
+        before: what must be put back before each call, outside the time.
+    """
+
+    call: Callable[[], Results]
+    keep: Callable[[Results], Tensor] | None = None
+    before: Callable[[], object] | None = None
+
+
+def present(tensors: tuple[Tensor | None, ...]) -> Results:
+    """Those that are there."""
+    return tuple(tensor for tensor in tensors if tensor is not None)

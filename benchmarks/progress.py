@@ -1,0 +1,50 @@
+"""How far a run is, on stderr: a bar under the lines on a terminal, lines alone elsewhere."""
+
+import sys
+from types import TracebackType
+from typing import Self
+
+
+class Progress:
+    """Lines and a bar; to be entered.
+
+    Args:
+        total: how many steps there will be.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._bar = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+            columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def note(self, line: str) -> None:
+        """A line that is no step."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def step(self, line: str) -> None:
+        """One step is done, and this came of it."""
+        self._done += 1
+        self.note(f"[{self._done}/{self._total}] {line}")
+        if self._bar is not None:
+            self._bar.advance(self._task)

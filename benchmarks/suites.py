@@ -1,0 +1,114 @@
+"""Lists of cells by name.
+
+The suites of LayerNorm and RMSNorm: `plain`, `residual`, `activation` and `dropout` sweep the row length with x of
+256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks; `few_rows`, `small` and `tutorial` name
+their rows.  `layer_norm` is all of these.  `first` is a short look at everything.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, product
+
+from benchmarks.cells import Cell, sweep_rows
+
+DTYPES = ("bfloat16", "float16", "float32")
+ROW_OPS = ("layer_norm", "rms_norm")
+PASSES = ("forward", "backward")
+
+ROW_LENGTHS = (256, 512, 768, 1024, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 14336, 16384)
+LONG_ROW_LENGTHS = (32768, 65536, 131072, 262144)
+ODD_ROW_LENGTHS = (1001, 50257, 128256)
+SWEEP_LENGTHS = ROW_LENGTHS + LONG_ROW_LENGTHS + ODD_ROW_LENGTHS
+DROPOUT_ROW_LENGTHS = (1024, 4096, 8192, 16384)
+FEW_ROWS = (*product((1, 16, 64), (1 << 20, 1 << 22)), (1, 1 << 25))
+SMALL_SHAPES = ((1, 4096), (64, 1024), (128, 4096), (512, 2048), (16, 8192))
+TUTORIAL_SHAPES = tuple((4096, cols) for cols in range(1024, 15873, 512))
+GROUP_SHAPES = (
+    (2, 320, 64, 64),
+    (2, 640, 32, 32),
+    (2, 1280, 16, 16),
+    (16, 320, 64, 64),
+    (8, 512, 64, 64),
+    (32, 256, 56, 56),
+    (1, 512, 128, 128),
+    (2, 960, 128, 128),
+    (4, 256, 256, 256),
+    (4, 128, 512, 512),
+    (1, 128, 1024, 1024),
+    (1, 128, 20, 256, 256),
+)
+
+
+def sweep(
+    lengths: Iterable[int],
+    dtypes: Iterable[str] = DTYPES,
+    ops: Iterable[str] = ROW_OPS,
+    passes: Iterable[str] = PASSES,
+    variants: Iterable[str] = ("plain",),
+) -> Iterator[Cell]:
+    """Rows of every length, x of 256 MiB."""
+    for dtype, cols, op, variant, pass_ in product(dtypes, lengths, ops, variants, passes):
+        yield Cell(op, pass_, variant, (sweep_rows(cols, dtype), cols), 0, dtype, "rows")
+
+
+def shapes(
+    of: Iterable[tuple[int, int]],
+    dtypes: Iterable[str],
+    ops: Iterable[str] = ROW_OPS,
+    passes: Iterable[str] = PASSES,
+) -> Iterator[Cell]:
+    """(rows, cols) as they are named."""
+    for dtype, shape, op, pass_ in product(dtypes, of, ops, passes):
+        yield Cell(op, pass_, "plain", shape, 0, dtype, "rows")
+
+
+def groups(of: Iterable[tuple[int, ...]], dtypes: Iterable[str], variants: Iterable[str]) -> Iterator[Cell]:
+    """Both passes, both layouts, 32 groups."""
+    for dtype, shape, layout, variant, pass_ in product(dtypes, of, ("nchw", "nhwc"), variants, PASSES):
+        yield Cell("group_norm", pass_, variant, shape, 32, dtype, layout)
+
+
+def _dropout() -> Iterator[Cell]:
+    dtypes = ("bfloat16", "float32")
+    yield from sweep(DROPOUT_ROW_LENGTHS, dtypes, variants=("dropout",))
+    yield from sweep(DROPOUT_ROW_LENGTHS, dtypes, passes=("forward",), variants=("residual_dropout",))
+
+
+def _tutorial() -> Iterator[Cell]:
+    """The series of Triton's LayerNorm tutorial, and one more shape that others publish."""
+    yield from shapes(TUTORIAL_SHAPES, ("float16",), ops=("layer_norm",))
+    yield from shapes([(2048, 8192)], ("float32",), ops=("layer_norm",))
+
+
+def _first() -> Iterator[Cell]:
+    yield from sweep((1024, 4096, 8192, 16384, 32768, 131072), ("bfloat16", "float32"), ("layer_norm",))
+    yield from groups(GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[8:10], ("bfloat16",), ("silu",))
+
+
+_ROW_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
+    "plain": lambda: sweep(ROW_LENGTHS + LONG_ROW_LENGTHS),
+    "residual": lambda: sweep(ROW_LENGTHS + LONG_ROW_LENGTHS, passes=("forward",), variants=("residual",)),
+    "activation": lambda: sweep(
+        ROW_LENGTHS, ops=("layer_norm",), passes=("forward",), variants=("relu", "silu", "gelu_tanh")
+    ),
+    "dropout": _dropout,
+    "odd": lambda: sweep(ODD_ROW_LENGTHS),
+    "few_rows": lambda: shapes(FEW_ROWS, DTYPES, passes=("forward",)),
+    "small": lambda: shapes(SMALL_SHAPES, ("bfloat16",), passes=("forward",)),
+    "tutorial": _tutorial,
+}
+
+SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
+    "first": _first,
+    **_ROW_SUITES,
+    "layer_norm": lambda: chain.from_iterable(suite() for suite in _ROW_SUITES.values()),
+    "group_norm": lambda: groups(GROUP_SHAPES, ("bfloat16",), ("plain", "silu")),
+}
+
+
+def cells_of(suites: Iterable[str]) -> list[Cell]:
+    """The cells of several suites, each once, those over the same tensors side by side."""
+    cells = list(dict.fromkeys(cell for suite in suites for cell in SUITES[suite]()))
+    order: dict[object, int] = {}
+    for cell in cells:
+        order.setdefault((cell.shape, cell.dtype, cell.layout), len(order))
+    return sorted(cells, key=lambda cell: order[cell.shape, cell.dtype, cell.layout])

@@ -1,0 +1,59 @@
+"""One task over many items in processes of their own, some of which may die or hang."""
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_POLL_SECONDS = 0.05
+
+
+def run_in_workers(task: Callable[[Any], object], items: Sequence[Any], workers: int, seconds: float) -> int:
+    """How many of `items` a worker has taken on when all are done or `seconds` have passed.
+
+    An exception costs its item.  An exception of the device that lasts, or a crash, costs a worker, and another
+    takes its place.  Those still busy at the end are stopped.
+
+    Args:
+        task: importable by name.
+        items: can be pickled.
+    """
+    context = multiprocessing.get_context("spawn")
+    taken = context.Value("i", 0)
+    deadline = time.monotonic() + seconds
+    running: list[BaseProcess] = []
+
+    def start() -> None:
+        running.append(context.Process(target=_work, args=(task, items, taken), daemon=True))
+        running[-1].start()
+
+    for _ in range(min(workers, len(items))):
+        start()
+    while running and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        ended = [process for process in running if not process.is_alive()]
+        running = [process for process in running if process.is_alive()]
+        for process in ended:
+            if process.exitcode and taken.value < len(items):
+                start()
+    for process in running:
+        process.kill()
+        process.join()
+    return min(int(taken.value), len(items))
+
+
+def _work(task: Callable[[Any], object], items: Sequence[Any], taken: Any) -> None:
+    while True:
+        with taken.get_lock():
+            index = taken.value
+            taken.value += 1
+        if index >= len(items):
+            return
+        try:
+            task(items[index])
+        except Exception as error:
+            print(f"{items[index]}: {str(error)[:200]}", file=sys.stderr)
+            if "CUDA error" in str(error):  # sticks to the process
+                raise SystemExit(1) from None

@@ -1,0 +1,68 @@
+"""Small problems, and a CSV as a run would write it."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import records
+from benchmarks.cells import Cell, sweep_rows
+from benchmarks.problem import Problem, Tensors
+from benchmarks.timing import Quantiles
+
+MACHINE = {"gpu": "A GPU", "driver": "1", "torch": "2", "triton": "3", "commit": "abc", "dirty": 0}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(20)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def problem(device: str) -> Callable[..., Problem]:
+    """A problem of a few short rows."""
+
+    def make(
+        op="layer_norm", pass_="forward", variant="plain", shape=(6, 256), dtype="float32", groups=0, layout=""
+    ):
+        layout = layout or ("nchw" if groups else "rows")
+        return Problem(Cell(op, pass_, variant, shape, groups, dtype, layout), Tensors(device))
+
+    return make
+
+
+@pytest.fixture
+def write_csv(tmp_path: Path) -> Callable[..., Path]:
+    """Write rows of (cell, provider, fraction of a copy of 4000 GB/s), or of milliseconds where that is None."""
+
+    def write(*timed: tuple[Cell, str, float | None], name: str = "run.csv") -> Path:
+        with (tmp_path / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, records.COLUMNS)
+            writer.writeheader()
+            for cell, provider, fraction in timed:
+                if fraction is None:
+                    row = records.row(cell, provider, Quantiles(0.004, 0.005, 0.006), 0.0)
+                else:
+                    time_ms = Quantiles(*[1.0 / fraction] * 3)
+                    row = records.row(cell, provider, time_ms, 0.0, 4_000_000_000, 4_000_000_000)
+                writer.writerow(MACHINE | row)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def sweep_cell() -> Callable[..., Cell]:
+    """A cell of the sweep with x of 256 MiB."""
+
+    def make(cols, dtype="bfloat16", pass_="forward", variant="plain"):
+        return Cell("layer_norm", pass_, variant, (sweep_rows(cols, dtype), cols), 0, dtype, "rows")
+
+    return make

@@ -1,0 +1,92 @@
+import pytest
+import torch
+from fusednorm import reference
+
+from benchmarks.oracle import Oracle, WrongResultError, exact_results, keep_of_seed
+from benchmarks.problem import SEED, Run
+from benchmarks.providers import eager, ours
+
+
+@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("op", "pass_", "variant"),
+    [
+        ("layer_norm", "forward", "plain"),
+        ("layer_norm", "forward", "residual_dropout"),
+        ("layer_norm", "backward", "dropout"),
+        ("rms_norm", "forward", "residual"),
+        ("rms_norm", "backward", "plain"),
+        ("rms_norm", "backward", "dropout"),
+    ],
+)
+def test_right_results_pass(problem, provider, dtype, op, pass_, variant):
+    it = problem(op, pass_, variant, dtype=dtype)
+    assert 0 < Oracle(it).error(provider(it)) < 0.2
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_right_groups_pass(problem, layout, pass_):
+    it = problem("group_norm", pass_, shape=(2, 8, 4, 4), groups=4, layout=layout)
+    assert Oracle(it).error(ours(it)) < 1e-5
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_wrong_gradient_fails(problem, index):
+    it = problem(pass_="backward")
+    results = list(ours(it).call())
+    results[index] = results[index].clone()
+    results[index].view(-1)[-1] += 0.01
+    with pytest.raises(WrongResultError, match=f"result {index}"):
+        Oracle(it).error(Run(lambda: tuple(results)))
+
+
+def test_a_wrong_residual_sum_fails(problem):
+    it = problem(variant="residual")
+    y, residual_out = ours(it).call()
+    with pytest.raises(WrongResultError, match="result 1"):
+        Oracle(it).error(Run(lambda: (y, residual_out + 0.01)))
+
+
+def test_nan_fails(problem):
+    it = problem()
+    with pytest.raises(WrongResultError):
+        Oracle(it).error(Run(lambda: (it.x * float("nan"),)))
+
+
+def test_a_missing_gradient_fails(problem):
+    it = problem(pass_="backward")
+    with pytest.raises(WrongResultError, match="3 results expected, got 2"):
+        Oracle(it).error(Run(lambda: ours(it).call()[:2]))
+
+
+def test_dropout_at_another_rate_fails(problem):
+    it = problem(variant="dropout", shape=(64, 256))
+    exact = exact_results(it, torch.ones_like(it.x, dtype=torch.bool))[0] * 0.9
+
+    def half():
+        return (torch.nn.functional.dropout(exact, 0.5),)
+
+    with pytest.raises(WrongResultError, match="kept"):
+        Oracle(it).error(Run(half, keep=lambda results: results[0] != 0))
+
+
+def test_what_must_be_put_back_is_put_back_first(problem):
+    it = problem()
+    y = torch.empty_like(it.x)
+    Oracle(it).error(Run(lambda: (y,), before=lambda: y.copy_(ours(it).call()[0])))
+
+
+def test_parts_sum_to_the_whole(problem, monkeypatch):
+    it = problem(pass_="backward", variant="dropout")
+    whole = exact_results(it)
+    monkeypatch.setattr("benchmarks.oracle._PART_NUMEL", 512)
+    for part, all_at_once in zip(exact_results(it), whole, strict=True):
+        torch.testing.assert_close(part, all_at_once)
+
+
+def test_the_mask_is_the_library_s(device):
+    x = torch.empty(7, 30, device=device)
+    whole = reference.dropout_mask(SEED, 7, 30, 0.3, device)
+    assert torch.equal(keep_of_seed(x, slice(2, 6), 0.3), whole[2:6])

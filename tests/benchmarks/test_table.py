@@ -1,0 +1,72 @@
+from benchmarks import records
+from benchmarks.cells import Cell
+from benchmarks.table import tables
+
+
+def lines(*paths, long=False):
+    return list(tables(records.read(paths), long))
+
+
+def test_ours_stands_beside_the_best_peer_and_the_better_is_bold(write_csv, sweep_cell):
+    bf16, fp32, longer = sweep_cell(1024), sweep_cell(1024, "float32"), sweep_cell(4096)
+    path = write_csv(
+        (longer, "copy", 1.0),
+        (longer, "fusednorm", 0.97),
+        (bf16, "copy", 1.0),
+        (bf16, "fusednorm", 0.95),
+        (bf16, "torch", 0.4),
+        (bf16, "liger", 0.9),
+        (fp32, "copy", 1.0),
+        (fp32, "fusednorm", 0.9),
+        (fp32, "compile", 0.99),
+    )
+    assert lines(path) == [
+        "layer_norm forward, plain, x of 256 MiB; a copy moves 4000 to 4000 GB/s\n",
+        "| N | bfloat16 | best peer | float32 | best peer |",
+        "| --- | --- | --- | --- | --- |",
+        "| 1024 | **0.950** | liger 0.900 | 0.900 | **compile 0.990** |",
+        "| 4096 | **0.970** | - | - | - |",
+        "",
+    ]
+
+
+def test_rows_that_are_named_and_passes_have_tables_of_their_own(write_csv, sweep_cell):
+    small = Cell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows")
+    cells = (sweep_cell(4096), sweep_cell(4096, pass_="backward"), sweep_cell(4096, variant="relu"), small)
+    path = write_csv(*((cell, provider, 0.5) for cell in cells for provider in ("copy", "fusednorm")))
+    text = lines(path)
+    assert [line.split(";")[0] for line in text if line.endswith("\n")] == [
+        "layer_norm forward, plain, x of 256 MiB",
+        "layer_norm backward, plain, x of 256 MiB",
+        "layer_norm forward, relu, x of 256 MiB",
+        "layer_norm forward, plain, by shape",
+    ]
+    assert "| 1x4096 | **0.500** | - |" in text
+
+
+def test_layouts_are_columns(write_csv):
+    cells = [Cell("group_norm", "forward", "silu", (2, 320, 64, 64), 32, "float16", la) for la in ("nchw", "nhwc")]
+    path = write_csv(*((cell, provider, 0.5) for cell in cells for provider in ("copy", "fusednorm")))
+    assert "| shape | float16 nchw | best peer | float16 nhwc | best peer |" in lines(path)
+
+
+def test_the_long_form_has_every_provider(write_csv, sweep_cell):
+    cell = sweep_cell(4096)
+    path = write_csv((cell, "copy", 1.0), (cell, "fusednorm", 0.5), (cell, "torch", 0.4), (cell, "liger", 0.3))
+    assert lines(path, long=True)[1:4] == [
+        "| shape | type | layout | fusednorm | torch | liger | copy GB/s | us |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 32768x4096 | bfloat16 | rows | 0.500 | 0.400 | 0.300 | 4000 | 2000.0 |",
+    ]
+
+
+def test_host_time_comes_in_microseconds(write_csv):
+    cell = Cell("layer_norm", "forward", "host", (1, 4096), 0, "bfloat16", "rows")
+    path = write_csv((cell, "fusednorm", None), (cell, "torch", None))
+    assert lines(path) == [
+        "layer_norm forward, host, host time of a call in microseconds\n",
+        "| shape | type | layout | fusednorm | torch |",
+        "| --- | --- | --- | --- | --- |",
+        "| 1x4096 | bfloat16 | rows | 5.0 | 5.0 |",
+        "",
+    ]
