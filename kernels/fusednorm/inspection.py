@@ -21,7 +21,13 @@ from fusednorm.launch import Launch
 
 SM_90 = GPUTarget("cuda", 90, 32)
 
-_POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+_POINTER = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int64: "*i64",
+}
 _ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v([248]))?\.b(8|16|32|64)\b")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)")
 
