@@ -107,7 +107,7 @@ def merge_moments(means, squares, cols, SLAB: tl.constexpr, IS_RMS: tl.constexpr
 
 
 @triton.jit
-def _lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
+def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
     """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 
     A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
@@ -184,5 +184,5 @@ def sweep_moments(
         shift = tl.zeros((1, 1), tl.float32)
         variance = tl.sum(sum_2, 0, keep_dims=True) / n
     else:
-        rough, shift, variance = _lane_moments(pivot, sum_1, sum_2, count, n, FAST)
+        rough, shift, variance = lane_moments(pivot, sum_1, sum_2, count, n, FAST)
     return rough, shift, variance
