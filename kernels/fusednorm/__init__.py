@@ -1,7 +1,8 @@
 """Fused LayerNorm, RMSNorm and GroupNorm kernels, forward and backward, in Triton.
 
 Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the same for `rms_norm` and
-`group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  Differentiable:
+`group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
+applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in plain torch.  Differentiable:
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
 `LayerNorm`, `RMSNorm`, `GroupNorm`.
 """
@@ -17,6 +18,7 @@ from fusednorm.autograd import (
 )
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.group_norm_passes import group_norm_backward, group_norm_forward
+from fusednorm.layer_norm_chain_pass import layer_norm_chain
 from fusednorm.layer_norm_passes import (
     layer_norm_backward,
     layer_norm_forward,
@@ -43,6 +45,7 @@ __all__ = [
     "group_norm_forward",
     "layer_norm",
     "layer_norm_backward",
+    "layer_norm_chain",
     "layer_norm_forward",
     "rms_norm",
     "rms_norm_backward",

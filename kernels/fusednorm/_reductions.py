@@ -44,3 +44,20 @@ def rounded_product(a, b, FAST: tl.constexpr):
         )
     else:
         return a * b
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(a, AXIS: tl.constexpr, FAST: tl.constexpr):
+    """The largest of a >= 0 along AXIS, keeping the axis; NaN where any element is NaN, unlike `tl.max`.
+
+    The interpreter would run that element by element and compares bits: integers in the same order, NaN last.
+    """
+    if FAST:
+        return tl.reduce(a, AXIS, _larger, keep_dims=True)
+    else:
+        return tl.max(a.to(tl.int32, bitcast=True), AXIS, keep_dims=True).to(tl.float32, bitcast=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fusednorm import group_norm_passes, layer_norm_passes, reference
+from fusednorm.checks import FLOAT8
+from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
@@ -136,6 +138,8 @@ def _apply(
     dropout: float,
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
+    if x.dtype == FLOAT8:
+        raise KernelInputError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if dropout and seed is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
     operator = getattr(torch.ops.fusednorm, op)

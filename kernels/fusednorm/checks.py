@@ -11,6 +11,7 @@ from fusednorm.epilogue import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT8 = torch.float8_e4m3fn
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -42,6 +43,16 @@ def check_eps(eps: float) -> None:
     """Raises KernelInputError unless eps is positive and finite."""
     if not (eps > 0.0 and math.isfinite(eps)):
         raise KernelInputError(f"eps must be positive and finite, got {eps}")
+
+
+def check_out_dtype(dtype: torch.dtype) -> None:
+    """A dtype that a row's y may have.
+
+    Raises:
+        KernelInputError: any other.
+    """
+    if dtype not in (*FLOAT_DTYPES, FLOAT8):
+        raise KernelInputError(f"out_dtype must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}")
 
 
 def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:

@@ -21,7 +21,13 @@ from fusednorm.launch import Launch
 
 SM_90 = GPUTarget("cuda", 90, 32)
 
-_POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+_POINTER = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int64: "*i64",
+}
 _ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v([248]))?\.b(8|16|32|64)\b")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)")
 
@@ -47,7 +53,7 @@ class Report:
 
 def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
     """Compile a launch for `target`, as it would be specialised with 16-byte aligned tensors."""
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
     values = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | dict(launch.options)
@@ -56,6 +62,12 @@ def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
         if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
+        elif isinstance(value, tuple):
+            signature[parameter.name] = tuple("constexpr" if t is None else _POINTER[t.dtype] for t in value)
+            constants |= {(index, place): None for place, t in enumerate(value) if t is None}
+            attributes |= {
+                (index, place): [["tt.divisibility", 16]] for place, t in enumerate(value) if t is not None
+            }
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _POINTER[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]

@@ -3,10 +3,20 @@
 import torch
 from torch import Tensor
 
-from fusednorm.checks import Epilogue, as_rows, check_eps, check_parameter, check_statistics, check_tensor
+from fusednorm.checks import (
+    FLOAT8,
+    Epilogue,
+    as_rows,
+    check_eps,
+    check_out_dtype,
+    check_parameter,
+    check_statistics,
+    check_tensor,
+)
 from fusednorm.errors import KernelInputError
 from fusednorm.launch import run
 from fusednorm.layer_norm_plan import plan_backward, plan_forward
+from fusednorm.layer_norm_quantise_plan import plan_quantise
 from fusednorm.results import Backward, Forward
 
 
@@ -37,18 +47,20 @@ def layer_norm_forward(
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout; the same seed gives the same mask in backward.
-        out_dtype: y's dtype; x's when None.
+        out_dtype: y's dtype, float32, float16, bfloat16 or float8_e4m3fn; x's when None.  A float8 row is divided
+            by a scale of its own, max(largest |y| / 448, 2^-126), and needs compute capability 8.9.
         stats: also return mean and rstd, float32 [...].
 
     Returns:
-        Forward: y [..., cols] contiguous; mean and rstd with `stats`; residual_out with a residual.
+        Forward: y [..., cols] contiguous; mean and rstd with `stats`; residual_out with a residual; scale, float32
+        [...], with a float8 y, which times its scale is what the formula says.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
         UnsupportedShapeError: strides that no kernel handles; nothing is copied to make them fit.
 
     Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
-    are read a second time from L1 or L2.
+    are read a second time from L1 or L2, for a float8 y those beyond 16384 columns a second and third time.
 
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -163,14 +175,17 @@ def _forward(
     check_parameter("bias", bias, cols, x)
     residual_rows = _rows_like("residual", residual, x)
 
-    y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
-    check_tensor("out_dtype", y)
+    out_dtype = out_dtype or x.dtype
+    check_out_dtype(out_dtype)
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     residual_out = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
     mean = torch.empty_like(rstd) if rstd is not None and not is_rms else None
-    result = Forward(y, mean, rstd, residual_out)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if out_dtype == FLOAT8 else None
+    result = Forward(y, mean, rstd, residual_out, scale)
     if rows:
-        run(x.device, plan_forward(x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms))
+        plan = plan_forward if scale is None else plan_quantise
+        run(x.device, plan(x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms))
     return result
 
 

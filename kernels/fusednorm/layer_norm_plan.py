@@ -57,15 +57,15 @@ def _forward_launch(
 ) -> Launch:
     """One forward launch; `outputs` are y, residual_out, mean and rstd, y None for the statistics alone."""
     rows, cols = x.shape
-    strides = _row_strides(cols, x, residual)
+    strides = row_strides(cols, x, residual)
     vec = launch.vector_units(cols, *strides)
     tensors = (x, residual, weight, bias, *outputs)
-    sizes = (cols // vec, *(stride // vec for stride in strides), eps, *_dropout_arguments(epilogue))
+    sizes = (cols // vec, *(stride // vec for stride in strides), eps, *dropout_arguments(epilogue))
     options = {
         "BLOCK_N": config.block_n,
         "IS_RMS": is_rms,
         "num_warps": config.num_warps,
-        **_shared_options(vec, epilogue),
+        **shared_options(vec, epilogue),
     }
     match config:
         case launch.ForwardTile():
@@ -127,11 +127,11 @@ def plan_backward(
     """
     rows, cols = x.shape
     config = config or launch.choose_backward(cols, x.element_size())
-    strides = _row_strides(cols, dy, x, residual, dresidual_out)
+    strides = row_strides(cols, dy, x, residual, dresidual_out)
     vec = launch.vector_units(cols, *strides)
     units = tuple(stride // vec for stride in strides)
-    dropout = _dropout_arguments(epilogue)
-    shared = _shared_options(vec, epilogue)
+    dropout = dropout_arguments(epilogue)
+    shared = shared_options(vec, epilogue)
     tensors = (dy, x, residual, dresidual_out, weight, bias)
     sizes = (rows, cols // vec, *units)
     options = {
@@ -247,16 +247,18 @@ def _partials(
     return count, None if weight is None else both[0], None if bias is None else both[-1]
 
 
-def _row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
+def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
     """Elements between rows; cols where it does not matter, so that it costs no vector width."""
     return tuple(cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors)
 
 
-def _dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
+def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
+    """Seed, threshold and scale, as the kernels that fuse dropout take them."""
     return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
 
 
-def _shared_options(vec: int, epilogue: Epilogue) -> dict[str, object]:
+def shared_options(vec: int, epilogue: Epilogue) -> dict[str, object]:
+    """Constexprs of every kernel with an epilogue whose sizes come in units of `vec` elements."""
     return {
         "VEC": vec,
         "ACTIVATION": epilogue.activation,

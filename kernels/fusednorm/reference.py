@@ -11,7 +11,8 @@ here and bind every kernel:
   `residual_out` from elsewhere, is added to it.
 
 y has `out_dtype` or else x's dtype, residual_out and dx x's, dweight weight's, dbias bias's; mean and rstd
-come in `precision`.
+come in `precision`.  Rows in float8_e4m3fn are quantised as in `reference_float8`, their scale in `precision` too;
+a group has no such scale.
 
 All six functions stand in one file so that their two formulas, forward and backward, are written once.
 """
@@ -23,10 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.checks import Epilogue
+from fusednorm.checks import FLOAT8, Epilogue
 from fusednorm.epilogue import ACTIVATIONS, PHILOX_ROUNDS, dropout_threshold
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_checks import check_groups, is_channels_last
+from fusednorm.reference_float8 import quantised_rows
 from fusednorm.results import Backward, Forward
 
 _WORD = 0xFFFFFFFF
@@ -142,9 +144,11 @@ def group_norm_forward(
         eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
 
     Raises:
-        KernelInputError: as `layer_norm_forward`, or the groups do not divide C.
+        KernelInputError: as `layer_norm_forward`, or the groups do not divide C, or a float8 out_dtype.
         UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
+    if out_dtype == FLOAT8:
+        raise KernelInputError(f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}")
     view = _groups_view(x, num_groups, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
@@ -358,11 +362,15 @@ def _forward(
     y = activate(_affine(view, (h - mean) * rstd, weight, bias), epilogue.activation)
     if epilogue.dropout:
         y = y * _dropout_factors(view, epilogue, x.device)
+    scale = None
+    if out_dtype == FLOAT8:
+        y, scale = quantised_rows(y)
     return Forward(
         y=_laid_out_like(x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
         residual_out=None if residual is None else _laid_out_like(x, h, x.dtype),
+        scale=None if scale is None else scale.reshape(view.statistics_shape),
     )
 
 

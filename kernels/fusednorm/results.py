@@ -13,12 +13,14 @@ class Forward(NamedTuple):
         mean: float32 mean of each row or group (never for RMSNorm), when statistics were asked for.
         rstd: float32 reciprocal standard deviation of each row or group, when statistics were asked for.
         residual_out: h = x + residual, the tensor that was normalised, when a residual came in.
+        scale: float32 scale of each row, when y is float8_e4m3fn: the normalised row is y * scale.
     """
 
     y: Tensor
     mean: Tensor | None = None
     rstd: Tensor | None = None
     residual_out: Tensor | None = None
+    scale: Tensor | None = None
 
 
 class Backward(NamedTuple):

@@ -87,6 +87,13 @@ def test_only_the_sum_may_be_used(device):
     assert torch.equal(r.grad, torch.ones_like(r))
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_float8_is_not_differentiated(name, device):
+    x, w, b, r = (t.detach() for t in inputs(name, device, torch.float32))
+    with pytest.raises(fusednorm.KernelInputError, match="x must be float32, float16, bfloat16 or float64, got"):
+        CALLS[name](x.to(torch.float8_e4m3fn), w, b, r)
+
+
 MODULES = [
     (nn.LayerNorm, fusednorm.LayerNorm, ((4, 6),), (5, 4, 6)),
     (nn.LayerNorm, fusednorm.LayerNorm, (16,), (2, 3, 16)),

@@ -22,7 +22,10 @@ def x(device):
         ({"weight": torch.ones(7)}, r"weight must be \[8\], got \[7\]"),
         ({"weight": torch.ones(8, dtype=torch.int32)}, "weight must be float32, float16 or bfloat16"),
         ({"residual": torch.ones(8)}, r"residual must have x's shape \[4, 8\], got \[8\]"),
-        ({"out_dtype": torch.float64}, "out_dtype must be float32, float16 or bfloat16, got torch.float64"),
+        (
+            {"out_dtype": torch.float64},
+            "out_dtype must be float32, float16, bfloat16 or float8_e4m3fn, got torch.float64",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_by_name(x, arguments, message):

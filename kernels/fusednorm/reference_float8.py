@@ -1,0 +1,25 @@
+"""The oracle of float8 results: rows divided by their scale and rounded, in plain torch."""
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import FLOAT8
+
+LARGEST = torch.finfo(FLOAT8).max
+SMALLEST_SCALE = 2.0**-126
+
+
+def quantised_rows(y: Tensor) -> tuple[Tensor, Tensor]:
+    """y / scale in float8_e4m3fn, and scale = max(largest |y| of the row / 448, 2^-126), in y's dtype.
+
+    2^-126 is the smallest normal float32: it keeps a row of zeros zero.  In a row with a NaN or an infinity the
+    scale is that too, and every element times the scale NaN.
+
+    Args:
+        y: [..., cols], float32 or float64.
+
+    Returns:
+        The quantised rows [..., cols], the scales [...].
+    """
+    scale = (y.abs().amax(-1) / LARGEST).clamp_min(SMALLEST_SCALE)
+    return (y / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
