@@ -1,9 +1,9 @@
 """Backward kernels of LayerNorm and RMSNorm.
 
-With dz the gradient that reaches the affine step and g = dz * weight, dx = rstd * (g - c2 - x_hat * c1),
-where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for dweight and
-dbias stay in float32 registers, one partial row a program, and a last kernel folds the partials in fixed
-order: no atomics and no locks, so every run gives the same bits.
+With dz the gradient that reaches the affine step and g = dz * (weight + WEIGHT_OFFSET), dx = rstd * (g - c2 -
+x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for
+dweight and dbias stay in float32 registers, one partial row a program, and a last kernel folds the partials in
+fixed order: no atomics and no locks, so every run gives the same bits.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm._exchange import exchange, first_tag, leave
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter
-from fusednorm._row_moments import column_mask, load_rows, merge_moments, slab_moments, widened
+from fusednorm._row_moments import column_mask, load_rows, merge_moments, offset_weight, slab_moments, widened
 
 
 @triton.jit(
@@ -58,6 +58,7 @@ def layer_norm_backward_tile_kernel(
     SPLIT: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -126,6 +127,7 @@ def layer_norm_backward_tile_kernel(
             weight = widened(held, FAST)
         else:
             weight = load_parameter(weight_ptr, col, col_mask, 1.0)
+        weight = offset_weight(weight, WEIGHT_OFFSET)
         if ACTIVATION == "none":
             bias = 0.0
         elif HOLD_WEIGHT and bias_ptr is not None:

@@ -12,6 +12,7 @@ from fusednorm._row_moments import (
     column_mask,
     load_rows,
     merge_moments,
+    offset_weight,
     slab_moments,
     sweep_moments,
     widened,
@@ -68,6 +69,7 @@ def layer_norm_forward_tile_kernel(
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -144,7 +146,7 @@ def layer_norm_forward_tile_kernel(
             else:
                 y = (chunks[i] - pivot) * rstd - shift * rstd
             if weight_ptr is not None:
-                y = y * widened(weights[i], FAST)
+                y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
             if bias_ptr is not None:
                 y = y + widened(biases[i], FAST)
             y = finish(
@@ -185,6 +187,7 @@ def layer_norm_forward_sweep_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -216,7 +219,8 @@ def layer_norm_forward_sweep_kernel(
             tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
         y = (h - rough) * rstd - shift * rstd
         if weight_ptr is not None:
-            y = y * widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
+            weight = widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
+            y = y * offset_weight(weight, WEIGHT_OFFSET)
         if bias_ptr is not None:
             y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0), FAST)
         y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(

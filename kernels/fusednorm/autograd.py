@@ -15,13 +15,14 @@ from fusednorm.results import Backward, Forward
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
 _FORWARD_SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, str activation, "
-    "float dropout, int seed) -> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, "
+    "float weight_offset, str activation, float dropout, int seed) "
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
 )
 _BACKWARD_SCHEMA = (
     "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
-    "Tensor? dresidual_out, int num_groups, float eps, str activation, float dropout, int seed) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "Tensor? dresidual_out, int num_groups, float eps, float weight_offset, str activation, float dropout, "
+    "int seed) -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 
 
@@ -43,12 +44,13 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
     """`layer_norm_forward`'s y, differentiable in x, weight and bias."""
-    return _apply("layer_norm", x, weight, bias, None, 0, eps, activation, dropout, seed)[0]
+    return _apply("layer_norm", x, weight, bias, None, 0, eps, weight_offset, activation, dropout, seed)[0]
 
 
 def rms_norm(
@@ -56,12 +58,13 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
     """`rms_norm_forward`'s y, differentiable in x and weight."""
-    return _apply("rms_norm", x, weight, None, None, 0, eps, activation, dropout, seed)[0]
+    return _apply("rms_norm", x, weight, None, None, 0, eps, weight_offset, activation, dropout, seed)[0]
 
 
 def group_norm(
@@ -76,7 +79,7 @@ def group_norm(
     seed: int | None = None,
 ) -> Tensor:
     """`group_norm_forward`'s y, differentiable in x, weight and bias."""
-    return _apply("group_norm", x, weight, bias, None, num_groups, eps, activation, dropout, seed)[0]
+    return _apply("group_norm", x, weight, bias, None, num_groups, eps, 0.0, activation, dropout, seed)[0]
 
 
 def add_layer_norm(
@@ -86,12 +89,13 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
     """`layer_norm` of x + residual, with the sum; differentiable in all four tensors."""
-    return Added(*_apply("layer_norm", x, weight, bias, residual, 0, eps, activation, dropout, seed))
+    return Added(*_apply("layer_norm", x, weight, bias, residual, 0, eps, weight_offset, activation, dropout, seed))
 
 
 def add_rms_norm(
@@ -100,12 +104,13 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
     """`rms_norm` of x + residual, with the sum; differentiable in all three tensors."""
-    return Added(*_apply("rms_norm", x, weight, None, residual, 0, eps, activation, dropout, seed))
+    return Added(*_apply("rms_norm", x, weight, None, residual, 0, eps, weight_offset, activation, dropout, seed))
 
 
 def add_group_norm(
@@ -121,7 +126,7 @@ def add_group_norm(
     seed: int | None = None,
 ) -> Added:
     """`group_norm` of x + residual, with the sum; differentiable in all four tensors."""
-    return Added(*_apply("group_norm", x, weight, bias, residual, num_groups, eps, activation, dropout, seed))
+    return Added(*_apply("group_norm", x, weight, bias, residual, num_groups, eps, 0.0, activation, dropout, seed))
 
 
 def _apply(
@@ -132,6 +137,7 @@ def _apply(
     residual: Tensor | None,
     num_groups: int,
     eps: float,
+    weight_offset: float,
     activation: str,
     dropout: float,
     seed: int | None,
@@ -139,7 +145,9 @@ def _apply(
     if dropout and seed is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
     operator = getattr(torch.ops.fusednorm, op)
-    y, _, _, residual_out = operator(x, weight, bias, residual, num_groups, eps, activation, dropout, seed or 0)
+    y, _, _, residual_out = operator(
+        x, weight, bias, residual, num_groups, eps, weight_offset, activation, dropout, seed or 0
+    )
     return y, residual_out
 
 
@@ -158,6 +166,10 @@ def _parameters(op: str, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     return (weight,) if op == "rms_norm" else (weight, bias)
 
 
+def _offset(op: str, weight_offset: float) -> dict[str, float]:
+    return {} if op == "group_norm" else {"weight_offset": weight_offset}
+
+
 def _absent(x: Tensor) -> Tensor:
     """What an operator returns for a result that was not asked for: it cannot return None."""
     return x.new_empty(0)
@@ -173,6 +185,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         residual: Tensor | None,
         num_groups: int,
         eps: float,
+        weight_offset: float,
         activation: str,
         dropout: float,
         seed: int,
@@ -182,6 +195,7 @@ def _define(library: torch.library.Library, op: str) -> None:
             *_leading(op, x, num_groups),
             *_parameters(op, weight, bias),
             eps=eps,
+            **_offset(op, weight_offset),
             residual=residual,
             activation=activation,
             dropout=dropout,
@@ -203,6 +217,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         dresidual_out: Tensor | None,
         num_groups: int,
         eps: float,
+        weight_offset: float,
         activation: str,
         dropout: float,
         seed: int,
@@ -214,6 +229,7 @@ def _define(library: torch.library.Library, op: str) -> None:
             *_leading(op, x, num_groups),
             *_parameters(op, weight, bias),
             eps=eps,
+            **_offset(op, weight_offset),
             residual=residual,
             dresidual_out=dresidual_out,
             activation=activation,

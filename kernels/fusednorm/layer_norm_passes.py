@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from fusednorm.checks import Epilogue, as_rows, check_eps, check_parameter, check_statistics, check_tensor
+from fusednorm.checks import (
+    Epilogue,
+    as_rows,
+    check_eps,
+    check_parameter,
+    check_statistics,
+    check_tensor,
+    check_weight_offset,
+)
 from fusednorm.errors import KernelInputError
 from fusednorm.launch import run
 from fusednorm.layer_norm_plan import plan_backward, plan_forward
@@ -16,6 +24,7 @@ def layer_norm_forward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -23,7 +32,7 @@ def layer_norm_forward(
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)) over the last axis, with h = x + residual.
+    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
 
     Statistics and every intermediate are float32; the variance is taken about a pivot among the row's values,
     so a mean far from zero does not cancel.  A row's bits do not depend on the rows that came with it.
@@ -33,6 +42,7 @@ def layer_norm_forward(
         weight: [cols], any of these dtypes, or None for ones.
         bias: [cols], any of these dtypes, or None for zeros.
         eps: added to the variance; positive and finite.
+        weight_offset: 0, or 1 for a weight that is kept around zero, as Gemma's; the sum is float32.
         residual: as x, any of these dtypes.  h is summed in float32 and returned rounded to x's dtype.
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).
@@ -54,7 +64,7 @@ def layer_norm_forward(
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     epilogue = Epilogue(activation, dropout, seed)
-    return _forward(x, weight, bias, eps, residual, epilogue, out_dtype, stats, is_rms=False)
+    return _forward(x, weight, bias, eps, weight_offset, residual, epilogue, out_dtype, stats, is_rms=False)
 
 
 def rms_norm_forward(
@@ -62,6 +72,7 @@ def rms_norm_forward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -69,14 +80,14 @@ def rms_norm_forward(
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
 ) -> Forward:
-    """y = dropout(act(h * rstd * weight)) with rstd = 1 / sqrt(mean(h^2) + eps) and h = x + residual.
+    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
 
     Everything else is as in `layer_norm_forward`; there is no bias and no mean.
 
     Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     epilogue = Epilogue(activation, dropout, seed)
-    return _forward(x, weight, None, eps, residual, epilogue, out_dtype, stats, is_rms=True)
+    return _forward(x, weight, None, eps, weight_offset, residual, epilogue, out_dtype, stats, is_rms=True)
 
 
 def layer_norm_backward(
@@ -86,6 +97,7 @@ def layer_norm_backward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
@@ -94,14 +106,16 @@ def layer_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * weight.
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
 
-    dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat) and dbias = sum(dz) over
-    the rows.  Sums are float32 in fixed order, without atomics: every run gives the same bits on a device.
+    w is weight + weight_offset.  dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat)
+    and dbias = sum(dz) over the rows.  Sums are float32 in fixed order, without atomics: every run gives the same
+    bits on a device.
 
     Args:
         dy: gradient of y, shaped and strided as x may be, float32, float16 or bfloat16.
-        x, weight, bias, eps, residual, activation, dropout, seed: as they went into the forward pass.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed: as they went into the forward
+            pass.
         mean, rstd: the statistics it returned, float32 [...], both or neither; taken anew when absent.
         dresidual_out: as x; what reached h from elsewhere, added to dx.
 
@@ -120,7 +134,9 @@ def layer_norm_backward(
     if (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must come together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, is_rms=False)
+    return _backward(
+        dy, x, weight, bias, eps, weight_offset, mean, rstd, residual, dresidual_out, epilogue, is_rms=False
+    )
 
 
 def rms_norm_backward(
@@ -129,6 +145,7 @@ def rms_norm_backward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
@@ -136,12 +153,14 @@ def rms_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * weight, x_hat = h * rstd.
+    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w and x_hat = h * rstd.
 
     Everything else is as in `layer_norm_backward`; there is no bias and no mean.
     """
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue, is_rms=True)
+    return _backward(
+        dy, x, weight, None, eps, weight_offset, None, rstd, residual, dresidual_out, epilogue, is_rms=True
+    )
 
 
 def _forward(
@@ -149,6 +168,7 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    weight_offset: float,
     residual: Tensor | None,
     epilogue: Epilogue,
     out_dtype: torch.dtype | None,
@@ -161,6 +181,7 @@ def _forward(
     rows, cols = x_rows.shape
     check_parameter("weight", weight, cols, x)
     check_parameter("bias", bias, cols, x)
+    check_weight_offset(weight_offset, weight)
     residual_rows = _rows_like("residual", residual, x)
 
     y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
@@ -170,7 +191,10 @@ def _forward(
     mean = torch.empty_like(rstd) if rstd is not None and not is_rms else None
     result = Forward(y, mean, rstd, residual_out)
     if rows:
-        run(x.device, plan_forward(x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms))
+        plan = plan_forward(
+            x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset
+        )
+        run(x.device, plan)
     return result
 
 
@@ -180,6 +204,7 @@ def _backward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    weight_offset: float,
     mean: Tensor | None,
     rstd: Tensor | None,
     residual: Tensor | None,
@@ -195,6 +220,7 @@ def _backward(
     dy_rows = as_rows("dy", dy)
     check_parameter("weight", weight, cols, x)
     check_parameter("bias", bias, cols, x)
+    check_weight_offset(weight_offset, weight)
     check_statistics(mean, rstd, x.shape[:-1], x)
     residual_rows = _rows_like("residual", residual, x)
     outside_rows = _rows_like("dresidual_out", dresidual_out, x)
@@ -217,6 +243,7 @@ def _backward(
             epilogue,
             result,
             is_rms,
+            weight_offset=weight_offset,
         )
         run(x.device, plan)
     else:

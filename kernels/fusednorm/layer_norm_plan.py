@@ -31,6 +31,7 @@ def plan_forward(
     out: Forward,
     is_rms: bool,
     config: launch.Forward | None = None,
+    weight_offset: float = 0.0,
 ) -> list[Launch]:
     """The launches of a forward pass over checked [rows, cols] tensors into `out`.
 
@@ -46,7 +47,7 @@ def plan_forward(
         "BLOCK_N": config.block_n,
         "IS_RMS": is_rms,
         "num_warps": config.num_warps,
-        **_shared_options(vec, epilogue),
+        **_shared_options(vec, weight_offset, epilogue),
     }
     match config:
         case launch.ForwardTile():
@@ -82,6 +83,7 @@ def plan_backward(
     out: Backward,
     is_rms: bool,
     config: launch.Backward | None = None,
+    weight_offset: float = 0.0,
 ) -> list[Launch]:
     """The launches of a backward pass over checked [rows, cols] tensors into `out`, workspaces allocated.
 
@@ -93,7 +95,7 @@ def plan_backward(
     vec = launch.vector_units(cols, *strides)
     units = tuple(stride // vec for stride in strides)
     dropout = _dropout_arguments(epilogue)
-    shared = _shared_options(vec, epilogue)
+    shared = _shared_options(vec, weight_offset, epilogue)
     tensors = (dy, x, residual, dresidual_out, weight, bias)
     sizes = (rows, cols // vec, *units)
     options = {
@@ -195,9 +197,10 @@ def _dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
     return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
 
 
-def _shared_options(vec: int, epilogue: Epilogue) -> dict[str, object]:
+def _shared_options(vec: int, weight_offset: float, epilogue: Epilogue) -> dict[str, object]:
     return {
         "VEC": vec,
+        "WEIGHT_OFFSET": float(weight_offset),
         "ACTIVATION": epilogue.activation,
         "DROPOUT": epilogue.dropout > 0.0,
         "FAST": not INTERPRETED,

@@ -4,7 +4,7 @@ It follows the formulas as they are written and is made to be read and trusted, 
 taken in `precision`: float64 when that is asked for or x is float64, float32 otherwise.  Three decisions hold
 here and bind every kernel:
 
-- y = dropout(act(x_hat * weight + bias)), and backward takes dy with respect to y;
+- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y;
 - with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
   rounded to x's dtype for `residual_out`; backward forms h again from x and residual in the same way;
 - dx is the gradient of h, so it is also the gradient of the residual; `dresidual_out`, what reached
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.checks import Epilogue
+from fusednorm.checks import Epilogue, check_weight_offset
 from fusednorm.epilogue import ACTIVATIONS, PHILOX_ROUNDS, dropout_threshold
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_checks import check_groups, is_channels_last
@@ -40,7 +40,7 @@ class _View:
 
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
-    into `shape`.  `work` is the dtype of every sum.
+    into `shape`.  `work` is the dtype of every sum.  `weight_offset` is added to weight.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +53,7 @@ class _View:
     mask: Callable[[Tensor], Tensor]
     work: torch.dtype
     centre: bool = True
+    weight_offset: float = 0.0
 
 
 def layer_norm_forward(
@@ -61,6 +62,7 @@ def layer_norm_forward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -69,7 +71,7 @@ def layer_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)) over the last axis, h = x + residual.
+    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
 
     Dropout's row is the index of the row in x flattened to [rows, cols], its position the column.
 
@@ -78,6 +80,7 @@ def layer_norm_forward(
         weight: [cols], or None for ones.
         bias: [cols], or None for zeros.
         eps: added to the variance.
+        weight_offset: 0 or 1.
         residual: like x.
         activation: one of `epilogue.ACTIVATIONS`.
         dropout: probability of a zero, in [0, 1).
@@ -89,7 +92,7 @@ def layer_norm_forward(
     Raises:
         KernelInputError: an empty last axis, an unknown activation, dropout out of range or without a seed.
     """
-    view = _rows_view(x, centre=True, precision=precision)
+    view = _rows_view(x, weight, weight_offset, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
@@ -99,6 +102,7 @@ def rms_norm_forward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -107,8 +111,8 @@ def rms_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act(h * rstd * weight)), rstd = 1 / sqrt(mean(h^2) + eps); else `layer_norm_forward`."""
-    view = _rows_view(x, centre=False, precision=precision)
+    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps); else as above."""
+    view = _rows_view(x, weight, weight_offset, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
 
@@ -157,6 +161,7 @@ def layer_norm_backward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
@@ -166,21 +171,21 @@ def layer_norm_backward(
     seed: int | None = None,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * weight.
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
 
-    dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * weight + bias; dweight = sum(dz * x_hat) and
-    dbias = sum(dz) over the rows.
+    w = weight + weight_offset, dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * w + bias;
+    dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
 
     Args:
         dy: the gradient of y, in x's shape.
         mean, rstd: [...], what forward returned; both are computed again unless both came.
         dresidual_out: the gradient that reached residual_out, in x's shape.
-        x, weight, bias, eps, residual, activation, dropout, seed, precision: as in forward.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
 
     Raises:
         KernelInputError: as in forward.
     """
-    view = _rows_view(x, centre=True, precision=precision)
+    view = _rows_view(x, weight, weight_offset, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
 
@@ -191,6 +196,7 @@ def rms_norm_backward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
@@ -200,7 +206,7 @@ def rms_norm_backward(
     precision: torch.dtype | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
-    view = _rows_view(x, centre=False, precision=precision)
+    view = _rows_view(x, weight, weight_offset, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
 
@@ -300,7 +306,10 @@ def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return upper >> 16, (a * multiplier) & _WORD
 
 
-def _rows_view(x: Tensor, *, centre: bool, precision: torch.dtype | None) -> _View:
+def _rows_view(
+    x: Tensor, weight: Tensor | None, weight_offset: float, *, centre: bool, precision: torch.dtype | None
+) -> _View:
+    check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
     cols = x.shape[-1]
@@ -316,6 +325,7 @@ def _rows_view(x: Tensor, *, centre: bool, precision: torch.dtype | None) -> _Vi
         mask=lambda mask: mask,
         work=_work_dtype(x, precision),
         centre=centre,
+        weight_offset=weight_offset,
     )
 
 
@@ -395,7 +405,7 @@ def _backward(
     if epilogue.activation != "none":
         dz = dz * activation_derivative(_affine(view, xhat, weight, bias), epilogue.activation)
 
-    g = dz if weight is None else dz * weight.to(work).reshape(view.parameter_shape)
+    g = dz if weight is None else dz * _factors(view, weight)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
     if view.centre:
         dh = dh - g.mean(view.axes, keepdim=True)
@@ -434,10 +444,15 @@ def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     z = xhat
     if weight is not None:
-        z = z * weight.to(xhat.dtype).reshape(view.parameter_shape)
+        z = z * _factors(view, weight)
     if bias is not None:
         z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
     return z
+
+
+def _factors(view: _View, weight: Tensor) -> Tensor:
+    """What x_hat is multiplied by, broadcastable."""
+    return weight.to(view.work).reshape(view.parameter_shape) + view.weight_offset
 
 
 def _dropout_factors(view: _View, epilogue: Epilogue, device: torch.device) -> Tensor:

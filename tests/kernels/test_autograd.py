@@ -15,6 +15,7 @@ def random(*shape, device="cpu", dtype=torch.float64):
 CALLS = {
     "layer_norm": lambda x, w, b, r, **options: fusednorm.layer_norm(x, w, b, **options),
     "rms_norm": lambda x, w, b, r, **options: fusednorm.rms_norm(x, w, **options),
+    "layer_norm around zero": lambda x, w, b, r: fusednorm.layer_norm(x, w, b, weight_offset=1.0),
     "group_norm": lambda x, w, b, r, **options: fusednorm.group_norm(x, 2, w, b, **options),
     "add_layer_norm": lambda x, w, b, r, **options: fusednorm.add_layer_norm(x, r, w, b, **options),
     "add_rms_norm": lambda x, w, b, r, **options: fusednorm.add_rms_norm(x, r, w, **options),
@@ -45,9 +46,9 @@ def test_gradients_through_activation_and_dropout_match_finite_differences(activ
 def test_operators_keep_torchs_contract(op):
     x, w, b, r = inputs(op, dtype=torch.float32)
     bias = None if op == "rms_norm" else b
-    arguments = (x, w, bias, r, 2, 1e-5, "silu", 0.0, 0)
-    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, arguments)
-    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, (x, None, None, None, *arguments[4:]))
+    operator = getattr(torch.ops.fusednorm, op).default
+    torch.library.opcheck(operator, (x, w, bias, r, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
+    torch.library.opcheck(operator, (x, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -108,6 +109,21 @@ def test_modules_are_drop_ins(theirs, ours, arguments, shape, device):
     fused.load_state_dict(torch_module.state_dict())
     torch.testing.assert_close(fused(x), F.silu(torch_module(x)))
     assert "activation='silu'" in repr(fused)
+
+
+@pytest.mark.parametrize("ours", [fusednorm.LayerNorm, fusednorm.RMSNorm])
+def test_modules_with_a_weight_around_zero_start_as_the_same_function(ours, device):
+    plain, centred = ours(6, device=device), ours(6, device=device, weight_offset=1.0)
+    x = torch.randn(3, 6, device=device)
+    assert not centred.weight.any()
+    torch.testing.assert_close(centred(x), plain(x))
+    nn.init.normal_(centred.weight)
+    with torch.no_grad():
+        plain.weight.copy_(centred.weight + 1)
+    torch.testing.assert_close(centred(x), plain(x))
+    assert "weight_offset=1.0" in repr(centred)
+    with pytest.raises(fusednorm.KernelInputError, match="weight_offset needs a weight"):
+        ours(6, elementwise_affine=False, weight_offset=1.0)
 
 
 def test_modules_without_parameters(device):

@@ -54,6 +54,8 @@ class Case:
         h = x if residual is None else x + residual
         cols = x.shape[-1]
         weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+        if weight is not None:
+            weight = weight + self.options.get("weight_offset", 0)
         if self.op == "rms_norm":
             y = F.rms_norm(h, (cols,), weight, self.options.get("eps", 1e-6))
         else:
@@ -146,6 +148,20 @@ def test_activation_and_residual_match_the_oracle(activation, cols, device, pois
     case = make_case("layer_norm", torch.float32, 3, cols, device, residual=True, activation=activation)
     check_forward(case)
     check_backward(case, saved=False)
+
+
+@pytest.mark.parametrize("cols", [96, 5000, 9001])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_weight_around_zero_matches_the_oracle(op, cols, device, poisoned):
+    case = make_case(op, torch.bfloat16, 3, cols, device, activation="silu", weight_offset=1)
+    check_forward(case)
+    check_backward(case, saved=True)
+
+
+def test_a_weight_around_zero_loses_nothing_to_its_dtype(device):
+    x, weight = torch.randn(4, 64, device=device), torch.randn(64, device=device).bfloat16() / 256
+    offset = fusednorm.layer_norm_forward(x, weight, weight_offset=1.0).y
+    torch.testing.assert_close(offset, fusednorm.layer_norm_forward(x, 1 + weight.float()).y)
 
 
 @pytest.mark.parametrize("cols", [1, 30, 256, 9001])

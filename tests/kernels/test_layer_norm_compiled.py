@@ -27,11 +27,13 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
         torch.empty(shape, dtype=d, device="meta")
         for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096,), torch.float32))
     )
-    residual = x if activation == "silu" else None
-    after = Epilogue(activation)
-    plan = layer_norm_plan.plan_forward(x, w, w, 1e-5, residual, after, Forward(x, residual_out=residual), False)
+    fused = activation == "silu"
+    residual = x if fused else None
+    after, offset = Epilogue(activation), {"weight_offset": float(fused)}
+    out = Forward(x, residual_out=residual)
+    plan = layer_norm_plan.plan_forward(x, w, w, 1e-5, residual, after, out, False, **offset)
     plan += layer_norm_plan.plan_backward(
-        x, x, w, w, 1e-5, statistic, statistic, residual, None, after, Backward(x, w, w), False
+        x, x, w, w, 1e-5, statistic, statistic, residual, None, after, Backward(x, w, w), False, **offset
     )
     for launch in plan:
         key = launch.kernel.fn.__name__, tuple(sorted(launch.options.items()))

@@ -133,6 +133,17 @@ def test_sums_are_float32_and_outputs_have_the_dtypes_asked_for():
     assert [t.dtype for t in grads] == [torch.float16, torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])
+def test_an_offset_is_part_of_the_weight(operation):
+    x, dy, weight = random(4, 7), random(4, 7, seed=1), random(7)
+    options = {"activation": "silu", "residual": random(4, 7, seed=2)}
+    forward, backward = (getattr(reference, f"{operation}_{direction}") for direction in ("forward", "backward"))
+    torch.testing.assert_close(forward(x, weight, weight_offset=1.0, **options), forward(x, weight + 1, **options))
+    torch.testing.assert_close(
+        backward(dy, x, weight, weight_offset=1.0, **options), backward(dy, x, weight + 1, **options)
+    )
+
+
 def test_statistics_are_of_the_sum_before_it_is_rounded():
     x, residual = torch.tensor([[1.0, 2.0]]).half(), torch.tensor([[2.0**-13, -(2.0**-13)]]).half()
     forward = reference.layer_norm_forward(x, residual=residual, eps=1e-12, stats=True)
