@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fusednorm._exchange import exchange, first_tag, leave
 from fusednorm._reductions import sum_pair
-from fusednorm._row_gradients import affine_gradient, load_parameter
+from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
 from fusednorm._row_moments import column_mask, load_rows, merge_moments, offset_weight, slab_moments, widened
 
 
@@ -37,6 +37,7 @@ def layer_norm_backward_tile_kernel(
     mean_ptr,
     rstd_ptr,
     dx_ptr,
+    dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
     mailbox_ptr,
@@ -176,12 +177,7 @@ def layer_norm_backward_tile_kernel(
         if dresidual_out_ptr is not None:
             outside_at = row * (dresidual_out_row_units * VEC) + col
             dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(
-            dx_ptr + row * cols.to(tl.int64) + col,
-            dx.to(dx_ptr.dtype.element_ty),
-            mask=mask,
-            eviction_policy="evict_first",
-        )
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64) + col, mask)
 
     if SPLIT > 1:
         leave(mailbox_ptr, last_tag)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._reductions import sum_pair
-from fusednorm._row_gradients import affine_gradient, load_parameter
+from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
 from fusednorm._row_moments import column_mask, load_rows, offset_weight, sweep_moments, widened
 
 
@@ -135,6 +135,7 @@ def layer_norm_backward_slab_kernel(
     bias_ptr,
     constants_ptr,
     dx_ptr,
+    dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
     rows: tl.int64,
@@ -217,12 +218,7 @@ def layer_norm_backward_slab_kernel(
         if dresidual_out_ptr is not None:
             outside_at = row * (dresidual_out_row_units * VEC) + col
             dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(
-            dx_ptr + row * cols.to(tl.int64) + col,
-            dx.to(dx_ptr.dtype.element_ty),
-            mask=mask,
-            eviction_policy="evict_first",
-        )
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64) + col, mask)
 
     partial_at = tl.program_id(1).to(tl.int64) * cols + col
     if dweight_partial_ptr is not None:

@@ -4,7 +4,7 @@ Each is a pair of `torch.library` operators with fakes, `fusednorm::<op>` and `f
 torch.compile keeps them whole.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ _FORWARD_SCHEMA = (
 _BACKWARD_SCHEMA = (
     "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
     "Tensor? dresidual_out, int num_groups, float eps, float weight_offset, str activation, float dropout, "
-    "int seed) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "int seed) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)"
 )
 
 
@@ -31,7 +31,7 @@ class Added(NamedTuple):
 
     Attributes:
         y: the normalised sum.
-        residual_out: x + residual, in x's dtype.
+        residual_out: x + residual, in the residual's dtype; after a group norm, in x's.
     """
 
     y: Tensor
@@ -170,6 +170,11 @@ def _offset(op: str, weight_offset: float) -> dict[str, float]:
     return {} if op == "group_norm" else {"weight_offset": weight_offset}
 
 
+def _has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
+    """Whether the residual's gradient is a tensor of its own, and not dx."""
+    return residual is not None and residual.dtype != x.dtype and op != "group_norm"
+
+
 def _absent(x: Tensor) -> Tensor:
     """What an operator returns for a result that was not asked for: it cannot return None."""
     return x.new_empty(0)
@@ -221,7 +226,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         activation: str,
         dropout: float,
         seed: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         run = getattr(_library(op, x), f"{op}_backward")
         statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
         result: Backward = run(
@@ -237,8 +242,11 @@ def _define(library: torch.library.Library, op: str) -> None:
             seed=seed,
             **statistics,
         )
-        dweight, dbias = (_absent(x) if t is None else t for t in (result.dweight, result.dbias))
-        return result.dx, dweight, dbias
+        dresidual = result.dresidual if _has_own_gradient(residual, op, x) else None
+        dweight, dbias, dresidual = (
+            _absent(x) if t is None else t for t in (result.dweight, result.dbias, dresidual)
+        )
+        return result.dx, dweight, dbias, dresidual
 
     def fake_forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, num_groups: int, *_: Any
@@ -247,13 +255,22 @@ def _define(library: torch.library.Library, op: str) -> None:
         statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
         mean = _absent(x) if op == "rms_norm" else torch.empty_like(rstd)
-        return _like(op, x), mean, rstd, _absent(x) if residual is None else _like(op, x)
+        residual_out = _absent(x) if residual is None else _like(op, x if op == "group_norm" else residual)
+        return _like(op, x), mean, rstd, residual_out
 
     def fake_backward(
-        dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor,
+        residual: Tensor | None,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dweight, dbias = (_absent(x) if p is None else torch.empty_like(p) for p in (weight, bias))
-        return _like(op, x), dweight, dbias
+        dresidual = _like(op, residual) if _has_own_gradient(residual, op, x) else _absent(x)
+        return _like(op, x), dweight, dbias, dresidual
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, bias, residual, *ctx.settings = inputs
@@ -268,7 +285,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         x, weight, bias, residual, mean, rstd = ctx.saved_tensors
         dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
         dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
-        dx, dweight, dbias = getattr(torch.ops.fusednorm, f"{op}_backward")(
+        dx, dweight, dbias, dresidual = getattr(torch.ops.fusednorm, f"{op}_backward")(
             dy,
             x,
             weight,
@@ -279,11 +296,13 @@ def _define(library: torch.library.Library, op: str) -> None:
             dsum,
             *ctx.settings,
         )
+        if not _has_own_gradient(residual, op, x):
+            dresidual = None if residual is None else dx.to(residual.dtype)
         return (
             dx,
             None if weight is None else dweight,
             None if bias is None else dbias,
-            None if residual is None else dx.to(residual.dtype),
+            dresidual,
             *(None for _ in ctx.settings),
         )
 

@@ -8,7 +8,7 @@ share its configuration, so the number of compiled kernels is bounded.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -187,12 +187,18 @@ def _sweep(cols: int, itemsize: int) -> ForwardSweep:
     return ForwardSweep(block, num_warps=block // 512 if cols == 2 * block else min(block // 256, 8))
 
 
-def within_shared_memory(config: BackwardTile, column_bytes: int) -> BackwardTile:
+Tile = TypeVar("Tile", ForwardTile, BackwardTile)
+
+
+def within_shared_memory(config: Tile, column_bytes: int) -> Tile:
     """`config` with as many stages as the tensors of a tile leave room for, `column_bytes` for each column.
 
     Residuals, and parameters that are not held, go through shared memory with x and dy; the tables foresee the two.
     """
-    tile_bytes = config.rows * config.block_n * column_bytes * config.programs_per_sm
+    if config.stages == 1:
+        return config
+    columns = config.block_n * (config.chunks if isinstance(config, ForwardTile) else 1)
+    tile_bytes = config.rows * columns * column_bytes * config.programs_per_sm
     return replace(config, stages=max(1, min(config.stages, 1 + SHARED_BYTES_PER_SM // tile_bytes)))
 
 

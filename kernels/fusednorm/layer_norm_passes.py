@@ -43,7 +43,8 @@ def layer_norm_forward(
         bias: [cols], any of these dtypes, or None for zeros.
         eps: added to the variance; positive and finite.
         weight_offset: 0, or 1 for a weight that is kept around zero, as Gemma's; the sum is float32.
-        residual: as x, any of these dtypes.  h is summed in float32 and returned rounded to x's dtype.
+        residual: in x's shape, any of these dtypes, whatever x's.  h is summed in float32, normalised as it is and
+            returned rounded to the residual's dtype: a float32 residual stream stays one.
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -117,17 +118,18 @@ def layer_norm_backward(
         x, weight, bias, eps, weight_offset, residual, activation, dropout, seed: as they went into the forward
             pass.
         mean, rstd: the statistics it returned, float32 [...], both or neither; taken anew when absent.
-        dresidual_out: as x; what reached h from elsewhere, added to dx.
+        dresidual_out: in x's shape, any of these dtypes; what reached h from elsewhere, added to dx.
 
     Returns:
-        Backward: dx [..., cols] contiguous in x's dtype, the gradient of x and of residual alike; dweight in
-        weight's dtype when weight came in; dbias in bias's dtype when bias came in.
+        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, dx
+        itself if that is x's; dweight in weight's dtype when weight came in; dbias in bias's when bias came in.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
         UnsupportedShapeError: strides that no kernel handles.
 
-    Traffic: `traffic.backward_bytes`: dy, x and dx once each; rows too long for a tile cost dy and x twice.
+    Traffic: `traffic.backward_bytes`: dy, x and dx once each, and a residual and a dresidual
+    of another dtype than dx; rows too long for a tile cost dy and x twice.
 
     Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
     """
@@ -186,7 +188,7 @@ def _forward(
 
     y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     check_tensor("out_dtype", y)
-    residual_out = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    residual_out = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
     mean = torch.empty_like(rstd) if rstd is not None and not is_rms else None
     result = Forward(y, mean, rstd, residual_out)
@@ -226,9 +228,12 @@ def _backward(
     outside_rows = _rows_like("dresidual_out", dresidual_out, x)
 
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dresidual = None if residual is None else dx
+    if residual is not None and residual.dtype != x.dtype:
+        dresidual = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    result = Backward(dx, dweight, dbias)
+    result = Backward(dx, dweight, dbias, dresidual)
     if rows:
         plan = plan_backward(
             dy_rows,

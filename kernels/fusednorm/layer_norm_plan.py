@@ -51,6 +51,8 @@ def plan_forward(
     }
     match config:
         case launch.ForwardTile():
+            pipelined = [t for t in (x, residual) if t is not None]
+            config = launch.within_shared_memory(config, sum(t.element_size() for t in pipelined))
             options |= {
                 "CHUNKS": config.chunks,
                 "EVEN": cols == config.chunks * config.block_n * config.split,
@@ -97,6 +99,7 @@ def plan_backward(
     dropout = _dropout_arguments(epilogue)
     shared = _shared_options(vec, weight_offset, epilogue)
     tensors = (dy, x, residual, dresidual_out, weight, bias)
+    gradients = (out.dx, None if out.dresidual is out.dx else out.dresidual)
     sizes = (rows, cols // vec, *units)
     options = {
         "BLOCK_N": config.block_n,
@@ -114,7 +117,7 @@ def plan_backward(
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs // config.split)
             options |= {"IS_RMS": is_rms, "HOLD_WEIGHT": config.hold_weight, **tile_options}
             arguments = (
-                *tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, mailbox, *sizes, eps, *dropout,
+                *tensors, mean, rstd, *gradients, dweight_partial, dbias_partial, mailbox, *sizes, eps, *dropout,
             )  # fmt: skip
             launches = [Launch(layer_norm_backward_tile_kernel, (programs,), arguments, options)]
         case launch.BackwardSlab():
@@ -136,7 +139,7 @@ def plan_backward(
             }
             even = cols % config.block_n == 0
             options |= {"ROWS": config.rows, "STAGES": config.stages, "EVEN": even}
-            arguments = (*tensors, constants, out.dx, dweight_partial, dbias_partial, *sizes, *dropout)
+            arguments = (*tensors, constants, *gradients, dweight_partial, dbias_partial, *sizes, *dropout)
             launches = [
                 Launch(layer_norm_backward_rows_kernel, (rows,), rows_arguments, rows_options),
                 Launch(layer_norm_backward_slab_kernel, (slabs, tiles), arguments, options),

@@ -6,12 +6,12 @@ here and bind every kernel:
 
 - y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y;
 - with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
-  rounded to x's dtype for `residual_out`; backward forms h again from x and residual in the same way;
-- dx is the gradient of h, so it is also the gradient of the residual; `dresidual_out`, what reached
-  `residual_out` from elsewhere, is added to it.
+  rounded for `residual_out`; backward forms h again from x and residual in the same way;
+- dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype is another;
+  `dresidual_out`, what reached `residual_out` from elsewhere, is added to it.
 
-y has `out_dtype` or else x's dtype, residual_out and dx x's, dweight weight's, dbias bias's; mean and rstd
-come in `precision`.
+y has `out_dtype` or else x's dtype, dx x's, residual_out and dresidual the residual's (for GroupNorm x's), dweight
+weight's, dbias bias's; mean and rstd come in `precision`.
 
 All six functions stand in one file so that their two formulas, forward and backward, are written once.
 """
@@ -40,7 +40,8 @@ class _View:
 
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
-    into `shape`.  `work` is the dtype of every sum.  `weight_offset` is added to weight.
+    into `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset`
+    is added to weight.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +53,7 @@ class _View:
     positions: int
     mask: Callable[[Tensor], Tensor]
     work: torch.dtype
+    stream: torch.dtype
     centre: bool = True
     weight_offset: float = 0.0
 
@@ -81,7 +83,7 @@ def layer_norm_forward(
         bias: [cols], or None for zeros.
         eps: added to the variance.
         weight_offset: 0 or 1.
-        residual: like x.
+        residual: in x's shape, any float dtype.
         activation: one of `epilogue.ACTIVATIONS`.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
@@ -92,7 +94,7 @@ def layer_norm_forward(
     Raises:
         KernelInputError: an empty last axis, an unknown activation, dropout out of range or without a seed.
     """
-    view = _rows_view(x, weight, weight_offset, centre=True, precision=precision)
+    view = _rows_view(x, weight, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
@@ -112,7 +114,7 @@ def rms_norm_forward(
     precision: torch.dtype | None = None,
 ) -> Forward:
     """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps); else as above."""
-    view = _rows_view(x, weight, weight_offset, centre=False, precision=precision)
+    view = _rows_view(x, weight, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
 
@@ -185,7 +187,7 @@ def layer_norm_backward(
     Raises:
         KernelInputError: as in forward.
     """
-    view = _rows_view(x, weight, weight_offset, centre=True, precision=precision)
+    view = _rows_view(x, weight, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
 
@@ -206,7 +208,7 @@ def rms_norm_backward(
     precision: torch.dtype | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
-    view = _rows_view(x, weight, weight_offset, centre=False, precision=precision)
+    view = _rows_view(x, weight, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
 
@@ -307,7 +309,13 @@ def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows_view(
-    x: Tensor, weight: Tensor | None, weight_offset: float, *, centre: bool, precision: torch.dtype | None
+    x: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    residual: Tensor | None,
+    *,
+    centre: bool,
+    precision: torch.dtype | None,
 ) -> _View:
     check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
@@ -324,6 +332,7 @@ def _rows_view(
         positions=cols,
         mask=lambda mask: mask,
         work=_work_dtype(x, precision),
+        stream=x.dtype if residual is None else residual.dtype,
         centre=centre,
         weight_offset=weight_offset,
     )
@@ -349,6 +358,7 @@ def _groups_view(x: Tensor, num_groups: int, *, precision: torch.dtype | None) -
         positions=c * hw,
         mask=mask_in_view,
         work=_work_dtype(x, precision),
+        stream=x.dtype,
     )
 
 
@@ -372,7 +382,7 @@ def _forward(
         y=_laid_out_like(x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
-        residual_out=None if residual is None else _laid_out_like(x, h, x.dtype),
+        residual_out=None if residual is None else _laid_out_like(x, h, view.stream),
     )
 
 
@@ -412,10 +422,13 @@ def _backward(
     dh = dh * scale
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
+    dx = _laid_out_like(x, dh, x.dtype)
+    dresidual = dx if view.stream == x.dtype else _laid_out_like(x, dh, view.stream)
     return Backward(
-        dx=_laid_out_like(x, dh, x.dtype),
+        dx=dx,
         dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
         dbias=None if bias is None else _parameter_gradient(view, dz, bias),
+        dresidual=None if residual is None else dresidual,
     )
 
 

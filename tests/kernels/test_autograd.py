@@ -49,6 +49,8 @@ def test_operators_keep_torchs_contract(op):
     operator = getattr(torch.ops.fusednorm, op).default
     torch.library.opcheck(operator, (x, w, bias, r, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
     torch.library.opcheck(operator, (x, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
+    stream = r.detach().half().requires_grad_()
+    torch.library.opcheck(operator, (x, w, bias, stream, 2, 1e-5, 0.0, "none", 0.0, 0))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -79,6 +81,23 @@ def test_expanded_gradients_are_taken(device):
     x = torch.randn(4, 8, device=device, requires_grad=True)
     fusednorm.layer_norm(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.zeros_like(x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "add_group_norm"])
+def test_each_input_gets_its_gradient_in_its_own_dtype(name, device):
+    x, w, b, r = inputs(name, device, torch.float32)
+    half, stream = (t.detach().clone().requires_grad_() for t in (x.bfloat16(), r))
+    h = half.float() + stream
+    want = CALLS[name.removeprefix("add_")](h, w, b, r)
+    y, residual_out = CALLS[name](half, w, b, stream)
+    assert residual_out.dtype == (torch.bfloat16 if "group" in name else torch.float32)
+    torch.testing.assert_close(y.float(), want, rtol=2**-7, atol=2**-7)
+    torch.autograd.backward([y, residual_out], [torch.ones_like(y), torch.ones_like(residual_out)])
+    (right,) = torch.autograd.grad([want, h], [stream], [torch.ones_like(want), torch.ones_like(h)])
+    assert (half.grad.dtype, stream.grad.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(half.grad.float(), right, rtol=2**-7, atol=1e-4)
+    tolerance = 2**-7 if "group" in name else 1e-5
+    torch.testing.assert_close(stream.grad, right, rtol=tolerance, atol=1e-4)
 
 
 def test_only_the_sum_may_be_used(device):

@@ -181,7 +181,34 @@ def test_outside_gradient_of_the_residual_sum_is_added(device):
     case = make_case("layer_norm", torch.float32, 3, 40, device, residual=True)
     dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
     expected = case.backward(fusednorm, dy).dx + outside
-    torch.testing.assert_close(case.backward(fusednorm, dy, dresidual_out=outside).dx, expected)
+    actual = case.backward(fusednorm, dy, dresidual_out=outside)
+    torch.testing.assert_close(actual.dx, expected)
+    assert actual.dresidual is actual.dx
+
+
+@pytest.mark.parametrize("cols", [96, 9001])
+@pytest.mark.parametrize(
+    ("dtype", "stream"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)],
+)
+def test_a_residual_stream_keeps_its_dtype(dtype, stream, cols, device, poisoned):
+    case = make_case("rms_norm", dtype, 3, cols, device)
+    case.residual = torch.randn(3, cols, device=device).to(stream)
+    actual, exact = case.forward(fusednorm), case.forward(reference, precision=torch.float64)
+    torch.testing.assert_close(actual.y.double(), exact.y.double(), rtol=2**-7, atol=1e-6)
+    assert exact.residual_out.dtype == stream
+    # One step: the interpreter truncates to bfloat16.
+    one_step = {"rtol": torch.finfo(stream).eps, "atol": 1e-6}
+    torch.testing.assert_close(actual.residual_out, exact.residual_out, **one_step)
+    dy, outside = torch.randn_like(case.x), torch.randn_like(case.residual)
+    actual = case.backward(fusednorm, dy, dresidual_out=outside)
+    exact = case.backward(reference, dy, dresidual_out=outside, precision=torch.float64)
+    assert (actual.dx.dtype, actual.dresidual.dtype) == (dtype, stream)
+    scale = float(exact.dx.double().abs().max())
+    for gradient, right in ((actual.dx, exact.dx), (actual.dresidual, exact.dresidual)):
+        assert gradient.dtype == right.dtype
+        error = 1e-6 + torch.finfo(gradient.dtype).eps
+        torch.testing.assert_close(gradient.double(), right.double(), rtol=error, atol=scale * 1e-6)
 
 
 @pytest.mark.parametrize("cols", [33, 9001])
