@@ -1,17 +1,17 @@
 """Backward kernels of LayerNorm and RMSNorm.
 
-With dz the gradient that reaches the affine step and g = dz * weight, dx = rstd * (g - c2 - x_hat * c1),
-where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for dweight and
-dbias stay in float32 registers, one partial row a program, and a last kernel folds the partials in fixed
-order: no atomics and no locks, so every run gives the same bits.
+With dz the gradient that reaches the affine step and g = dz * (weight + WEIGHT_OFFSET), dx = rstd * (g - c2 -
+x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for
+dweight and dbias stay in float32 registers, one partial row a program, and a last kernel folds the partials in
+fixed order: no atomics and no locks, so every run gives the same bits.
 """
 
 import triton
 import triton.language as tl
 
 from fusednorm._reductions import sum_pair
-from fusednorm._row_gradients import affine_gradient, load_parameter
-from fusednorm._row_moments import column_mask, load_rows, slab_moments, widened
+from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
+from fusednorm._row_moments import column_mask, load_rows, offset_weight, slab_moments, widened
 
 
 @triton.jit(
@@ -36,6 +36,7 @@ def layer_norm_backward_tile_kernel(
     mean_ptr,
     rstd_ptr,
     dx_ptr,
+    dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
     rows: tl.int64,
@@ -55,6 +56,7 @@ def layer_norm_backward_tile_kernel(
     STAGES: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -105,6 +107,7 @@ def layer_norm_backward_tile_kernel(
             weight = widened(held, FAST)
         else:
             weight = load_parameter(weight_ptr, col, col_mask, 1.0)
+        weight = offset_weight(weight, WEIGHT_OFFSET)
         if ACTIVATION == "none":
             bias = 0.0
         elif HOLD_WEIGHT and bias_ptr is not None:
@@ -145,12 +148,7 @@ def layer_norm_backward_tile_kernel(
         if dresidual_out_ptr is not None:
             outside_at = row * (dresidual_out_row_units * VEC) + col
             dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(
-            dx_ptr + row * cols.to(tl.int64) + col,
-            dx.to(dx_ptr.dtype.element_ty),
-            mask=mask,
-            eviction_policy="evict_first",
-        )
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64) + col, mask)
 
     partial_at = tl.program_id(0).to(tl.int64) * cols + col
     if dweight_partial_ptr is not None:

@@ -9,8 +9,8 @@ import triton.language as tl
 from fusednorm._exchange import collect, first_tag, leave, post, slots
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair, total_pair
-from fusednorm._row_gradients import affine_gradient
-from fusednorm._row_moments import column_mask, widened
+from fusednorm._row_gradients import affine_gradient, store_input_gradient
+from fusednorm._row_moments import column_mask, offset_weight, widened
 
 
 @triton.jit
@@ -90,6 +90,7 @@ def layer_norm_backward_shared_kernel(
     mean_ptr,
     rstd_ptr,
     dx_ptr,
+    dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
     mailbox_ptr,
@@ -110,6 +111,7 @@ def layer_norm_backward_shared_kernel(
     DEPTH: tl.constexpr,
     LAG: tl.constexpr,
     AHEAD: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -143,7 +145,6 @@ def layer_norm_backward_shared_kernel(
     turns = tl.cdiv(rows - group, groups)
     dy_ptr += first_col
     x_ptr += first_col
-    dx_ptr += first_col
 
     for turn in range(0, turns + LAG):
         row = group + turn * groups
@@ -191,7 +192,7 @@ def layer_norm_backward_shared_kernel(
             first_slot = slots(mailbox_ptr, group, tag, members, DEPTH)
             part_1, part_2 = collect(first_slot + tl.where(present, other, 0) * 2, tag)
             c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
-            weight = widened(held, FAST)
+            weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
             bias = widened(held_bias, FAST)
             x_hat, dz = _gradient(
                 x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
@@ -209,15 +210,10 @@ def layer_norm_backward_shared_kernel(
             if dresidual_out_ptr is not None:
                 outside_at = row_b * (dresidual_out_row_units * VEC) + first_col + lane
                 dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(
-                dx_ptr + row_b * cols.to(tl.int64) + lane,
-                dx.to(dx_ptr.dtype.element_ty),
-                mask=mask,
-                eviction_policy="evict_first",
-            )
+            store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64) + first_col + lane, mask)
 
         if turn < turns:
-            weight = widened(held, FAST)
+            weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
             bias = widened(held_bias, FAST)
             x_hat, dz = _gradient(
                 x, residual, dy, mean, rstd, weight, bias, row, first_col,

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from fusednorm._reductions import sum_pair
-from fusednorm._row_gradients import affine_gradient, load_parameter
-from fusednorm._row_moments import column_mask, load_rows, sweep_moments, widened
+from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
+from fusednorm._row_moments import column_mask, load_rows, offset_weight, sweep_moments, widened
 
 
 @triton.jit(
@@ -44,6 +44,7 @@ def layer_norm_backward_rows_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -81,7 +82,7 @@ def layer_norm_backward_rows_kernel(
         h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "", FAST)
         dy = widened(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0), FAST)
         x_hat = ((h - rough) - shift) * rstd
-        weight = load_parameter(weight_ptr, at, mask, 1.0)
+        weight = offset_weight(load_parameter(weight_ptr, at, mask, 1.0), WEIGHT_OFFSET)
         if ACTIVATION == "none":
             bias = 0.0
         else:
@@ -134,6 +135,7 @@ def layer_norm_backward_slab_kernel(
     bias_ptr,
     constants_ptr,
     dx_ptr,
+    dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
     rows: tl.int64,
@@ -150,6 +152,7 @@ def layer_norm_backward_slab_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -162,7 +165,7 @@ def layer_norm_backward_slab_kernel(
     first_col = tl.program_id(0) * BLOCK_N
     col = first_col + tl.arange(0, BLOCK_N)[None, :]
     col_mask = column_mask(col, cols, EVEN)
-    weight = load_parameter(weight_ptr, col, col_mask, 1.0)
+    weight = offset_weight(load_parameter(weight_ptr, col, col_mask, 1.0), WEIGHT_OFFSET)
     if ACTIVATION == "none":
         bias = 0.0
     else:
@@ -215,12 +218,7 @@ def layer_norm_backward_slab_kernel(
         if dresidual_out_ptr is not None:
             outside_at = row * (dresidual_out_row_units * VEC) + col
             dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(
-            dx_ptr + row * cols.to(tl.int64) + col,
-            dx.to(dx_ptr.dtype.element_ty),
-            mask=mask,
-            eviction_policy="evict_first",
-        )
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64) + col, mask)
 
     partial_at = tl.program_id(1).to(tl.int64) * cols + col
     if dweight_partial_ptr is not None:

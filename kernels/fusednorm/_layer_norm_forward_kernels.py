@@ -11,11 +11,15 @@ from fusednorm._prefetch import prefetch
 from fusednorm._row_moments import (
     column_mask,
     load_rows,
+    offset_weight,
     slab_moments,
     sweep_moments,
     widened,
 )
 from fusednorm.epilogue import activate, dropout_keep_tile
+
+
+FEW_PROGRAMS = tl.constexpr(512)
 
 
 @triton.jit
@@ -65,6 +69,7 @@ def layer_norm_forward_tile_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -123,7 +128,7 @@ def layer_norm_forward_tile_kernel(
             else:
                 y = (chunks[i] - pivot) * rstd - shift * rstd
             if weight_ptr is not None:
-                y = y * widened(weights[i], FAST)
+                y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
             if bias_ptr is not None:
                 y = y + widened(biases[i], FAST)
             y = finish(
@@ -162,13 +167,17 @@ def layer_norm_forward_sweep_kernel(
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One row a program in two sweeps; the second walks backwards and finds the row in L1 or L2."""
+    """One row a program in two sweeps; the second walks backwards and finds the row in L1 or L2.
+
+    The row of the program `ahead` programs on is asked into L2 meanwhile; 0 for none.
+    """
     cols = col_units * VEC
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
     col = tl.arange(0, BLOCK_N)[None, :]
@@ -177,8 +186,16 @@ def layer_norm_forward_sweep_kernel(
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
-    if AHEAD and tl.program_id(0) + ahead < tl.num_programs(0):
-        prefetch(x_ptr + (tl.program_id(0).to(tl.int64) + ahead) * (x_row_units * VEC), cols)
+    if PREFETCH:
+        if tl.num_programs(0) <= FEW_PROGRAMS:
+            # Nothing else hides this program's latency: everything that it reads at once.
+            prefetch(x_ptr + tl.program_id(0).to(tl.int64) * (x_row_units * VEC), cols)
+            if weight_ptr is not None:
+                prefetch(weight_ptr, cols)
+            if bias_ptr is not None:
+                prefetch(bias_ptr, cols)
+        elif ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
+            prefetch(x_ptr + (tl.program_id(0).to(tl.int64) + ahead) * (x_row_units * VEC), cols)
     rough, shift, variance = sweep_moments(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
     )
@@ -197,7 +214,8 @@ def layer_norm_forward_sweep_kernel(
             tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
         y = (h - rough) * rstd - shift * rstd
         if weight_ptr is not None:
-            y = y * widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
+            weight = widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
+            y = y * offset_weight(weight, WEIGHT_OFFSET)
         if bias_ptr is not None:
             y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0), FAST)
         y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(

@@ -6,7 +6,7 @@ import triton.language as tl
 from fusednorm._exchange import collect, first_tag, leave, post, slots
 from fusednorm._layer_norm_forward_kernels import finish
 from fusednorm._prefetch import prefetch
-from fusednorm._row_moments import column_mask, widened
+from fusednorm._row_moments import column_mask, offset_weight, widened
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _piece_moments(
 def _write_piece(
     chunks, residuals, weights, biases, y_ptr, residual_out_ptr, piece_cols, row, first_col, main, rest, rstd,
     seed, dropout_threshold, dropout_scale,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """y, and h, of a piece that starts at column `first_col`; the pointers are to its place."""
@@ -125,7 +125,7 @@ def _write_piece(
             # One instruction; what it loses is below a 16-bit input's own rounding.
             y = h * rstd - (main * rstd + rest * rstd)
         if len(weights) > 0:
-            y = y * widened(weights[i], FAST)
+            y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
         if len(biases) > 0:
             y = y + widened(biases[i], FAST)
         if ACTIVATION != "none" or DROPOUT:
@@ -181,6 +181,7 @@ def layer_norm_forward_shared_kernel(
     DEPTH: tl.constexpr,
     LAG: tl.constexpr,
     AHEAD: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -275,7 +276,7 @@ def layer_norm_forward_shared_kernel(
                     _write_piece(
                         late, late_residuals, weights, biases, y_ptr + y_at, residual_out_slab_ptr,
                         slab_cols, late_row, first_col, main, rest, rstd, seed, dropout_threshold, dropout_scale,
-                        EVEN, BLOCK_N, GROUP, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                        EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
                     )  # fmt: skip
                 else:
                     for back in range(0, pieces):
@@ -292,7 +293,7 @@ def layer_norm_forward_shared_kernel(
                             y_ptr + y_at + at, residual_out_slab_ptr + at if residual_out_slab_ptr is not None else None,
                             slab_cols - at, late_row, first_col + at, main, rest, rstd,
                             seed, dropout_threshold, dropout_scale,
-                            EVEN, BLOCK_N, GROUP, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                            EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
                         )  # fmt: skip
 
         if turn < turns:

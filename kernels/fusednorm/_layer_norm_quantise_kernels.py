@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fusednorm._layer_norm_forward_kernels import finish
 from fusednorm._reductions import maximum
-from fusednorm._row_moments import column_mask, load_rows, slab_moments, sweep_moments, widened
+from fusednorm._row_moments import column_mask, load_rows, offset_weight, slab_moments, sweep_moments, widened
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
@@ -35,6 +35,7 @@ def _normalised(
     dropout_threshold,
     dropout_scale,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -45,7 +46,8 @@ def _normalised(
     else:
         y = (h - rough) * rstd - shift * rstd
     if weight_ptr is not None:
-        y = y * widened(tl.load(weight_ptr + col, mask=mask, other=0.0), FAST)
+        weight = widened(tl.load(weight_ptr + col, mask=mask, other=0.0), FAST)
+        y = y * offset_weight(weight, WEIGHT_OFFSET)
     if bias_ptr is not None:
         y = y + widened(tl.load(bias_ptr + col, mask=mask, other=0.0), FAST)
     return finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST)
@@ -93,6 +95,7 @@ def layer_norm_quantise_held_kernel(
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -150,6 +153,7 @@ def layer_norm_quantise_held_kernel(
             dropout_threshold,
             dropout_scale,
             IS_RMS,
+            WEIGHT_OFFSET,
             ACTIVATION,
             DROPOUT,
             FAST,
@@ -190,6 +194,7 @@ def layer_norm_quantise_sweep_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -236,6 +241,7 @@ def layer_norm_quantise_sweep_kernel(
             dropout_threshold,
             dropout_scale,
             IS_RMS,
+            WEIGHT_OFFSET,
             ACTIVATION,
             DROPOUT,
             FAST,
@@ -268,6 +274,7 @@ def layer_norm_quantise_sweep_kernel(
             dropout_threshold,
             dropout_scale,
             IS_RMS,
+            WEIGHT_OFFSET,
             ACTIVATION,
             DROPOUT,
             FAST,

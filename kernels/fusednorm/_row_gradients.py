@@ -1,4 +1,4 @@
-"""Parameters and the affine step's gradient: what the backward kernels of LayerNorm and RMSNorm share."""
+"""Parameters, the affine step's gradient and h's: what the backward kernels of LayerNorm and RMSNorm share."""
 
 import triton
 import triton.language as tl
@@ -38,3 +38,13 @@ def affine_gradient(
     if ACTIVATION != "none":
         dz = dz * activation_derivative(x_hat * weight + bias, ACTIVATION, FAST)
     return dz
+
+
+@triton.jit
+def store_input_gradient(gradient, dx_ptr, dresidual_ptr, at, mask):
+    """The gradient of h, in x's dtype and once more in the residual's where that has another."""
+    dx = gradient.to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + at, dx, mask=mask, eviction_policy="evict_first")
+    if dresidual_ptr is not None:
+        dresidual = gradient.to(dresidual_ptr.dtype.element_ty)
+        tl.store(dresidual_ptr + at, dresidual, mask=mask, eviction_policy="evict_first")

@@ -40,6 +40,15 @@ def widened(value, FAST: tl.constexpr):
 
 
 @triton.jit
+def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
+    """weight + WEIGHT_OFFSET, what x_hat is multiplied by; without an offset, weight itself."""
+    if WEIGHT_OFFSET == 0.0:
+        return weight
+    else:
+        return weight + WEIGHT_OFFSET
+
+
+@triton.jit
 def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr, FAST: tl.constexpr):
     """x, or x + residual, in float32; masked lanes are 0."""
     h = widened(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT), FAST)

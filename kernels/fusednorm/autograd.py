@@ -4,7 +4,7 @@ Each is a pair of `torch.library` operators with fakes, `fusednorm::<op>` and `f
 torch.compile keeps them whole.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from fusednorm.results import Backward, Forward
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
 _FORWARD_SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, str activation, "
-    "float dropout, int seed) -> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, "
+    "float weight_offset, str activation, float dropout, int seed) "
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
 )
 _BACKWARD_SCHEMA = (
     "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
-    "Tensor? dresidual_out, int num_groups, float eps, str activation, float dropout, int seed) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "Tensor? dresidual_out, int num_groups, float eps, float weight_offset, str activation, float dropout, "
+    "int seed) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)"
 )
 
 
@@ -32,7 +33,7 @@ class Added(NamedTuple):
 
     Attributes:
         y: the normalised sum.
-        residual_out: x + residual, in x's dtype.
+        residual_out: x + residual, in the residual's dtype; after a group norm, in x's.
     """
 
     y: Tensor
@@ -45,12 +46,13 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
     """`layer_norm_forward`'s y, differentiable in x, weight and bias."""
-    return _apply("layer_norm", x, weight, bias, None, 0, eps, activation, dropout, seed)[0]
+    return _apply("layer_norm", x, weight, bias, None, 0, eps, weight_offset, activation, dropout, seed)[0]
 
 
 def rms_norm(
@@ -58,12 +60,13 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
     """`rms_norm_forward`'s y, differentiable in x and weight."""
-    return _apply("rms_norm", x, weight, None, None, 0, eps, activation, dropout, seed)[0]
+    return _apply("rms_norm", x, weight, None, None, 0, eps, weight_offset, activation, dropout, seed)[0]
 
 
 def group_norm(
@@ -78,7 +81,7 @@ def group_norm(
     seed: int | None = None,
 ) -> Tensor:
     """`group_norm_forward`'s y, differentiable in x, weight and bias."""
-    return _apply("group_norm", x, weight, bias, None, num_groups, eps, activation, dropout, seed)[0]
+    return _apply("group_norm", x, weight, bias, None, num_groups, eps, 0.0, activation, dropout, seed)[0]
 
 
 def add_layer_norm(
@@ -88,12 +91,13 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
     """`layer_norm` of x + residual, with the sum; differentiable in all four tensors."""
-    return Added(*_apply("layer_norm", x, weight, bias, residual, 0, eps, activation, dropout, seed))
+    return Added(*_apply("layer_norm", x, weight, bias, residual, 0, eps, weight_offset, activation, dropout, seed))
 
 
 def add_rms_norm(
@@ -102,12 +106,13 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    weight_offset: float = 0.0,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
     """`rms_norm` of x + residual, with the sum; differentiable in all three tensors."""
-    return Added(*_apply("rms_norm", x, weight, None, residual, 0, eps, activation, dropout, seed))
+    return Added(*_apply("rms_norm", x, weight, None, residual, 0, eps, weight_offset, activation, dropout, seed))
 
 
 def add_group_norm(
@@ -123,7 +128,7 @@ def add_group_norm(
     seed: int | None = None,
 ) -> Added:
     """`group_norm` of x + residual, with the sum; differentiable in all four tensors."""
-    return Added(*_apply("group_norm", x, weight, bias, residual, num_groups, eps, activation, dropout, seed))
+    return Added(*_apply("group_norm", x, weight, bias, residual, num_groups, eps, 0.0, activation, dropout, seed))
 
 
 def _apply(
@@ -134,6 +139,7 @@ def _apply(
     residual: Tensor | None,
     num_groups: int,
     eps: float,
+    weight_offset: float,
     activation: str,
     dropout: float,
     seed: int | None,
@@ -143,7 +149,9 @@ def _apply(
     if dropout and seed is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
     operator = getattr(torch.ops.fusednorm, op)
-    y, _, _, residual_out = operator(x, weight, bias, residual, num_groups, eps, activation, dropout, seed or 0)
+    y, _, _, residual_out = operator(
+        x, weight, bias, residual, num_groups, eps, weight_offset, activation, dropout, seed or 0
+    )
     return y, residual_out
 
 
@@ -162,6 +170,15 @@ def _parameters(op: str, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     return (weight,) if op == "rms_norm" else (weight, bias)
 
 
+def _offset(op: str, weight_offset: float) -> dict[str, float]:
+    return {} if op == "group_norm" else {"weight_offset": weight_offset}
+
+
+def _has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
+    """Whether the residual's gradient is a tensor of its own, and not dx."""
+    return residual is not None and residual.dtype != x.dtype and op != "group_norm"
+
+
 def _absent(x: Tensor) -> Tensor:
     """What an operator returns for a result that was not asked for: it cannot return None."""
     return x.new_empty(0)
@@ -177,6 +194,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         residual: Tensor | None,
         num_groups: int,
         eps: float,
+        weight_offset: float,
         activation: str,
         dropout: float,
         seed: int,
@@ -186,6 +204,7 @@ def _define(library: torch.library.Library, op: str) -> None:
             *_leading(op, x, num_groups),
             *_parameters(op, weight, bias),
             eps=eps,
+            **_offset(op, weight_offset),
             residual=residual,
             activation=activation,
             dropout=dropout,
@@ -207,10 +226,11 @@ def _define(library: torch.library.Library, op: str) -> None:
         dresidual_out: Tensor | None,
         num_groups: int,
         eps: float,
+        weight_offset: float,
         activation: str,
         dropout: float,
         seed: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         run = getattr(_library(op, x), f"{op}_backward")
         statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
         result: Backward = run(
@@ -218,6 +238,7 @@ def _define(library: torch.library.Library, op: str) -> None:
             *_leading(op, x, num_groups),
             *_parameters(op, weight, bias),
             eps=eps,
+            **_offset(op, weight_offset),
             residual=residual,
             dresidual_out=dresidual_out,
             activation=activation,
@@ -225,8 +246,11 @@ def _define(library: torch.library.Library, op: str) -> None:
             seed=seed,
             **statistics,
         )
-        dweight, dbias = (_absent(x) if t is None else t for t in (result.dweight, result.dbias))
-        return result.dx, dweight, dbias
+        dresidual = result.dresidual if _has_own_gradient(residual, op, x) else None
+        dweight, dbias, dresidual = (
+            _absent(x) if t is None else t for t in (result.dweight, result.dbias, dresidual)
+        )
+        return result.dx, dweight, dbias, dresidual
 
     def fake_forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, num_groups: int, *_: Any
@@ -235,13 +259,22 @@ def _define(library: torch.library.Library, op: str) -> None:
         statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
         mean = _absent(x) if op == "rms_norm" else torch.empty_like(rstd)
-        return _like(op, x), mean, rstd, _absent(x) if residual is None else _like(op, x)
+        residual_out = _absent(x) if residual is None else _like(op, x if op == "group_norm" else residual)
+        return _like(op, x), mean, rstd, residual_out
 
     def fake_backward(
-        dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor,
+        residual: Tensor | None,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dweight, dbias = (_absent(x) if p is None else torch.empty_like(p) for p in (weight, bias))
-        return _like(op, x), dweight, dbias
+        dresidual = _like(op, residual) if _has_own_gradient(residual, op, x) else _absent(x)
+        return _like(op, x), dweight, dbias, dresidual
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, bias, residual, *ctx.settings = inputs
@@ -256,7 +289,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         x, weight, bias, residual, mean, rstd = ctx.saved_tensors
         dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
         dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
-        dx, dweight, dbias = getattr(torch.ops.fusednorm, f"{op}_backward")(
+        dx, dweight, dbias, dresidual = getattr(torch.ops.fusednorm, f"{op}_backward")(
             dy,
             x,
             weight,
@@ -267,11 +300,13 @@ def _define(library: torch.library.Library, op: str) -> None:
             dsum,
             *ctx.settings,
         )
+        if not _has_own_gradient(residual, op, x):
+            dresidual = None if residual is None else dx.to(residual.dtype)
         return (
             dx,
             None if weight is None else dweight,
             None if bias is None else dbias,
-            None if residual is None else dx.to(residual.dtype),
+            dresidual,
             *(None for _ in ctx.settings),
         )
 

@@ -55,6 +55,14 @@ def check_out_dtype(dtype: torch.dtype) -> None:
         raise KernelInputError(f"out_dtype must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}")
 
 
+def check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:
+    """Raises KernelInputError unless weight_offset is 0 or 1, and 0 where there is no weight."""
+    if weight_offset not in (0.0, 1.0):
+        raise KernelInputError(f"weight_offset must be 0 or 1, got {weight_offset}")
+    if weight_offset and weight is None:
+        raise KernelInputError("weight_offset needs a weight, got None")
+
+
 def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
     """A float tensor that a kernel can reach; with `like`, of its shape and on its device.
 

@@ -19,6 +19,14 @@ def multiprocessor_count(device: torch.device) -> int:
 
 
 @cache
+def bulk_prefetch(device: torch.device) -> bool:
+    """Whether the device has the instruction of `_prefetch` (compute capability 9.0); meta tensors have an H200's."""
+    if device.type != "cuda":
+        return device.type == "meta"
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
     """Bytes per second, read plus written, of a copy of `nbytes` on the device: the roof of this library.
 

@@ -137,7 +137,7 @@ def group_norm_backward(
     dx = torch.empty_like(x)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    result = Backward(dx, dweight, dbias)
+    result = Backward(dx, dweight, dbias, None if residual is None else dx)
     if x.shape[0]:
         plan = plan_backward(
             dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result

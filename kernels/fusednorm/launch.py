@@ -8,9 +8,11 @@ share its configuration, so the number of compiled kernels is bounded.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from fusednorm.device import INTERPRETED
 
 MAX_VEC = 8
 SHARED_BYTES_PER_SM = 200 << 10
@@ -129,32 +131,49 @@ Backward = BackwardTile | BackwardShared | BackwardSlab
 
 # Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
 # An entry serves every row up to its number of columns, by bytes of an element of x.
-_FORWARD_TILES: dict[int, tuple[tuple[int, ForwardTile], ...]] = {
+_FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
     2: (
         (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
         (64, ForwardTile(32, 1, 64, num_warps=4, stages=1, programs_per_sm=0)),
         (128, ForwardTile(8, 1, 128, num_warps=1, stages=1, programs_per_sm=0)),
-        (256, ForwardTile(4, 1, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 0.95
-        (512, ForwardTile(4, 1, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.96
-        (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 0.97
-        (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 0.95
+        (256, ForwardTile(4, 1, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (512, ForwardTile(2, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (768, ForwardTile(2, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
+        (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),
+        (2048, ForwardSweep(1024, num_warps=2)),  # 1.00
+        (2560, ForwardTile(1, 5, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
+        (3072, ForwardTile(2, 3, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
+        (4096, ForwardSweep(2048, num_warps=4)),  # 0.99
+        (5120, ForwardSweep(1024, num_warps=4)),  # 0.98
+        (6144, ForwardSweep(2048, num_warps=8)),  # 0.96
+        (8192, ForwardSweep(4096, num_warps=8)),  # 0.98-0.99
+        (12288, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.97
+        (14336, ForwardTile(1, 1, 16384, num_warps=16, stages=4, programs_per_sm=1)),  # 0.93
+        (16384, ForwardSweep(8192, num_warps=16)),  # 0.99
+        (32768, ForwardSweep(16384, num_warps=16)),  # 0.93
+        (2**31, ForwardShared(4, 1024, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
     ),
     4: (
         (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
         (64, ForwardTile(16, 1, 64, num_warps=2, stages=1, programs_per_sm=0)),
         (128, ForwardTile(4, 1, 128, num_warps=1, stages=1, programs_per_sm=0)),
-        (256, ForwardTile(2, 1, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 0.96
-        (512, ForwardTile(1, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 0.95
-        (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 0.98
-    ),
-}
-
-# Rows for which a pipelined tile beats the sweep: their number of chunks is odd and large, or they leave L1.
-_FORWARD_TILES_OF_LONG_ROWS: dict[int, tuple[tuple[int, int, ForwardTile], ...]] = {
-    2: ((12289, 16383, ForwardTile(1, 1, 16384, num_warps=16, stages=4, programs_per_sm=1)),),  # 0.93
-    4: (
-        (12289, 14336, ForwardTile(1, 7, 2048, num_warps=16, stages=4, programs_per_sm=1)),  # 0.91
-        (14337, 16384, ForwardTile(1, 1, 16384, num_warps=32, stages=3, programs_per_sm=1)),  # 0.92
+        (256, ForwardTile(2, 1, 256, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
+        (512, ForwardTile(1, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
+        (1024, ForwardTile(1, 1, 1024, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
+        (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),
+        (2048, ForwardSweep(1024, num_warps=4)),  # 1.00
+        (2560, ForwardTile(1, 5, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
+        (3072, ForwardTile(1, 3, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
+        (4096, ForwardSweep(2048, num_warps=8)),  # 1.00
+        (5120, ForwardTile(1, 5, 1024, num_warps=8, stages=1, programs_per_sm=0)),  # 1.00
+        (6144, ForwardTile(1, 3, 2048, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
+        (8192, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.99
+        (12288, ForwardTile(2, 3, 4096, num_warps=16, stages=1, programs_per_sm=0)),  # 0.96
+        (14336, ForwardTile(1, 7, 2048, num_warps=16, stages=4, programs_per_sm=1)),  # 0.91
+        (16384, ForwardTile(1, 1, 16384, num_warps=32, stages=3, programs_per_sm=1)),  # 0.93
+        (2**31, ForwardShared(2, 1024, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.86-0.89
     ),
 }
 
@@ -172,7 +191,8 @@ _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
         (4096, BackwardTile(2, 4096, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.95
         (7168, BackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.86-0.98
         (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False)),  # 0.97
-        (2**31, BackwardSlab(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2)),  # 0.58
+        (12288, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.87
+        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.80-0.86
     ),
     4: (
         (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
@@ -185,59 +205,69 @@ _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
         (2048, BackwardTile(2, 2048, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.97
         (4096, BackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.97-0.98
         (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.93-0.96
-        (2**31, BackwardSlab(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2)),  # 0.59
+        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.88-0.92
     ),
+}
+
+# Where programs cannot wait for one another, or a row is too long for all of them together.
+_BACKWARD_SLAB = {
+    2: BackwardSlab(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2),  # 0.56-0.58
+    4: BackwardSlab(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
 }
 
 FOLD_BLOCK_P, FOLD_BLOCK_N, FOLD_NUM_WARPS = 32, 32, 8
 """Tile and warps of the kernel that folds partial dweight and dbias; narrow, so that short rows fill it."""
 
 
-def choose_forward(cols: int, itemsize: int) -> Forward:
-    """The forward configuration for rows of `cols` elements of `itemsize` bytes."""
-    for limit, tile in _FORWARD_TILES[itemsize]:
-        if cols <= limit:
-            return tile
-    for first, last, tile in _FORWARD_TILES_OF_LONG_ROWS[itemsize]:
-        if first <= cols <= last:
-            return tile
-    return _sweep(cols, itemsize)
+def choose_forward(cols: int, itemsize: int, residual: bool) -> Forward:
+    """The forward configuration for rows of `cols` elements of `itemsize` bytes; a residual needs more registers."""
+    choice = next(choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
+    if isinstance(choice, ForwardShared):
+        if INTERPRETED:
+            return _sweep(cols)
+        if residual:
+            return replace(choice, programs_per_sm=3)
+    return choice
 
 
-def choose_statistics(cols: int, itemsize: int) -> Forward:
-    """The configuration for mean and rstd alone."""
-    choice = choose_forward(cols, itemsize)
-    return choice if isinstance(choice, ForwardShared) else _sweep(cols, itemsize)
+def choose_statistics(cols: int, itemsize: int, residual: bool) -> Forward:
+    """The configuration for mean and rstd alone, of rows beyond a tile."""
+    choice = choose_forward(cols, itemsize, residual)
+    return _sweep(cols) if isinstance(choice, ForwardTile) else choice
 
 
-def _sweep(cols: int, itemsize: int) -> ForwardSweep:
-    """Two chunks where the row length allows it: the first is loaded before the loop, the second by its only turn.
-
-    Measured: 0.94-1.01 of a copy from 1024 to 12288 columns.  float32 rows take half the power of two below their
-    length as the chunk, 16-bit rows that, a half or a quarter of it, whichever wastes least.
-    """
-    half = 1 << (cols.bit_length() - 2)
-    if itemsize == 4:
-        block = min(half, 8192)
-        return ForwardSweep(block, num_warps=block // 256)
-    if cols > 16384:
-        return ForwardSweep(16384, num_warps=32)
-    block = min((half, half // 2, max(half // 4, 512)), key=lambda block: -(-cols // block) * block)
-    return ForwardSweep(block, num_warps=block // 512 if cols == 2 * block else min(block // 256, 8))
+def _sweep(cols: int) -> ForwardSweep:
+    block = min(1 << (cols.bit_length() - 2), 8192)
+    return ForwardSweep(block, num_warps=max(1, block // 256))
 
 
-def within_shared_memory(config: BackwardTile, column_bytes: int) -> BackwardTile:
+Tile = TypeVar("Tile", ForwardTile, BackwardTile)
+
+
+def within_shared_memory(config: Tile, column_bytes: int) -> Tile:
     """`config` with as many stages as the tensors of a tile leave room for, `column_bytes` for each column.
 
     Residuals, and parameters that are not held, go through shared memory with x and dy; the tables foresee the two.
     """
-    tile_bytes = config.rows * config.block_n * column_bytes * config.programs_per_sm
+    if config.stages == 1:
+        return config
+    columns = config.block_n * (config.chunks if isinstance(config, ForwardTile) else 1)
+    tile_bytes = config.rows * columns * column_bytes * config.programs_per_sm
     return replace(config, stages=max(1, min(config.stages, 1 + SHARED_BYTES_PER_SM // tile_bytes)))
 
 
-def choose_backward(cols: int, itemsize: int) -> Backward:
-    """The backward configuration for rows of `cols` elements of `itemsize` bytes."""
-    return next(choice for limit, choice in _BACKWARD[itemsize] if cols <= limit)
+def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> Backward:
+    """The backward configuration for rows of `cols` elements of `itemsize` bytes.
+
+    A pass that is not `plain`, with a residual, an activation or dropout, needs more registers.
+    """
+    choice = next(choice for limit, choice in _BACKWARD[itemsize] if cols <= limit)
+    if isinstance(choice, BackwardShared):
+        if not plain:
+            choice = replace(choice, programs_per_sm=choice.programs_per_sm - 1)
+        if INTERPRETED or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
+            return _BACKWARD_SLAB[itemsize]
+    return choice
 
 
 @cache

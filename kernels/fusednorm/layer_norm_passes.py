@@ -12,6 +12,7 @@ from fusednorm.checks import (
     check_parameter,
     check_statistics,
     check_tensor,
+    check_weight_offset,
 )
 from fusednorm.errors import KernelInputError
 from fusednorm.launch import run
@@ -26,6 +27,7 @@ def layer_norm_forward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -33,7 +35,7 @@ def layer_norm_forward(
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)) over the last axis, with h = x + residual.
+    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
 
     Statistics and every intermediate are float32; the variance is taken about a pivot among the row's values,
     so a mean far from zero does not cancel.  A row's bits do not depend on the rows that came with it.
@@ -43,7 +45,9 @@ def layer_norm_forward(
         weight: [cols], any of these dtypes, or None for ones.
         bias: [cols], any of these dtypes, or None for zeros.
         eps: added to the variance; positive and finite.
-        residual: as x, any of these dtypes.  h is summed in float32 and returned rounded to x's dtype.
+        weight_offset: 0, or 1 for a weight that is kept around zero, as Gemma's; the sum is float32.
+        residual: in x's shape, any of these dtypes, whatever x's.  h is summed in float32, normalised as it is and
+            returned rounded to the residual's dtype: a float32 residual stream stays one.
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -66,7 +70,7 @@ def layer_norm_forward(
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     epilogue = Epilogue(activation, dropout, seed)
-    return _forward(x, weight, bias, eps, residual, epilogue, out_dtype, stats, is_rms=False)
+    return _forward(x, weight, bias, eps, weight_offset, residual, epilogue, out_dtype, stats, is_rms=False)
 
 
 def rms_norm_forward(
@@ -74,6 +78,7 @@ def rms_norm_forward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -81,14 +86,14 @@ def rms_norm_forward(
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
 ) -> Forward:
-    """y = dropout(act(h * rstd * weight)) with rstd = 1 / sqrt(mean(h^2) + eps) and h = x + residual.
+    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
 
     Everything else is as in `layer_norm_forward`; there is no bias and no mean.
 
     Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     epilogue = Epilogue(activation, dropout, seed)
-    return _forward(x, weight, None, eps, residual, epilogue, out_dtype, stats, is_rms=True)
+    return _forward(x, weight, None, eps, weight_offset, residual, epilogue, out_dtype, stats, is_rms=True)
 
 
 def layer_norm_backward(
@@ -98,6 +103,7 @@ def layer_norm_backward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
@@ -106,33 +112,38 @@ def layer_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * weight.
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
 
-    dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat) and dbias = sum(dz) over
-    the rows.  Sums are float32 in fixed order, without atomics: every run gives the same bits on a device.
+    w is weight + weight_offset.  dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat)
+    and dbias = sum(dz) over the rows.  Sums are float32 in fixed order, without atomics: every run gives the same
+    bits on a device.
 
     Args:
         dy: gradient of y, shaped and strided as x may be, float32, float16 or bfloat16.
-        x, weight, bias, eps, residual, activation, dropout, seed: as they went into the forward pass.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed: as they went into the forward
+            pass.
         mean, rstd: the statistics it returned, float32 [...], both or neither; taken anew when absent.
-        dresidual_out: as x; what reached h from elsewhere, added to dx.
+        dresidual_out: in x's shape, any of these dtypes; what reached h from elsewhere, added to dx.
 
     Returns:
-        Backward: dx [..., cols] contiguous in x's dtype, the gradient of x and of residual alike; dweight in
-        weight's dtype when weight came in; dbias in bias's dtype when bias came in.
+        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, dx
+        itself if that is x's; dweight in weight's dtype when weight came in; dbias in bias's when bias came in.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
         UnsupportedShapeError: strides that no kernel handles.
 
-    Traffic: `traffic.backward_bytes`: dy, x and dx once each; rows too long for a tile cost dy and x twice.
+    Traffic: `traffic.backward_bytes`: dy, x and dx once each, and a residual and a dresidual
+    of another dtype than dx; rows too long for a tile cost dy and x twice.
 
     Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
     """
     if (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must come together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, is_rms=False)
+    return _backward(
+        dy, x, weight, bias, eps, weight_offset, mean, rstd, residual, dresidual_out, epilogue, is_rms=False
+    )
 
 
 def rms_norm_backward(
@@ -141,6 +152,7 @@ def rms_norm_backward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
@@ -148,12 +160,14 @@ def rms_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * weight, x_hat = h * rstd.
+    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w and x_hat = h * rstd.
 
     Everything else is as in `layer_norm_backward`; there is no bias and no mean.
     """
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue, is_rms=True)
+    return _backward(
+        dy, x, weight, None, eps, weight_offset, None, rstd, residual, dresidual_out, epilogue, is_rms=True
+    )
 
 
 def _forward(
@@ -161,6 +175,7 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    weight_offset: float,
     residual: Tensor | None,
     epilogue: Epilogue,
     out_dtype: torch.dtype | None,
@@ -173,19 +188,20 @@ def _forward(
     rows, cols = x_rows.shape
     check_parameter("weight", weight, cols, x)
     check_parameter("bias", bias, cols, x)
+    check_weight_offset(weight_offset, weight)
     residual_rows = _rows_like("residual", residual, x)
 
     out_dtype = out_dtype or x.dtype
     check_out_dtype(out_dtype)
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    residual_out = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    residual_out = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
     mean = torch.empty_like(rstd) if rstd is not None and not is_rms else None
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if out_dtype == FLOAT8 else None
     result = Forward(y, mean, rstd, residual_out, scale)
     if rows:
         plan = plan_forward if scale is None else plan_quantise
-        run(x.device, plan(x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms))
+        run(x.device, plan(x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset))
     return result
 
 
@@ -195,6 +211,7 @@ def _backward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    weight_offset: float,
     mean: Tensor | None,
     rstd: Tensor | None,
     residual: Tensor | None,
@@ -210,14 +227,18 @@ def _backward(
     dy_rows = as_rows("dy", dy)
     check_parameter("weight", weight, cols, x)
     check_parameter("bias", bias, cols, x)
+    check_weight_offset(weight_offset, weight)
     check_statistics(mean, rstd, x.shape[:-1], x)
     residual_rows = _rows_like("residual", residual, x)
     outside_rows = _rows_like("dresidual_out", dresidual_out, x)
 
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dresidual = None if residual is None else dx
+    if residual is not None and residual.dtype != x.dtype:
+        dresidual = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    result = Backward(dx, dweight, dbias)
+    result = Backward(dx, dweight, dbias, dresidual)
     if rows:
         plan = plan_backward(
             dy_rows,
@@ -232,6 +253,7 @@ def _backward(
             epilogue,
             result,
             is_rms,
+            weight_offset=weight_offset,
         )
         run(x.device, plan)
     else:

@@ -17,7 +17,7 @@ from fusednorm._layer_norm_forward_kernels import (
 )
 from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_shared_kernel
 from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.device import INTERPRETED, bulk_prefetch, multiprocessor_count
 from fusednorm.epilogue import dropout_threshold
 from fusednorm.launch import Launch
 from fusednorm.results import Backward, Forward
@@ -33,15 +33,16 @@ def plan_forward(
     out: Forward,
     is_rms: bool,
     config: launch.Forward | None = None,
+    weight_offset: float = 0.0,
 ) -> list[Launch]:
     """The launches of a forward pass over checked [rows, cols] tensors into `out`.
 
     `config` overrides the table's choice, for benchmarks and compile checks.
     """
     cols = x.shape[1]
-    config = config or launch.choose_forward(cols, x.element_size())
+    config = config or launch.choose_forward(cols, x.element_size(), residual is not None)
     outputs = (out.y, out.residual_out, out.mean, out.rstd)
-    return [_forward_launch(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config)]
+    return [_forward_launch(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)]
 
 
 def _forward_launch(
@@ -54,6 +55,7 @@ def _forward_launch(
     outputs: tuple[Tensor | None, ...],
     is_rms: bool,
     config: launch.Forward,
+    weight_offset: float = 0.0,
 ) -> Launch:
     """One forward launch; `outputs` are y, residual_out, mean and rstd, y None for the statistics alone."""
     rows, cols = x.shape
@@ -65,10 +67,12 @@ def _forward_launch(
         "BLOCK_N": config.block_n,
         "IS_RMS": is_rms,
         "num_warps": config.num_warps,
-        **shared_options(vec, epilogue),
+        **shared_options(vec, weight_offset, epilogue),
     }
     match config:
         case launch.ForwardTile():
+            pipelined = [t for t in (x, residual) if t is not None]
+            config = launch.within_shared_memory(config, sum(t.element_size() for t in pipelined))
             options |= {
                 "CHUNKS": config.chunks,
                 "EVEN": cols == config.chunks * config.block_n,
@@ -79,7 +83,7 @@ def _forward_launch(
             return Launch(layer_norm_forward_tile_kernel, (_tile_programs(x, config),), arguments, options)
         case launch.ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
-            options["AHEAD"] = config.ahead_per_sm > 0 and vec * x.element_size() >= 16
+            options["PREFETCH"] = _can_prefetch(vec, x, weight, bias)
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
             return Launch(layer_norm_forward_sweep_kernel, (rows,), arguments, options)
         case launch.ForwardShared():
@@ -98,7 +102,7 @@ def _forward_launch(
                 "SLOTS": triton.next_power_of_2(members),
                 "DEPTH": depth,
                 "LAG": config.lag,
-                "AHEAD": config.ahead if vec * x.element_size() >= 16 else 0,
+                "AHEAD": config.ahead if _can_prefetch(vec, x) else 0,
                 **_resident_options(config),
             }
             mailbox = launch.mailbox(x.device, depth * programs)
@@ -120,19 +124,22 @@ def plan_backward(
     out: Backward,
     is_rms: bool,
     config: launch.Backward | None = None,
+    weight_offset: float = 0.0,
 ) -> list[Launch]:
     """The launches of a backward pass over checked [rows, cols] tensors into `out`, workspaces allocated.
 
     `config` overrides the table's choice, for benchmarks and compile checks.
     """
     rows, cols = x.shape
-    config = config or launch.choose_backward(cols, x.element_size())
+    plain = residual is None and epilogue.activation == "none" and not epilogue.dropout
+    config = config or launch.choose_backward(cols, x.element_size(), multiprocessor_count(x.device), plain)
     strides = row_strides(cols, dy, x, residual, dresidual_out)
     vec = launch.vector_units(cols, *strides)
     units = tuple(stride // vec for stride in strides)
     dropout = dropout_arguments(epilogue)
-    shared = shared_options(vec, epilogue)
+    shared = shared_options(vec, weight_offset, epilogue)
     tensors = (dy, x, residual, dresidual_out, weight, bias)
+    gradients = (out.dx, None if out.dresidual is out.dx else out.dresidual)
     sizes = (rows, cols // vec, *units)
     options = {
         "BLOCK_N": config.block_n,
@@ -154,7 +161,7 @@ def plan_backward(
                 "HOLD_WEIGHT": config.hold_weight,
                 "IS_RMS": is_rms,
             }
-            arguments = (*tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, *sizes, eps, *dropout)
+            arguments = (*tensors, mean, rstd, *gradients, dweight_partial, dbias_partial, *sizes, eps, *dropout)
             launches = [Launch(layer_norm_backward_tile_kernel, (programs,), arguments, options)]
         case launch.BackwardShared():
             launches = []
@@ -162,7 +169,7 @@ def plan_backward(
                 rstd = x.new_empty(rows, dtype=torch.float32)
                 mean = None if is_rms else torch.empty_like(rstd)
                 outputs = (None, None, mean, rstd)
-                statistics = launch.choose_statistics(cols, x.element_size())
+                statistics = launch.choose_statistics(cols, x.element_size(), residual is not None)
                 launches.append(
                     _forward_launch(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
                 )
@@ -176,13 +183,14 @@ def plan_backward(
                 "SLOTS": triton.next_power_of_2(members),
                 "DEPTH": depth,
                 "LAG": config.lag,
-                "AHEAD": config.ahead if vec * x.element_size() >= 16 else 0,
+                "AHEAD": config.ahead if _can_prefetch(vec, x, dy) else 0,
                 "IS_RMS": is_rms,
                 **_resident_options(config),
             }
             mailbox = launch.mailbox(x.device, depth * groups * members)
             arguments = (
-                *tensors, mean, rstd, out.dx, dweight_partial, dbias_partial, mailbox, rows, members, *sizes[1:], *dropout,
+                *tensors, mean, rstd, *gradients, dweight_partial, dbias_partial, mailbox, rows, members,
+                *sizes[1:], *dropout,
             )  # fmt: skip
             launches.append(Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options))
         case launch.BackwardSlab():
@@ -204,7 +212,7 @@ def plan_backward(
             }
             even = cols % config.block_n == 0
             options |= {"ROWS": config.rows, "STAGES": config.stages, "EVEN": even}
-            arguments = (*tensors, constants, out.dx, dweight_partial, dbias_partial, *sizes, *dropout)
+            arguments = (*tensors, constants, *gradients, dweight_partial, dbias_partial, *sizes, *dropout)
             launches = [
                 Launch(layer_norm_backward_rows_kernel, (rows,), rows_arguments, rows_options),
                 Launch(layer_norm_backward_slab_kernel, (slabs, tiles), arguments, options),
@@ -233,6 +241,15 @@ def _tile_programs(x: Tensor, config: launch.ForwardTile | launch.BackwardTile) 
     return min(tiles, multiprocessor_count(x.device) * config.programs_per_sm)
 
 
+def _can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
+    """Whether whole vectors of `vec` elements of the tensors are multiples of 16 bytes, and may be asked for ahead."""
+    return all(
+        tensor is None
+        or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and bulk_prefetch(tensor.device))
+        for tensor in tensors
+    )
+
+
 def _resident_options(config: launch.ForwardShared | launch.BackwardShared) -> dict[str, object]:
     """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
     registers = launch.REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm)
@@ -257,10 +274,11 @@ def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
     return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
 
 
-def shared_options(vec: int, epilogue: Epilogue) -> dict[str, object]:
+def shared_options(vec: int, weight_offset: float, epilogue: Epilogue) -> dict[str, object]:
     """Constexprs of every kernel with an epilogue whose sizes come in units of `vec` elements."""
     return {
         "VEC": vec,
+        "WEIGHT_OFFSET": float(weight_offset),
         "ACTIVATION": epilogue.activation,
         "DROPOUT": epilogue.dropout > 0.0,
         "FAST": not INTERPRETED,

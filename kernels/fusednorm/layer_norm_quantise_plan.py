@@ -31,6 +31,7 @@ def plan_quantise(
     epilogue: Epilogue,
     out: Forward,
     is_rms: bool,
+    weight_offset: float = 0.0,
 ) -> list[Launch]:
     """`layer_norm_plan.plan_forward` where `out.y` is float8_e4m3fn and `out.scale` takes its rows' scales."""
     rows, cols = x.shape
@@ -45,7 +46,7 @@ def plan_quantise(
         "BLOCK_N": config.block_n,
         "IS_RMS": is_rms,
         "num_warps": config.num_warps,
-        **shared_options(vec, epilogue),
+        **shared_options(vec, weight_offset, epilogue),
     }
     match config:
         case HeldRows():

@@ -6,9 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from fusednorm.autograd import group_norm, layer_norm, rms_norm
+from fusednorm.checks import check_weight_offset
 
 
-def _with_activation(text: str, activation: str) -> str:
+def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
+    """torch's `extra_repr`, and what differs from torch's module."""
+    if weight_offset:
+        text += f", weight_offset={weight_offset}"
     return text if activation == "none" else f"{text}, activation={activation!r}"
 
 
@@ -18,11 +22,21 @@ class LayerNorm(nn.LayerNorm):
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
+        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
 
-    def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
         super().__init__(*args, **kwargs)
+        check_weight_offset(weight_offset, self.weight)
         self.activation = activation
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        super().reset_parameters()
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *normalized_shape] normalised over the last axes."""
@@ -31,12 +45,13 @@ class LayerNorm(nn.LayerNorm):
             None if self.weight is None else self.weight.flatten(),
             None if self.bias is None else self.bias.flatten(),
             self.eps,
+            weight_offset=self.weight_offset,
             activation=self.activation,
         )
         return y.view(x.shape)
 
     def extra_repr(self) -> str:
-        return _with_activation(super().extra_repr(), self.activation)
+        return _described(super().extra_repr(), self.activation, self.weight_offset)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -46,11 +61,21 @@ class RMSNorm(nn.RMSNorm):
         normalized_shape, eps, elementwise_affine, device, dtype: as torch.nn.RMSNorm has them; eps None is the
             machine epsilon of x's dtype.
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
+        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
 
-    def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
         super().__init__(*args, **kwargs)
+        check_weight_offset(weight_offset, self.weight)
         self.activation = activation
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        super().reset_parameters()
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *normalized_shape] normalised over the last axes."""
@@ -58,12 +83,13 @@ class RMSNorm(nn.RMSNorm):
             x.flatten(-len(self.normalized_shape)),
             None if self.weight is None else self.weight.flatten(),
             torch.finfo(x.dtype).eps if self.eps is None else self.eps,
+            weight_offset=self.weight_offset,
             activation=self.activation,
         )
         return y.view(x.shape)
 
     def extra_repr(self) -> str:
-        return _with_activation(super().extra_repr(), self.activation)
+        return _described(super().extra_repr(), self.activation, self.weight_offset)
 
 
 class GroupNorm(nn.GroupNorm):
@@ -83,4 +109,4 @@ class GroupNorm(nn.GroupNorm):
         return group_norm(x, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation)
 
     def extra_repr(self) -> str:
-        return _with_activation(super().extra_repr(), self.activation)
+        return _described(super().extra_repr(), self.activation)

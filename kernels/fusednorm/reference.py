@@ -4,15 +4,15 @@ It follows the formulas as they are written and is made to be read and trusted, 
 taken in `precision`: float64 when that is asked for or x is float64, float32 otherwise.  Three decisions hold
 here and bind every kernel:
 
-- y = dropout(act(x_hat * weight + bias)), and backward takes dy with respect to y;
+- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y;
 - with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
-  rounded to x's dtype for `residual_out`; backward forms h again from x and residual in the same way;
-- dx is the gradient of h, so it is also the gradient of the residual; `dresidual_out`, what reached
-  `residual_out` from elsewhere, is added to it.
+  rounded for `residual_out`; backward forms h again from x and residual in the same way;
+- dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype is another;
+  `dresidual_out`, what reached `residual_out` from elsewhere, is added to it.
 
-y has `out_dtype` or else x's dtype, residual_out and dx x's, dweight weight's, dbias bias's; mean and rstd
-come in `precision`.  Rows in float8_e4m3fn are quantised as in `reference_float8`, their scale in `precision` too;
-a group has no such scale.
+y has `out_dtype` or else x's dtype, dx x's, residual_out and dresidual the residual's (for GroupNorm x's), dweight
+weight's, dbias bias's; mean and rstd come in `precision`.  Rows in float8_e4m3fn are quantised as in
+`reference_float8`, their scale in `precision` too; a group has no such scale.
 
 All six functions stand in one file so that their two formulas, forward and backward, are written once.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOAT8, Epilogue
+from fusednorm.checks import FLOAT8, Epilogue, check_weight_offset
 from fusednorm.epilogue import ACTIVATIONS, PHILOX_ROUNDS, dropout_threshold
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_checks import check_groups, is_channels_last
@@ -42,7 +42,8 @@ class _View:
 
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
-    into `shape`.  `work` is the dtype of every sum.
+    into `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset`
+    is added to weight.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +55,9 @@ class _View:
     positions: int
     mask: Callable[[Tensor], Tensor]
     work: torch.dtype
+    stream: torch.dtype
     centre: bool = True
+    weight_offset: float = 0.0
 
 
 def layer_norm_forward(
@@ -63,6 +66,7 @@ def layer_norm_forward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -71,7 +75,7 @@ def layer_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)) over the last axis, h = x + residual.
+    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
 
     Dropout's row is the index of the row in x flattened to [rows, cols], its position the column.
 
@@ -80,7 +84,8 @@ def layer_norm_forward(
         weight: [cols], or None for ones.
         bias: [cols], or None for zeros.
         eps: added to the variance.
-        residual: like x.
+        weight_offset: 0 or 1.
+        residual: in x's shape, any float dtype.
         activation: one of `epilogue.ACTIVATIONS`.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
@@ -91,7 +96,7 @@ def layer_norm_forward(
     Raises:
         KernelInputError: an empty last axis, an unknown activation, dropout out of range or without a seed.
     """
-    view = _rows_view(x, centre=True, precision=precision)
+    view = _rows_view(x, weight, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
@@ -101,6 +106,7 @@ def rms_norm_forward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -109,8 +115,8 @@ def rms_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act(h * rstd * weight)), rstd = 1 / sqrt(mean(h^2) + eps); else `layer_norm_forward`."""
-    view = _rows_view(x, centre=False, precision=precision)
+    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps); else as above."""
+    view = _rows_view(x, weight, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
 
@@ -161,6 +167,7 @@ def layer_norm_backward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
@@ -170,21 +177,21 @@ def layer_norm_backward(
     seed: int | None = None,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * weight.
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
 
-    dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * weight + bias; dweight = sum(dz * x_hat) and
-    dbias = sum(dz) over the rows.
+    w = weight + weight_offset, dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * w + bias;
+    dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
 
     Args:
         dy: the gradient of y, in x's shape.
         mean, rstd: [...], what forward returned; both are computed again unless both came.
         dresidual_out: the gradient that reached residual_out, in x's shape.
-        x, weight, bias, eps, residual, activation, dropout, seed, precision: as in forward.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
 
     Raises:
         KernelInputError: as in forward.
     """
-    view = _rows_view(x, centre=True, precision=precision)
+    view = _rows_view(x, weight, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
 
@@ -195,6 +202,7 @@ def rms_norm_backward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
@@ -204,7 +212,7 @@ def rms_norm_backward(
     precision: torch.dtype | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
-    view = _rows_view(x, centre=False, precision=precision)
+    view = _rows_view(x, weight, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
 
@@ -304,7 +312,16 @@ def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return upper >> 16, (a * multiplier) & _WORD
 
 
-def _rows_view(x: Tensor, *, centre: bool, precision: torch.dtype | None) -> _View:
+def _rows_view(
+    x: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    residual: Tensor | None,
+    *,
+    centre: bool,
+    precision: torch.dtype | None,
+) -> _View:
+    check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
     cols = x.shape[-1]
@@ -319,7 +336,9 @@ def _rows_view(x: Tensor, *, centre: bool, precision: torch.dtype | None) -> _Vi
         positions=cols,
         mask=lambda mask: mask,
         work=_work_dtype(x, precision),
+        stream=x.dtype if residual is None else residual.dtype,
         centre=centre,
+        weight_offset=weight_offset,
     )
 
 
@@ -343,6 +362,7 @@ def _groups_view(x: Tensor, num_groups: int, *, precision: torch.dtype | None) -
         positions=c * hw,
         mask=mask_in_view,
         work=_work_dtype(x, precision),
+        stream=x.dtype,
     )
 
 
@@ -369,7 +389,7 @@ def _forward(
         y=_laid_out_like(x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
-        residual_out=None if residual is None else _laid_out_like(x, h, x.dtype),
+        residual_out=None if residual is None else _laid_out_like(x, h, view.stream),
         scale=None if scale is None else scale.reshape(view.statistics_shape),
     )
 
@@ -403,17 +423,20 @@ def _backward(
     if epilogue.activation != "none":
         dz = dz * activation_derivative(_affine(view, xhat, weight, bias), epilogue.activation)
 
-    g = dz if weight is None else dz * weight.to(work).reshape(view.parameter_shape)
+    g = dz if weight is None else dz * _factors(view, weight)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
     if view.centre:
         dh = dh - g.mean(view.axes, keepdim=True)
     dh = dh * scale
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
+    dx = _laid_out_like(x, dh, x.dtype)
+    dresidual = dx if view.stream == x.dtype else _laid_out_like(x, dh, view.stream)
     return Backward(
-        dx=_laid_out_like(x, dh, x.dtype),
+        dx=dx,
         dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
         dbias=None if bias is None else _parameter_gradient(view, dz, bias),
+        dresidual=None if residual is None else dresidual,
     )
 
 
@@ -442,10 +465,15 @@ def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     z = xhat
     if weight is not None:
-        z = z * weight.to(xhat.dtype).reshape(view.parameter_shape)
+        z = z * _factors(view, weight)
     if bias is not None:
         z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
     return z
+
+
+def _factors(view: _View, weight: Tensor) -> Tensor:
+    """What x_hat is multiplied by, broadcastable."""
+    return weight.to(view.work).reshape(view.parameter_shape) + view.weight_offset
 
 
 def _dropout_factors(view: _View, epilogue: Epilogue, device: torch.device) -> Tensor:

@@ -1,10 +1,10 @@
 """The fewest bytes an operation must move through device memory, for metrics and benchmarks alike.
 
 A forward pass reads x and writes y; a backward pass reads dy and x and writes dx.  A residual costs one more
-read, its sum one more write, an outside gradient one more read.  Parameters, statistics and their gradients
-are vectors and do not count, nor does the scale of each row of a float8 y, whose elements are one byte each.  A
-chain of norms is one forward pass.  Bandwidth everywhere in this project is these bytes over device time,
-whatever a kernel really moves.
+read, its sum one more write, an outside gradient one more read, and where the residual's type is not x's, its
+gradient one more write.  Parameters, statistics and their gradients are vectors and do not count, nor does the
+scale of each row of a float8 y, whose elements are one byte each.  A chain of norms is one forward pass.  Bandwidth
+everywhere in this project is these bytes over device time, whatever a kernel really moves.
 """
 
 
@@ -19,13 +19,20 @@ def forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out
 
 
 def backward_bytes(
-    numel: int, x: int, dy: int, *, dx: int | None = None, residual: int = 0, dresidual_out: int = 0
+    numel: int,
+    x: int,
+    dy: int,
+    *,
+    dx: int | None = None,
+    residual: int = 0,
+    dresidual_out: int = 0,
+    dresidual: int = 0,
 ) -> int:
     """Fewest bytes of a backward pass.
 
     Args:
         numel: elements of x.
-        x: bytes of one element of x; likewise dy, dx (x's when None), residual and dresidual_out, 0 where the
-            tensor is absent.
+        x: bytes of one element of x; likewise dy, dx (x's when None), residual, dresidual_out and dresidual, 0
+            where the tensor is absent and where dresidual is dx.
     """
-    return numel * (x + dy + (x if dx is None else dx) + residual + dresidual_out)
+    return numel * (x + dy + (x if dx is None else dx) + residual + dresidual_out + dresidual)

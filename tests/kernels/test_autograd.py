@@ -15,6 +15,7 @@ def random(*shape, device="cpu", dtype=torch.float64):
 CALLS = {
     "layer_norm": lambda x, w, b, r, **options: fusednorm.layer_norm(x, w, b, **options),
     "rms_norm": lambda x, w, b, r, **options: fusednorm.rms_norm(x, w, **options),
+    "layer_norm around zero": lambda x, w, b, r: fusednorm.layer_norm(x, w, b, weight_offset=1.0),
     "group_norm": lambda x, w, b, r, **options: fusednorm.group_norm(x, 2, w, b, **options),
     "add_layer_norm": lambda x, w, b, r, **options: fusednorm.add_layer_norm(x, r, w, b, **options),
     "add_rms_norm": lambda x, w, b, r, **options: fusednorm.add_rms_norm(x, r, w, **options),
@@ -45,9 +46,11 @@ def test_gradients_through_activation_and_dropout_match_finite_differences(activ
 def test_operators_keep_torchs_contract(op):
     x, w, b, r = inputs(op, dtype=torch.float32)
     bias = None if op == "rms_norm" else b
-    arguments = (x, w, bias, r, 2, 1e-5, "silu", 0.0, 0)
-    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, arguments)
-    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, (x, None, None, None, *arguments[4:]))
+    operator = getattr(torch.ops.fusednorm, op).default
+    torch.library.opcheck(operator, (x, w, bias, r, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
+    torch.library.opcheck(operator, (x, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
+    stream = r.detach().half().requires_grad_()
+    torch.library.opcheck(operator, (x, w, bias, stream, 2, 1e-5, 0.0, "none", 0.0, 0))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -78,6 +81,23 @@ def test_expanded_gradients_are_taken(device):
     x = torch.randn(4, 8, device=device, requires_grad=True)
     fusednorm.layer_norm(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.zeros_like(x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "add_group_norm"])
+def test_each_input_gets_its_gradient_in_its_own_dtype(name, device):
+    x, w, b, r = inputs(name, device, torch.float32)
+    half, stream = (t.detach().clone().requires_grad_() for t in (x.bfloat16(), r))
+    h = half.float() + stream
+    want = CALLS[name.removeprefix("add_")](h, w, b, r)
+    y, residual_out = CALLS[name](half, w, b, stream)
+    assert residual_out.dtype == (torch.bfloat16 if "group" in name else torch.float32)
+    torch.testing.assert_close(y.float(), want, rtol=2**-7, atol=2**-7)
+    torch.autograd.backward([y, residual_out], [torch.ones_like(y), torch.ones_like(residual_out)])
+    (right,) = torch.autograd.grad([want, h], [stream], [torch.ones_like(want), torch.ones_like(h)])
+    assert (half.grad.dtype, stream.grad.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(half.grad.float(), right, rtol=2**-7, atol=1e-4)
+    tolerance = 2**-7 if "group" in name else 1e-5
+    torch.testing.assert_close(stream.grad, right, rtol=tolerance, atol=1e-4)
 
 
 def test_only_the_sum_may_be_used(device):
@@ -115,6 +135,21 @@ def test_modules_are_drop_ins(theirs, ours, arguments, shape, device):
     fused.load_state_dict(torch_module.state_dict())
     torch.testing.assert_close(fused(x), F.silu(torch_module(x)))
     assert "activation='silu'" in repr(fused)
+
+
+@pytest.mark.parametrize("ours", [fusednorm.LayerNorm, fusednorm.RMSNorm])
+def test_modules_with_a_weight_around_zero_start_as_the_same_function(ours, device):
+    plain, centred = ours(6, device=device), ours(6, device=device, weight_offset=1.0)
+    x = torch.randn(3, 6, device=device)
+    assert not centred.weight.any()
+    torch.testing.assert_close(centred(x), plain(x))
+    nn.init.normal_(centred.weight)
+    with torch.no_grad():
+        plain.weight.copy_(centred.weight + 1)
+    torch.testing.assert_close(centred(x), plain(x))
+    assert "weight_offset=1.0" in repr(centred)
+    with pytest.raises(fusednorm.KernelInputError, match="weight_offset needs a weight"):
+        ours(6, elementwise_affine=False, weight_offset=1.0)
 
 
 def test_modules_without_parameters(device):

@@ -18,6 +18,8 @@ def x(device):
         ({"activation": "mish"}, "activation must be one of none, relu, silu, gelu, gelu_tanh, got 'mish'"),
         ({"dropout": 1.0, "seed": 1}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"dropout": 0.5}, "dropout needs a seed, got None"),
+        ({"weight_offset": 1.0}, "weight_offset needs a weight, got None"),
+        ({"weight_offset": 0.5, "weight": torch.ones(8)}, "weight_offset must be 0 or 1, got 0.5"),
         ({"dropout": 0.5, "seed": 2**63}, "seed must be an int64, got 9223372036854775808"),
         ({"weight": torch.ones(7)}, r"weight must be \[8\], got \[7\]"),
         ({"weight": torch.ones(8, dtype=torch.int32)}, "weight must be float32, float16 or bfloat16"),

@@ -3,48 +3,55 @@
 import pytest
 import torch
 from fusednorm import launch, layer_norm_forward
-from fusednorm.launch import BackwardTile, ForwardTile
+from fusednorm.launch import BackwardShared, ForwardShared
 
 from tests.kernels.test_layer_norm import check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu
 
-SLAB = 4096
+SLAB = 2048
 
 
 @pytest.fixture
 def share(monkeypatch):
-    """Makes the launchers share each row between as many programs as asked for."""
+    """Makes the launchers share each row between programs, SLAB columns each."""
 
-    def choose(split):
-        forward = ForwardTile(1, 1, SLAB, num_warps=4, stages=3, programs_per_sm=2, split=split)
-        backward = BackwardTile(1, SLAB, 8, stages=3, programs_per_sm=1, hold_weight=True, split=split)
-        monkeypatch.setattr(launch, "choose_forward", lambda cols, itemsize: forward)
-        monkeypatch.setattr(launch, "choose_backward", lambda cols, itemsize: backward)
+    def choose(lag=2, chunks=2):
+        forward = ForwardShared(chunks, SLAB // chunks, num_warps=4, programs_per_sm=4, lag=lag, ahead=1)
+        backward = BackwardShared(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
+        monkeypatch.setattr(launch, "choose_forward", lambda *_: forward)
+        monkeypatch.setattr(launch, "choose_backward", lambda *_: backward)
 
     return choose
 
 
-@pytest.mark.parametrize("split", [2, 4, 16, 32])
+@pytest.mark.parametrize("members", [2, 5, 16, 33])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_shared_rows_match_the_oracle(op, split, share, device, poisoned):
-    share(split)
-    for rows in (1, 7, 300):
-        case = make_case(op, torch.float16, rows, SLAB * split - 1016, device)
+def test_shared_rows_match_the_oracle(op, members, share, device, poisoned):
+    for rows, lag, missing in ((1, 2, 0), (7, 1, 1016), (300, 3, 1)):
+        share(lag)
+        case = make_case(op, torch.float16, rows, SLAB * members - missing, device)
         check_forward(case)
         check_backward(case, saved=True)
         check_backward(case, saved=False)
 
 
+def test_rows_longer_than_all_programs_together_are_swept_in_pieces(share, device):
+    share(chunks=1)
+    x = torch.randn(2, 3 * 132 * 4 * SLAB + 8, device=device)
+    expected = torch.nn.functional.layer_norm(x.double(), x.shape[-1:])
+    torch.testing.assert_close(layer_norm_forward(x).y.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_large_mean_does_not_cancel_between_slabs(share, device):
-    share(4)
+    share()
     x = torch.randn(5, 4 * SLAB, device=device) + 1e4
     expected = torch.nn.functional.layer_norm(x.double(), x.shape[-1:])
     torch.testing.assert_close(layer_norm_forward(x).y.double(), expected, rtol=0, atol=2e-3)
 
 
 def test_two_streams_and_a_long_kernel_at_once(share, device):
-    share(16)
+    share()
     xs = [torch.randn(400, 16 * SLAB, device=device) for _ in range(2)]
     expected = [layer_norm_forward(x).y for x in xs]
     matrix = torch.randn(8192, 8192, device=device)
@@ -63,7 +70,7 @@ def test_two_streams_and_a_long_kernel_at_once(share, device):
 
 
 def test_a_captured_launch_can_be_replayed(share, device):
-    share(8)
+    share()
     x = torch.randn(100, 8 * SLAB, device=device)
     layer_norm_forward(x)
     graph = torch.cuda.CUDAGraph()

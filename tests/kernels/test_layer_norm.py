@@ -54,6 +54,8 @@ class Case:
         h = x if residual is None else x + residual
         cols = x.shape[-1]
         weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+        if weight is not None:
+            weight = weight + self.options.get("weight_offset", 0)
         if self.op == "rms_norm":
             y = F.rms_norm(h, (cols,), weight, self.options.get("eps", 1e-6))
         else:
@@ -148,6 +150,20 @@ def test_activation_and_residual_match_the_oracle(activation, cols, device, pois
     check_backward(case, saved=False)
 
 
+@pytest.mark.parametrize("cols", [96, 5000, 9001])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_weight_around_zero_matches_the_oracle(op, cols, device, poisoned):
+    case = make_case(op, torch.bfloat16, 3, cols, device, activation="silu", weight_offset=1)
+    check_forward(case)
+    check_backward(case, saved=True)
+
+
+def test_a_weight_around_zero_loses_nothing_to_its_dtype(device):
+    x, weight = torch.randn(4, 64, device=device), torch.randn(64, device=device).bfloat16() / 256
+    offset = fusednorm.layer_norm_forward(x, weight, weight_offset=1.0).y
+    torch.testing.assert_close(offset, fusednorm.layer_norm_forward(x, 1 + weight.float()).y)
+
+
 @pytest.mark.parametrize("cols", [1, 30, 256, 9001])
 def test_dropout_draws_the_oracles_mask_in_both_passes(cols, device):
     options = {"activation": "silu", "dropout": 0.4, "seed": -(2**40)}
@@ -165,7 +181,34 @@ def test_outside_gradient_of_the_residual_sum_is_added(device):
     case = make_case("layer_norm", torch.float32, 3, 40, device, residual=True)
     dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
     expected = case.backward(fusednorm, dy).dx + outside
-    torch.testing.assert_close(case.backward(fusednorm, dy, dresidual_out=outside).dx, expected)
+    actual = case.backward(fusednorm, dy, dresidual_out=outside)
+    torch.testing.assert_close(actual.dx, expected)
+    assert actual.dresidual is actual.dx
+
+
+@pytest.mark.parametrize("cols", [96, 9001])
+@pytest.mark.parametrize(
+    ("dtype", "stream"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)],
+)
+def test_a_residual_stream_keeps_its_dtype(dtype, stream, cols, device, poisoned):
+    case = make_case("rms_norm", dtype, 3, cols, device)
+    case.residual = torch.randn(3, cols, device=device).to(stream)
+    actual, exact = case.forward(fusednorm), case.forward(reference, precision=torch.float64)
+    torch.testing.assert_close(actual.y.double(), exact.y.double(), rtol=2**-7, atol=1e-6)
+    assert exact.residual_out.dtype == stream
+    # One step: the interpreter truncates to bfloat16.
+    one_step = {"rtol": torch.finfo(stream).eps, "atol": 1e-6}
+    torch.testing.assert_close(actual.residual_out, exact.residual_out, **one_step)
+    dy, outside = torch.randn_like(case.x), torch.randn_like(case.residual)
+    actual = case.backward(fusednorm, dy, dresidual_out=outside)
+    exact = case.backward(reference, dy, dresidual_out=outside, precision=torch.float64)
+    assert (actual.dx.dtype, actual.dresidual.dtype) == (dtype, stream)
+    scale = float(exact.dx.double().abs().max())
+    for gradient, right in ((actual.dx, exact.dx), (actual.dresidual, exact.dresidual)):
+        assert gradient.dtype == right.dtype
+        error = 1e-6 + torch.finfo(gradient.dtype).eps
+        torch.testing.assert_close(gradient.double(), right.double(), rtol=error, atol=scale * 1e-6)
 
 
 @pytest.mark.parametrize("cols", [33, 9001])

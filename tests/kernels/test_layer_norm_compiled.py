@@ -6,10 +6,17 @@ import pytest
 
 from tests.kernels.compiled import compile_elsewhere
 
-# A length of every table entry and of the sweep, among them lengths that leave lanes of a tile empty.
-COLS = (64, 128, 256, 512, 768, 1024, 2048, 2560, 4096, 5120, 8192, 14336, 16384, 32768)
-# Lengths at which the heaviest variant compiles as well.
-FUSED_COLS = (256, 1024, 8192, 32768)
+LENGTHS = {
+    # A length of every table entry and of the sweep, among them lengths that leave lanes of a tile empty.
+    "plain": (64, 128, 256, 512, 768, 1024, 2048, 2560, 4096, 5120, 8192, 14336, 16384, 32768),
+    # With a residual, an activation and an offset of the weight.
+    "fused": (256, 1024, 8192, 32768),
+    # With a residual of another dtype than x's.
+    "stream": (256, 1024, 8192, 14336),
+}
+
+# Bytes that a thread may spill: backward, the wider residual and its gradient fill the last registers.
+SPILLED = {"stream": 96}
 
 COMPILE = """
 import json, sys
@@ -20,21 +27,23 @@ from fusednorm.inspection import inspect
 from fusednorm.results import Backward, Forward
 
 dtype = getattr(torch, sys.argv[1])
-plain, fused = json.loads(sys.argv[2])
+other = torch.bfloat16 if dtype == torch.float32 else torch.float32
 done, reports = set(), []
-for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for cols in fused]:
-    x, w, statistic = (
+for variant, cols in ((variant, cols) for variant, lengths in json.loads(sys.argv[2]).items() for cols in lengths):
+    x, stream, w, statistic = (
         torch.empty(shape, dtype=d, device="meta")
-        for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096,), torch.float32))
+        for shape, d in (((4096, cols), dtype), ((4096, cols), other), ((cols,), dtype), ((4096,), torch.float32))
     )
-    residual = x if activation == "silu" else None
-    after = Epilogue(activation)
-    plan = layer_norm_plan.plan_forward(x, w, w, 1e-5, residual, after, Forward(x, residual_out=residual), False)
+    residual = {"fused": x, "stream": stream}.get(variant)
+    after = Epilogue("silu" if variant == "fused" else "none")
+    offset = {"weight_offset": float(variant == "fused")}
+    out, gradients = Forward(x, residual_out=residual), Backward(x, w, w, residual if variant == "stream" else x)
+    plan = layer_norm_plan.plan_forward(x, w, w, 1e-5, residual, after, out, False, **offset)
     plan += layer_norm_plan.plan_backward(
-        x, x, w, w, 1e-5, statistic, statistic, residual, None, after, Backward(x, w, w), False
+        x, x, w, w, 1e-5, statistic, statistic, residual, None, after, gradients, False, **offset
     )
     for launch in plan:
-        key = launch.kernel.fn.__name__, tuple(sorted(launch.options.items()))
+        key = variant, launch.kernel.fn.__name__, tuple(sorted(launch.options.items()))
         if key not in done:
             done.add(key)
             report = inspect(launch)
@@ -46,11 +55,11 @@ print(json.dumps(reports))
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
-    reports = compile_elsewhere(COMPILE, dtype, json.dumps([COLS, FUSED_COLS]))
-    assert len(reports) > 20
-    for kernel, options, spilled, registers, shared, widest in reports:
-        what = f"{kernel} {options}: {registers} registers, {spilled} bytes spilled, {shared} shared, {widest}"
-        assert spilled == 0, what
+    reports = compile_elsewhere(COMPILE, dtype, json.dumps(LENGTHS))
+    assert len(reports) > 30
+    for variant, kernel, options, spilled, registers, shared, widest in reports:
+        what = f"{variant} {kernel} {options}: {registers} registers, {spilled} spilled, {shared} shared, {widest}"
+        assert spilled <= SPILLED.get(variant, 0), what
         assert shared <= 227 << 10, what
         if "fold" not in kernel:
             assert max(widest["ld"], widest["cp"]) == 16, what

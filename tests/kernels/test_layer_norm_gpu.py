@@ -82,4 +82,4 @@ def test_backward_gives_the_same_bits_every_time(cols, device):
     first = case.backward(fusednorm, dy)
     for _ in range(5):
         for a, b in zip(first, case.backward(fusednorm, dy), strict=True):
-            assert torch.equal(a, b)
+            assert a is b is None or torch.equal(a, b)

@@ -130,7 +130,29 @@ def test_sums_are_float32_and_outputs_have_the_dtypes_asked_for():
     wide = reference.layer_norm_forward(x, stats=True, precision=torch.float64)
     assert (wide.mean.dtype, wide.y.dtype) == (torch.float64, torch.float16)
     grads = reference.layer_norm_backward(x, x, weight, bias)
-    assert [t.dtype for t in grads] == [torch.float16, torch.float32, torch.bfloat16]
+    assert grads.dresidual is None
+    assert [t.dtype for t in grads[:3]] == [torch.float16, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])
+def test_an_offset_is_part_of_the_weight(operation):
+    x, dy, weight = random(4, 7), random(4, 7, seed=1), random(7)
+    options = {"activation": "silu", "residual": random(4, 7, seed=2)}
+    forward, backward = (getattr(reference, f"{operation}_{direction}") for direction in ("forward", "backward"))
+    torch.testing.assert_close(forward(x, weight, weight_offset=1.0, **options), forward(x, weight + 1, **options))
+    torch.testing.assert_close(
+        backward(dy, x, weight, weight_offset=1.0, **options), backward(dy, x, weight + 1, **options)
+    )
+
+
+def test_the_sum_and_its_gradient_have_the_residuals_dtype():
+    x, residual, dy = random(3, 8, dtype=torch.float16), random(3, 8, dtype=torch.float32, seed=1), random(3, 8)
+    assert torch.equal(reference.rms_norm_forward(x, residual=residual).residual_out, x.float() + residual)
+    grads = reference.layer_norm_backward(dy, x, residual=residual, dresidual_out=residual)
+    assert (grads.dx.dtype, grads.dresidual.dtype) == (torch.float16, torch.float32)
+    assert torch.equal(grads.dx, grads.dresidual.half())
+    same = reference.layer_norm_backward(dy, x, residual=x)
+    assert same.dresidual is same.dx
 
 
 def test_statistics_are_of_the_sum_before_it_is_rounded():

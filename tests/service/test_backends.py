@@ -115,6 +115,20 @@ def row_jobs(op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[
     return [NormJob(spec, {name: host(torch.randn(count, cols).to(dtype)) for name in names}) for count in rows]
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_the_sum_has_xs_dtype_whatever_the_residuals(backend, op):
+    shape = (3, 8, 5) if op == "group_norm" else (3, 8)
+    x, residual = torch.randn(shape).bfloat16(), torch.randn(shape).half()
+    tensors = {"x": host(x), "residual": host(residual)}
+    forward = NormSpec(Op(op), Pass.FORWARD, eps=1e-5, num_groups=2)
+    (outputs,) = backend.run(Batch((NormJob(forward, tensors),))).outputs
+    assert torch.equal(back(outputs["residual_out"]), (x.float() + residual.float()).bfloat16())
+    backward = NormSpec(Op(op), Pass.BACKWARD, eps=1e-5, num_groups=2)
+    (outputs,) = backend.run(Batch((NormJob(backward, tensors | {"dy": host(x)}),))).outputs
+    assert outputs.keys() == {"dx"}
+    assert back(outputs["dx"]).dtype == torch.bfloat16
+
+
 class TestCompany:
     @pytest.mark.parametrize("cols", [1, 7, 1000, 70_000])
     @pytest.mark.parametrize("direction", Pass)

@@ -49,8 +49,17 @@ def launch(library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor]) -
         options["stats"] = spec.stats
     else:
         leading.insert(0, tensors["dy"])
+    x, residual = tensors["x"], tensors.get("residual")
+    if residual is not None and residual.dtype != x.dtype:
+        # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.
+        options["residual"] = residual.float()
     result: Forward | Backward = function(*leading, **options)
-    return {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
+    outputs = {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
+    if "residual_out" in outputs:
+        outputs["residual_out"] = outputs["residual_out"].to(x.dtype)
+    # The API's dx is the gradient of x and of residual alike.
+    outputs.pop("dresidual", None)
+    return outputs
 
 
 def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -98,10 +98,12 @@ def group_norm_backward(
     )
     if dresidual_out is not None:
         dx += _planes(dresidual_out)
+    dx = _like(x, dx, x.dtype)
     return Backward(
-        dx=_like(x, dx, x.dtype),
+        dx=dx,
         dweight=None if weight is None else dweight.to(weight.dtype),
         dbias=None if bias is None else dbias.to(bias.dtype),
+        dresidual=None if residual is None else dx,
     )
 
 

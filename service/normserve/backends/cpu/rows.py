@@ -122,7 +122,7 @@ def layer_norm_backward(
             seed=seed,
         )
     w, b = widened(weight), widened(bias)
-    gradients = _Gradients(x, weight, bias)
+    gradients = _Gradients(x, weight, bias, residual)
     for piece in _pieces(x):
         h = summed(x[piece], None if residual is None else residual[piece])
         z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w, b, eps)
@@ -167,7 +167,7 @@ def rms_norm_backward(
             seed=seed,
         )
     w = widened(weight)
-    gradients = _Gradients(x, weight, None)
+    gradients = _Gradients(x, weight, None, residual)
     for piece in _pieces(x):
         h = summed(x[piece], None if residual is None else residual[piece])
         scale = _rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
@@ -188,7 +188,7 @@ class _Outputs:
         self._x = x
         self._residual = residual
         self._y = torch.empty_like(x, dtype=out_dtype)
-        self._residual_out = None if residual is None else torch.empty_like(x)
+        self._residual_out = None if residual is None else torch.empty_like(x, dtype=residual.dtype)
         self._mean = x.new_empty(x.shape[0], dtype=torch.float32)
         self._rstd = torch.empty_like(self._mean)
 
@@ -212,8 +212,11 @@ class _Outputs:
 class _Gradients:
     """What backward gives back; parameter gradients are summed piece by piece, in order."""
 
-    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
+        self._dresidual = None if residual is None else self._dx
+        if residual is not None and residual.dtype != x.dtype:
+            self._dresidual = torch.empty_like(x, dtype=residual.dtype)
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -226,14 +229,18 @@ class _Gradients:
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
-        self._dx[piece] = dx if dresidual_out is None else dx + dresidual_out[piece]
+        dh = dx if dresidual_out is None else dx + dresidual_out[piece]
+        self._dx[piece] = dh
+        if self._dresidual is not None and self._dresidual is not self._dx:
+            self._dresidual[piece] = dh
         if self._dweight is not None and dweight is not None:
             self._dweight += dweight
         if self._dbias is not None and dbias is not None:
             self._dbias += dbias
 
     def result(self) -> Backward:
-        return Backward(self._dx, _as(self._dweight, self._weight), _as(self._dbias, self._bias))
+        dweight, dbias = _as(self._dweight, self._weight), _as(self._dbias, self._bias)
+        return Backward(self._dx, dweight, dbias, self._dresidual)
 
 
 def _pieces(x: Tensor) -> Iterator[slice]:
