@@ -12,6 +12,7 @@ import triton.language as tl
 from fusednorm._exchange import exchange, first_tag, leave
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
+from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm._row_moments import column_mask, load_rows, merge_moments, offset_weight, slab_moments, widened
 
 
@@ -60,6 +61,7 @@ def layer_norm_backward_tile_kernel(
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -71,16 +73,18 @@ def layer_norm_backward_tile_kernel(
     """
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
-    group = tl.program_id(0) // SPLIT
-    groups = tl.num_programs(0) // SPLIT
-    member = tl.program_id(0) % SPLIT
+    program, programs, head, heads = programs_of_head(HEADS)
+    group = program // SPLIT
+    groups = programs // SPLIT
+    member = program % SPLIT
     first_col = member * BLOCK_N
+    own = parameter_start(head, cols, HEADS)
     col = first_col + tl.arange(0, BLOCK_N)[None, :]
     col_mask = column_mask(col, cols, EVEN)
     if HOLD_WEIGHT and weight_ptr is not None:
-        held = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
+        held = tl.load(weight_ptr + own + col, mask=col_mask, other=0.0)
     if HOLD_WEIGHT and ACTIVATION != "none" and bias_ptr is not None:
-        held_bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+        held_bias = tl.load(bias_ptr + own + col, mask=col_mask, other=0.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
@@ -89,23 +93,25 @@ def layer_norm_backward_tile_kernel(
     tiles = tl.cdiv(rows, ROWS)
     if SPLIT > 1:
         tl.static_assert(ROWS == 1, "programs that share a row hold one row at a time")
+        tl.static_assert(HEADS == "none", "programs that share a row work for every head")
         tag = first_tag(mailbox_ptr)
         last_tag = tag + 2 * tl.cdiv(tiles, groups).to(tl.uint32)
 
     for tile in tl.range(group, tiles, groups, num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < rows
+        token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = token < rows
+        row = row_of_token(token, head, heads, HEADS)
         mask = row_mask & col_mask
         h = load_rows(
             x_ptr,
             residual_ptr,
-            row * (x_row_units * VEC) + col,
-            row * (residual_row_units * VEC) + col,
+            row_start(token, row, head, x_row_units * VEC, cols, HEADS) + col,
+            row_start(token, row, head, residual_row_units * VEC, cols, HEADS) + col,
             mask,
             "evict_first",
             FAST,
         )
-        dy_at = row * (dy_row_units * VEC) + col
+        dy_at = row_start(token, row, head, dy_row_units * VEC, cols, HEADS) + col
         dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
         if rstd_ptr is not None:
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
@@ -127,14 +133,14 @@ def layer_norm_backward_tile_kernel(
         if HOLD_WEIGHT and weight_ptr is not None:
             weight = widened(held, FAST)
         else:
-            weight = load_parameter(weight_ptr, col, col_mask, 1.0)
+            weight = load_parameter(weight_ptr, own + col, col_mask, 1.0)
         weight = offset_weight(weight, WEIGHT_OFFSET)
         if ACTIVATION == "none":
             bias = 0.0
         elif HOLD_WEIGHT and bias_ptr is not None:
             bias = widened(held_bias, FAST)
         else:
-            bias = load_parameter(bias_ptr, col, col_mask, 0.0)
+            bias = load_parameter(bias_ptr, own + col, col_mask, 0.0)
         dz = affine_gradient(
             dy,
             x_hat,
@@ -175,13 +181,13 @@ def layer_norm_backward_tile_kernel(
             dx -= c2 * inverse_n
         dx *= rstd
         if dresidual_out_ptr is not None:
-            outside_at = row * (dresidual_out_row_units * VEC) + col
+            outside_at = row_start(token, row, head, dresidual_out_row_units * VEC, cols, HEADS) + col
             dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64) + col, mask)
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask)
 
     if SPLIT > 1:
         leave(mailbox_ptr, last_tag)
-    partial_at = group.to(tl.int64) * cols + col
+    partial_at = row_of_token(group.to(tl.int64), head, heads, HEADS) * cols + col
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
     if dbias_partial_ptr is not None:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._exchange import exchange, first_tag, leave
+from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm._row_moments import (
     column_mask,
     load_rows,
@@ -70,6 +71,7 @@ def layer_norm_forward_tile_kernel(
     SPLIT: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -81,10 +83,12 @@ def layer_norm_forward_tile_kernel(
     """
     cols = col_units * VEC
     slab: tl.constexpr = CHUNKS * BLOCK_N
-    group = tl.program_id(0) // SPLIT
-    groups = tl.num_programs(0) // SPLIT
-    member = tl.program_id(0) % SPLIT
+    program, programs, head, heads = programs_of_head(HEADS)
+    group = program // SPLIT
+    groups = programs // SPLIT
+    member = program % SPLIT
     first_col = member * slab
+    own = parameter_start(head, cols, HEADS)
     n = cols.to(tl.float32)
     count = tl.maximum(tl.minimum(cols - first_col, slab), 1).to(tl.float32)
     columns = ()
@@ -97,25 +101,29 @@ def layer_norm_forward_tile_kernel(
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         if weight_ptr is not None:
-            weights = weights + (tl.load(weight_ptr + col, mask=col_mask, other=0.0),)
+            weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
         if bias_ptr is not None:
-            biases = biases + (tl.load(bias_ptr + col, mask=col_mask, other=0.0),)
+            biases = biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
     tiles = tl.cdiv(rows, ROWS)
     if SPLIT > 1:
         tl.static_assert(ROWS == 1, "programs that share a row hold one row at a time")
+        tl.static_assert(HEADS == "none", "programs that share a row work for every head")
         tag = first_tag(mailbox_ptr)
         last_tag = tag + tl.cdiv(tiles, groups).to(tl.uint32)
 
     for tile in tl.range(group, tiles, groups, num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < rows
+        token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = token < rows
+        row = row_of_token(token, head, heads, HEADS)
+        x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+        residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
         chunks = ()
         for i in tl.static_range(CHUNKS):
             h = load_rows(
                 x_ptr,
                 residual_ptr,
-                row * (x_row_units * VEC) + columns[i],
-                row * (residual_row_units * VEC) + columns[i],
+                x_row + columns[i],
+                residual_row + columns[i],
                 row_mask & col_masks[i],
                 "evict_first",
                 FAST,
@@ -188,16 +196,20 @@ def layer_norm_forward_sweep_kernel(
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """One row a program in two sweeps; the second walks backwards and finds the row in L1 or L2."""
     cols = col_units * VEC
-    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    program, _, head, heads = programs_of_head(HEADS)
+    token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    row = row_of_token(token, head, heads, HEADS)
     col = tl.arange(0, BLOCK_N)[None, :]
-    x_row = row * (x_row_units * VEC)
-    residual_row = row * (residual_row_units * VEC)
+    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    own = parameter_start(head, cols, HEADS)
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
@@ -219,10 +231,10 @@ def layer_norm_forward_sweep_kernel(
             tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
         y = (h - rough) * rstd - shift * rstd
         if weight_ptr is not None:
-            weight = widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
+            weight = widened(tl.load(weight_ptr + own + at, mask=mask, other=0.0), FAST)
             y = y * offset_weight(weight, WEIGHT_OFFSET)
         if bias_ptr is not None:
-            y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0), FAST)
+            y = y + widened(tl.load(bias_ptr + own + at, mask=mask, other=0.0), FAST)
         y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(
             y_ptr.dtype.element_ty
         )

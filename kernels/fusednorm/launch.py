@@ -199,7 +199,8 @@ def within_shared_memory(config: Tile, column_bytes: int) -> Tile:
         return config
     columns = config.block_n * (config.chunks if isinstance(config, ForwardTile) else 1)
     tile_bytes = config.rows * columns * column_bytes * config.programs_per_sm
-    return replace(config, stages=max(1, min(config.stages, 1 + SHARED_BYTES_PER_SM // tile_bytes)))
+    stages = max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes)
+    return config if stages >= config.stages else replace(config, stages=stages)
 
 
 def choose_backward(cols: int, itemsize: int) -> Backward:
