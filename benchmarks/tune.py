@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from fusednorm import launch, layer_norm_plan, traffic
 from fusednorm.checks import Epilogue
-from fusednorm.launch import BackwardShared, BackwardSlab, BackwardTile, ForwardShared, ForwardSweep, ForwardTile, Launch
+from fusednorm.launch import BackwardShared, BackwardSlab, BackwardTile, ForwardRow, ForwardShared, ForwardSweep, ForwardTile, Launch
 from fusednorm.results import Backward, Forward
 
 from benchmarks.timing import Timer
@@ -73,6 +73,9 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[launch.Forward 
             if 8 <= block // (32 * warps) <= 32 and 2 * block <= cols:
                 for ahead_per_sm in (0, 1, 2, 3, 4) if cols * itemsize > 16384 else (0,):
                     yield ForwardSweep(block, warps, ahead_per_sm)
+        for chunks, warps in itertools.product(range(1, 9), (1, 2, 4, 8, 16, 32)):
+            if cols <= chunks * 256 * warps < cols + 256 * warps and chunks * itemsize <= 16:
+                yield ForwardRow(chunks, warps)
         yield from shared_forward(cols, itemsize)
     elif cols > 8192:
         yield BackwardSlab(4096, 8, 1, 2048, 4, 4, 2)
@@ -87,7 +90,7 @@ def shared_forward(cols: int, itemsize: int) -> Iterator[ForwardShared]:
             for resident_warps, ahead in itertools.product((16, 20, 24, 28, 32), (1, 2)):
                 registers = 2048 // resident_warps
                 if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= registers <= 128:
-                    yield ForwardShared(chunks, block, warps, resident_warps // warps, lag, ahead)
+                    yield ForwardShared(chunks, warps, resident_warps // warps, lag, ahead)
 
 
 def shared_backward(cols: int, itemsize: int) -> Iterator[BackwardShared]:

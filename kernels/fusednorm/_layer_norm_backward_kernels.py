@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
+from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm._row_moments import column_mask, load_rows, offset_weight, slab_moments, widened
 
 
@@ -57,6 +58,7 @@ def layer_norm_backward_tile_kernel(
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -65,12 +67,14 @@ def layer_norm_backward_tile_kernel(
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
+    program, programs, head, heads = programs_of_head(HEADS)
+    own = parameter_start(head, cols, HEADS)
     col = tl.arange(0, BLOCK_N)[None, :]
     col_mask = column_mask(col, cols, EVEN)
     if HOLD_WEIGHT and weight_ptr is not None:
-        held = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
+        held = tl.load(weight_ptr + own + col, mask=col_mask, other=0.0)
     if HOLD_WEIGHT and ACTIVATION != "none" and bias_ptr is not None:
-        held_bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+        held_bias = tl.load(bias_ptr + own + col, mask=col_mask, other=0.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
@@ -78,20 +82,21 @@ def layer_norm_backward_tile_kernel(
 
     tiles = tl.cdiv(rows, ROWS)
 
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < rows
+    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+        token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = token < rows
+        row = row_of_token(token, head, heads, HEADS)
         mask = row_mask & col_mask
         h = load_rows(
             x_ptr,
             residual_ptr,
-            row * (x_row_units * VEC) + col,
-            row * (residual_row_units * VEC) + col,
+            row_start(token, row, head, x_row_units * VEC, cols, HEADS) + col,
+            row_start(token, row, head, residual_row_units * VEC, cols, HEADS) + col,
             mask,
             "evict_first",
             FAST,
         )
-        dy_at = row * (dy_row_units * VEC) + col
+        dy_at = row_start(token, row, head, dy_row_units * VEC, cols, HEADS) + col
         dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
         if rstd_ptr is not None:
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
@@ -106,14 +111,14 @@ def layer_norm_backward_tile_kernel(
         if HOLD_WEIGHT and weight_ptr is not None:
             weight = widened(held, FAST)
         else:
-            weight = load_parameter(weight_ptr, col, col_mask, 1.0)
+            weight = load_parameter(weight_ptr, own + col, col_mask, 1.0)
         weight = offset_weight(weight, WEIGHT_OFFSET)
         if ACTIVATION == "none":
             bias = 0.0
         elif HOLD_WEIGHT and bias_ptr is not None:
             bias = widened(held_bias, FAST)
         else:
-            bias = load_parameter(bias_ptr, col, col_mask, 0.0)
+            bias = load_parameter(bias_ptr, own + col, col_mask, 0.0)
         dz = affine_gradient(
             dy,
             x_hat,
@@ -146,11 +151,11 @@ def layer_norm_backward_tile_kernel(
             dx -= c2 * inverse_n
         dx *= rstd
         if dresidual_out_ptr is not None:
-            outside_at = row * (dresidual_out_row_units * VEC) + col
+            outside_at = row_start(token, row, head, dresidual_out_row_units * VEC, cols, HEADS) + col
             dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64) + col, mask)
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask)
 
-    partial_at = tl.program_id(0).to(tl.int64) * cols + col
+    partial_at = row_of_token(program.to(tl.int64), head, heads, HEADS) * cols + col
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
     if dbias_partial_ptr is not None:

@@ -7,7 +7,8 @@ known multiple of VEC and the compiler emits 128-bit accesses without specialisi
 import triton
 import triton.language as tl
 
-from fusednorm._prefetch import prefetch
+from fusednorm._prefetch import FEW_PROGRAMS, prefetch
+from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm._row_moments import (
     column_mask,
     load_rows,
@@ -17,9 +18,6 @@ from fusednorm._row_moments import (
     widened,
 )
 from fusednorm.epilogue import activate, dropout_keep_tile
-
-
-FEW_PROGRAMS = tl.constexpr(512)
 
 
 @triton.jit
@@ -70,6 +68,7 @@ def layer_norm_forward_tile_kernel(
     STAGES: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -79,6 +78,8 @@ def layer_norm_forward_tile_kernel(
     A program holds CHUNKS blocks of BLOCK_N columns: row lengths like 5 * 1024 waste no lanes.
     """
     cols = col_units * VEC
+    program, programs, head, heads = programs_of_head(HEADS)
+    own = parameter_start(head, cols, HEADS)
     n = cols.to(tl.float32)
     columns = ()
     col_masks = ()
@@ -90,21 +91,24 @@ def layer_norm_forward_tile_kernel(
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         if weight_ptr is not None:
-            weights = weights + (tl.load(weight_ptr + col, mask=col_mask, other=0.0),)
+            weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
         if bias_ptr is not None:
-            biases = biases + (tl.load(bias_ptr + col, mask=col_mask, other=0.0),)
+            biases = biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
     tiles = tl.cdiv(rows, ROWS)
 
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < rows
+    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+        token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = token < rows
+        row = row_of_token(token, head, heads, HEADS)
+        x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+        residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
         chunks = ()
         for i in tl.static_range(CHUNKS):
             h = load_rows(
                 x_ptr,
                 residual_ptr,
-                row * (x_row_units * VEC) + columns[i],
-                row * (residual_row_units * VEC) + columns[i],
+                x_row + columns[i],
+                residual_row + columns[i],
                 row_mask & col_masks[i],
                 "",
                 FAST,
@@ -170,6 +174,7 @@ def layer_norm_forward_sweep_kernel(
     PREFETCH: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -179,10 +184,13 @@ def layer_norm_forward_sweep_kernel(
     The row of the program `ahead` programs on is asked into L2 meanwhile; 0 for none.
     """
     cols = col_units * VEC
-    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    program, _, head, heads = programs_of_head(HEADS)
+    token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    row = row_of_token(token, head, heads, HEADS)
     col = tl.arange(0, BLOCK_N)[None, :]
-    x_row = row * (x_row_units * VEC)
-    residual_row = row * (residual_row_units * VEC)
+    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    own = parameter_start(head, cols, HEADS)
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
@@ -205,20 +213,21 @@ def layer_norm_forward_sweep_kernel(
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
 
-    for step in range(0, chunks if y_ptr is not None else 0):
-        first_col = (chunks - 1 - step) * BLOCK_N
-        at = col + first_col
-        mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
-        if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = (h - rough) * rstd - shift * rstd
-        if weight_ptr is not None:
-            weight = widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST)
-            y = y * offset_weight(weight, WEIGHT_OFFSET)
-        if bias_ptr is not None:
-            y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0), FAST)
-        y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(
-            y_ptr.dtype.element_ty
-        )
-        tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")
+    if y_ptr is not None:
+        for step in range(0, chunks):
+            first_col = (chunks - 1 - step) * BLOCK_N
+            at = col + first_col
+            mask = column_mask(at, cols, EVEN)
+            h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
+            if residual_out_ptr is not None:
+                tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+            y = (h - rough) * rstd - shift * rstd
+            if weight_ptr is not None:
+                weight = widened(tl.load(weight_ptr + own + at, mask=mask, other=0.0), FAST)
+                y = y * offset_weight(weight, WEIGHT_OFFSET)
+            if bias_ptr is not None:
+                y = y + widened(tl.load(bias_ptr + own + at, mask=mask, other=0.0), FAST)
+            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(
+                y_ptr.dtype.element_ty
+            )
+            tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+FEW_PROGRAMS = tl.constexpr(512)
+"""A launch of no more programs than this has nothing that hides a program's latency; it asks for all it needs."""
+
 _PREFETCH = """{
 .reg .pred asker;
 .reg .b32 thread;

@@ -41,10 +41,18 @@ def affine_gradient(
 
 
 @triton.jit
-def store_input_gradient(gradient, dx_ptr, dresidual_ptr, at, mask):
+def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask):
     """The gradient of h, in x's dtype and once more in the residual's where that has another."""
-    dx = gradient.to(dx_ptr.dtype.element_ty)
-    tl.store(dx_ptr + at, dx, mask=mask, eviction_policy="evict_first")
+    tl.store(
+        dx_ptr + start + col,
+        gradient.to(dx_ptr.dtype.element_ty),
+        mask=mask,
+        eviction_policy="evict_first",
+    )
     if dresidual_ptr is not None:
-        dresidual = gradient.to(dresidual_ptr.dtype.element_ty)
-        tl.store(dresidual_ptr + at, dresidual, mask=mask, eviction_policy="evict_first")
+        tl.store(
+            dresidual_ptr + start + col,
+            gradient.to(dresidual_ptr.dtype.element_ty),
+            mask=mask,
+            eviction_policy="evict_first",
+        )

@@ -2,6 +2,7 @@
 
 Each is a pair of `torch.library` operators with fakes, `fusednorm::<op>` and `fusednorm::<op>_backward`, so that
 torch.compile keeps them whole.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included.
+The functions and their operators stand in one file because they share one list of arguments.
 """
 
 from typing import Any, NamedTuple, TypeGuard

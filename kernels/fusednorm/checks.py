@@ -80,8 +80,19 @@ def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
             raise KernelInputError(f"{name} must have x's shape {list(like.shape)}, got {list(tensor.shape)}")
 
 
-def check_parameter(name: str, parameter: Tensor | None, size: int, x: Tensor) -> None:
-    """A contiguous float vector [size] on x's device, or None.
+def has_heads(weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether parameters come as [heads, cols], each head of x [..., heads, cols] with its own."""
+    return (weight is not None and weight.ndim == 2) or (bias is not None and bias.ndim == 2)
+
+
+def check_shape(name: str, parameter: Tensor, shape: torch.Size) -> None:
+    """Raises KernelInputError unless the parameter has that shape."""
+    if parameter.shape != shape:
+        raise KernelInputError(f"{name} must be {list(shape)}, got {list(parameter.shape)}")
+
+
+def check_parameter(name: str, parameter: Tensor | None, shape: torch.Size, x: Tensor) -> None:
+    """A contiguous float tensor of that shape on x's device, or None.
 
     Raises:
         KernelInputError: wrong dtype, device or shape.
@@ -92,10 +103,9 @@ def check_parameter(name: str, parameter: Tensor | None, size: int, x: Tensor) -
     check_tensor(name, parameter)
     if parameter.device != x.device:
         raise KernelInputError(f"{name} must be on x's device {x.device}, got {parameter.device}")
-    if parameter.shape != (size,):
-        raise KernelInputError(f"{name} must be [{size}], got {list(parameter.shape)}")
+    check_shape(name, parameter, shape)
     if not parameter.is_contiguous():
-        raise UnsupportedShapeError(f"{name} must be contiguous, got stride {parameter.stride(0)}")
+        raise UnsupportedShapeError(f"{name} must be contiguous, got strides {list(parameter.stride())}")
 
 
 def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size, x: Tensor) -> None:
@@ -117,6 +127,17 @@ def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size
             raise UnsupportedShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
+def has_common_stride(tensor: Tensor) -> bool:
+    """Whether one constant stride leads from row to row of [..., cols]."""
+    if tensor.ndim < 3 or tensor.is_contiguous():
+        return True
+    try:
+        tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:
+        return False
+    return True
+
+
 def as_rows(name: str, tensor: Tensor) -> Tensor:
     """[rows, cols] view of [..., cols] whose rows lie one constant stride apart; never a copy.
 
@@ -124,13 +145,8 @@ def as_rows(name: str, tensor: Tensor) -> Tensor:
         KernelInputError: no axis, or an empty last one.
         UnsupportedShapeError: rows that no single stride reaches, or a last axis that is not contiguous.
     """
-    if tensor.ndim == 0 or tensor.shape[-1] == 0:
-        raise KernelInputError(f"{name} must be [..., cols] with cols >= 1, got {list(tensor.shape)}")
+    _check_last_axis(name, tensor)
     cols = tensor.shape[-1]
-    if cols > 1 and tensor.stride(-1) != 1:
-        raise UnsupportedShapeError(
-            f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"
-        )
     if tensor.ndim == 2:
         return tensor
     try:
@@ -140,3 +156,31 @@ def as_rows(name: str, tensor: Tensor) -> Tensor:
             f"the rows of {name} must lie one constant stride apart, "
             f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
         ) from None
+
+
+def as_heads(name: str, tensor: Tensor) -> Tensor:
+    """[tokens, heads, cols] view of [..., heads, cols] whose tokens lie one constant stride apart; never a copy.
+
+    Raises:
+        KernelInputError: an empty last axis.
+        UnsupportedShapeError: tokens that no single stride reaches, or a last axis that is not contiguous.
+    """
+    _check_last_axis(name, tensor)
+    if tensor.ndim == 3:
+        return tensor
+    try:
+        return tensor.view(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
+    except RuntimeError:
+        raise UnsupportedShapeError(
+            f"the rows of {name}, or its tokens of rows, must lie one constant stride apart, "
+            f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        ) from None
+
+
+def _check_last_axis(name: str, tensor: Tensor) -> None:
+    if tensor.ndim == 0 or tensor.shape[-1] == 0:
+        raise KernelInputError(f"{name} must be [..., cols] with cols >= 1, got {list(tensor.shape)}")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise UnsupportedShapeError(
+            f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"
+        )

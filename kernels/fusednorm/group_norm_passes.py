@@ -155,10 +155,9 @@ def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Ten
     check_tensor("x", x)
     check_groups(x, num_groups)
     channels_last = is_channels_last(x)
-    c = x.shape[1]
-    check_parameter("weight", weight, c, x)
-    check_parameter("bias", bias, c, x)
-    return Sample(num_groups, c // num_groups, math.prod(x.shape[2:]), channels_last)
+    check_parameter("weight", weight, x.shape[1:2], x)
+    check_parameter("bias", bias, x.shape[1:2], x)
+    return Sample(num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]), channels_last)
 
 
 def _check_companion(name: str, tensor: Tensor | None, x: Tensor, sample: Sample) -> None:

@@ -57,6 +57,19 @@ class ForwardTile:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardRow:
+    """One row a program, held as it lies in memory: `chunks` chunks of 8 columns a thread each."""
+
+    chunks: int
+    num_warps: int
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a chunk."""
+        return 256 * self.num_warps
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardSweep:
     """One row a program, swept twice in chunks of `block_n` columns.
 
@@ -70,18 +83,22 @@ class ForwardSweep:
 
 @dataclass(frozen=True, slots=True)
 class ForwardShared:
-    """Programs that share a row, a slab of `chunks` chunks of `block_n` columns each, swept twice.
+    """Programs that share a row, a slab of `chunks` chunks of 8 columns a thread each, read twice.
 
     `programs_per_sm` of them are resident; they exchange the row's moments, and a slab is swept again `lag` rows after
     its moments went out.  The slab `ahead` rows on is asked into L2 meanwhile.
     """
 
     chunks: int
-    block_n: int
     num_warps: int
     programs_per_sm: int
     lag: int
     ahead: int
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a chunk."""
+        return 256 * self.num_warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +143,7 @@ class BackwardSlab:
     programs_per_sm: int
 
 
-Forward = ForwardTile | ForwardSweep | ForwardShared
+Forward = ForwardTile | ForwardRow | ForwardSweep | ForwardShared
 Backward = BackwardTile | BackwardShared | BackwardSlab
 
 # Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
@@ -152,7 +169,7 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (14336, ForwardTile(1, 1, 16384, num_warps=16, stages=4, programs_per_sm=1)),  # 0.93
         (16384, ForwardSweep(8192, num_warps=16)),  # 0.99
         (32768, ForwardSweep(16384, num_warps=16)),  # 0.93
-        (2**31, ForwardShared(4, 1024, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
+        (2**31, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
     ),
     4: (
         (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
@@ -173,7 +190,7 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (12288, ForwardTile(2, 3, 4096, num_warps=16, stages=1, programs_per_sm=0)),  # 0.96
         (14336, ForwardTile(1, 7, 2048, num_warps=16, stages=4, programs_per_sm=1)),  # 0.91
         (16384, ForwardTile(1, 1, 16384, num_warps=32, stages=3, programs_per_sm=1)),  # 0.93
-        (2**31, ForwardShared(2, 1024, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.86-0.89
+        (2**31, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.86-0.89
     ),
 }
 
@@ -219,11 +236,11 @@ FOLD_BLOCK_P, FOLD_BLOCK_N, FOLD_NUM_WARPS = 32, 32, 8
 """Tile and warps of the kernel that folds partial dweight and dbias; narrow, so that short rows fill it."""
 
 
-def choose_forward(cols: int, itemsize: int, residual: bool) -> Forward:
+def choose_forward(cols: int, itemsize: int, residual: bool, heads: bool = False) -> Forward:
     """The forward configuration for rows of `cols` elements of `itemsize` bytes; a residual needs more registers."""
     choice = next(choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
     if isinstance(choice, ForwardShared):
-        if INTERPRETED:
+        if INTERPRETED or heads:
             return _sweep(cols)
         if residual:
             return replace(choice, programs_per_sm=3)
@@ -253,7 +270,8 @@ def within_shared_memory(config: Tile, column_bytes: int) -> Tile:
         return config
     columns = config.block_n * (config.chunks if isinstance(config, ForwardTile) else 1)
     tile_bytes = config.rows * columns * column_bytes * config.programs_per_sm
-    return replace(config, stages=max(1, min(config.stages, 1 + SHARED_BYTES_PER_SM // tile_bytes)))
+    stages = max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes)
+    return config if stages >= config.stages else replace(config, stages=stages)
 
 
 def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> Backward:

@@ -70,7 +70,7 @@ def layer_norm_chain(
     rows, cols = x_rows.shape
     for name, parameters in (("weights", weights), ("biases", biases)):
         for index, parameter in enumerate(parameters):
-            check_parameter(f"{name}[{index}]", parameter, cols, x)
+            check_parameter(f"{name}[{index}]", parameter, x.shape[-1:], x)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
         raise KernelInputError("layer_norm_chain has no derivative: call it under torch.no_grad()")
 

@@ -1,11 +1,14 @@
 """LayerNorm and RMSNorm, forward and backward: check, allocate, plan, launch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fusednorm.checks import (
     FLOAT8,
     Epilogue,
+    as_heads,
     as_rows,
     check_eps,
     check_out_dtype,
@@ -13,6 +16,8 @@ from fusednorm.checks import (
     check_statistics,
     check_tensor,
     check_weight_offset,
+    has_common_stride,
+    has_heads,
 )
 from fusednorm.errors import KernelInputError
 from fusednorm.launch import run
@@ -41,9 +46,10 @@ def layer_norm_forward(
     so a mean far from zero does not cancel.  A row's bits do not depend on the rows that came with it.
 
     Args:
-        x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous, rows one stride apart.
-        weight: [cols], any of these dtypes, or None for ones.
-        bias: [cols], any of these dtypes, or None for zeros.
+        x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous.  Rows lie one stride apart; or
+            a token's rows [heads, cols] cols apart and tokens one stride, as do the queries of a fused q, k, v.
+        weight: [cols], any of these dtypes, or None for ones; [heads, cols] gives each head of x its own.
+        bias: as weight, or None for zeros.
         eps: added to the variance; positive and finite.
         weight_offset: 0, or 1 for a weight that is kept around zero, as Gemma's; the sum is float32.
         residual: in x's shape, any of these dtypes, whatever x's.  h is summed in float32, normalised as it is and
@@ -61,7 +67,8 @@ def layer_norm_forward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
-        UnsupportedShapeError: strides that no kernel handles; nothing is copied to make them fit.
+        UnsupportedShapeError: strides that no kernel handles, for nothing is copied to make them fit; over 65535
+            heads.
 
     Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
     are read a second time from L1 or L2, for a float8 y those beyond 16384 columns a second and third time.
@@ -131,7 +138,8 @@ def layer_norm_backward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: strides that no kernel handles.
+        UnsupportedShapeError: strides that no kernel handles; over 8192 columns where heads have parameters of
+            their own, or where rows lie two strides apart.
 
     Traffic: `traffic.backward_bytes`: dy, x and dx once each, and a residual and a dresidual
     of another dtype than dx; rows too long for a tile cost dy and x twice.
@@ -184,12 +192,13 @@ def _forward(
 ) -> Forward:
     check_eps(eps)
     check_tensor("x", x)
-    x_rows = as_rows("x", x)
-    rows, cols = x_rows.shape
-    check_parameter("weight", weight, cols, x)
-    check_parameter("bias", bias, cols, x)
-    check_weight_offset(weight_offset, weight)
-    residual_rows = _rows_like("residual", residual, x)
+    if residual is not None:
+        check_tensor("residual", residual, like=x)
+    own = has_heads(weight, bias)
+    view = _view_of(own, x, residual)
+    x_rows = view("x", x)
+    residual_rows = None if residual is None else view("residual", residual)
+    _check_parameters(weight, bias, weight_offset, own, x)
 
     out_dtype = out_dtype or x.dtype
     check_out_dtype(out_dtype)
@@ -199,9 +208,12 @@ def _forward(
     mean = torch.empty_like(rstd) if rstd is not None and not is_rms else None
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if out_dtype == FLOAT8 else None
     result = Forward(y, mean, rstd, residual_out, scale)
-    if rows:
+    if x.numel():
         plan = plan_forward if scale is None else plan_quantise
-        run(x.device, plan(x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset))
+        launches = plan(
+            x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset
+        )
+        run(x.device, launches)
     return result
 
 
@@ -221,16 +233,16 @@ def _backward(
 ) -> Backward:
     check_eps(eps)
     check_tensor("x", x)
-    x_rows = as_rows("x", x)
-    rows, cols = x_rows.shape
-    check_tensor("dy", dy, like=x)
-    dy_rows = as_rows("dy", dy)
-    check_parameter("weight", weight, cols, x)
-    check_parameter("bias", bias, cols, x)
-    check_weight_offset(weight_offset, weight)
+    for name, tensor in (("dy", dy), ("residual", residual), ("dresidual_out", dresidual_out)):
+        if tensor is not None:
+            check_tensor(name, tensor, like=x)
+    own = has_heads(weight, bias)
+    view = _view_of(own, x, dy, residual, dresidual_out)
+    x_rows, dy_rows = view("x", x), view("dy", dy)
+    residual_rows = None if residual is None else view("residual", residual)
+    outside_rows = None if dresidual_out is None else view("dresidual_out", dresidual_out)
+    _check_parameters(weight, bias, weight_offset, own, x)
     check_statistics(mean, rstd, x.shape[:-1], x)
-    residual_rows = _rows_like("residual", residual, x)
-    outside_rows = _rows_like("dresidual_out", dresidual_out, x)
 
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dresidual = None if residual is None else dx
@@ -239,7 +251,7 @@ def _backward(
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     result = Backward(dx, dweight, dbias, dresidual)
-    if rows:
+    if x.numel():
         plan = plan_backward(
             dy_rows,
             x_rows,
@@ -263,8 +275,20 @@ def _backward(
     return result
 
 
-def _rows_like(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
-    if tensor is None:
-        return None
-    check_tensor(name, tensor, like=x)
-    return as_rows(name, tensor)
+def _check_parameters(
+    weight: Tensor | None, bias: Tensor | None, weight_offset: float, own: bool, x: Tensor
+) -> None:
+    shape = x.shape[-2:] if own else x.shape[-1:]
+    check_parameter("weight", weight, shape, x)
+    check_parameter("bias", bias, shape, x)
+    check_weight_offset(weight_offset, weight)
+
+
+def _view_of(own_parameters: bool, *tensors: Tensor | None) -> Callable[[str, Tensor], Tensor]:
+    """`as_rows`; `as_heads` where heads have parameters of their own, or some tensor's rows no common stride."""
+    if own_parameters:
+        return as_heads
+    for tensor in tensors:
+        if tensor is not None and not has_common_stride(tensor):
+            return as_heads
+    return as_rows

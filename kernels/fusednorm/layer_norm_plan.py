@@ -15,12 +15,17 @@ from fusednorm._layer_norm_forward_kernels import (
     layer_norm_forward_sweep_kernel,
     layer_norm_forward_tile_kernel,
 )
+from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_kernel
 from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_shared_kernel
-from fusednorm.checks import Epilogue
+from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import INTERPRETED, bulk_prefetch, multiprocessor_count
 from fusednorm.epilogue import dropout_threshold
+from fusednorm.errors import UnsupportedShapeError
 from fusednorm.launch import Launch
 from fusednorm.results import Backward, Forward
+
+MAX_HEADS = 65535
+"""They are a launch's second axis."""
 
 
 def plan_forward(
@@ -35,12 +40,11 @@ def plan_forward(
     config: launch.Forward | None = None,
     weight_offset: float = 0.0,
 ) -> list[Launch]:
-    """The launches of a forward pass over checked [rows, cols] tensors into `out`.
+    """The launches of a forward pass over checked [rows, cols] or [tokens, heads, cols] tensors into `out`.
 
     `config` overrides the table's choice, for benchmarks and compile checks.
     """
-    cols = x.shape[1]
-    config = config or launch.choose_forward(cols, x.element_size(), residual is not None)
+    config = config or launch.choose_forward(x.shape[-1], x.element_size(), residual is not None, x.ndim == 3)
     outputs = (out.y, out.residual_out, out.mean, out.rstd)
     return [_forward_launch(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)]
 
@@ -58,21 +62,22 @@ def _forward_launch(
     weight_offset: float = 0.0,
 ) -> Launch:
     """One forward launch; `outputs` are y, residual_out, mean and rstd, y None for the statistics alone."""
-    rows, cols = x.shape
-    strides = row_strides(cols, x, residual)
+    rows, cols = x.shape[0], x.shape[-1]
+    heads, strides = _layout(config, cols, has_heads(weight, bias), x, residual)
     vec = launch.vector_units(cols, *strides)
     tensors = (x, residual, weight, bias, *outputs)
     sizes = (cols // vec, *(stride // vec for stride in strides), eps, *dropout_arguments(epilogue))
     options = {
         "BLOCK_N": config.block_n,
         "IS_RMS": is_rms,
+        "HEADS": heads,
         "num_warps": config.num_warps,
         **shared_options(vec, weight_offset, epilogue),
     }
     match config:
         case launch.ForwardTile():
-            pipelined = [t for t in (x, residual) if t is not None]
-            config = launch.within_shared_memory(config, sum(t.element_size() for t in pipelined))
+            column_bytes = x.element_size() + (0 if residual is None else residual.element_size())
+            config = launch.within_shared_memory(config, column_bytes)
             options |= {
                 "CHUNKS": config.chunks,
                 "EVEN": cols == config.chunks * config.block_n,
@@ -80,12 +85,20 @@ def _forward_launch(
                 "STAGES": config.stages,
             }
             arguments = (*tensors, rows, *sizes)
-            return Launch(layer_norm_forward_tile_kernel, (_tile_programs(x, config),), arguments, options)
+            return Launch(layer_norm_forward_tile_kernel, _grid(_tile_programs(x, config), x), arguments, options)
+        case launch.ForwardRow():
+            options |= {
+                "EVEN": cols == config.chunks * config.block_n,
+                "CHUNKS": config.chunks,
+                "GROUP": 16 // x.element_size(),
+                "PREFETCH": heads == "none" and _can_prefetch(vec, x, weight, bias),
+            }
+            return Launch(layer_norm_forward_row_kernel, _grid(rows, x), (*tensors, *sizes), options)
         case launch.ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
-            options["PREFETCH"] = _can_prefetch(vec, x, weight, bias)
+            options["PREFETCH"] = heads == "none" and _can_prefetch(vec, x, weight, bias)
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
-            return Launch(layer_norm_forward_sweep_kernel, (rows,), arguments, options)
+            return Launch(layer_norm_forward_sweep_kernel, _grid(rows, x), arguments, options)
         case launch.ForwardShared():
             resident = multiprocessor_count(x.device) * config.programs_per_sm
             piece = config.chunks * config.block_n
@@ -96,7 +109,7 @@ def _forward_launch(
             options |= {
                 "EVEN": cols % slab == 0,
                 "WHOLE": slab == piece,
-                "EQUAL": cols == slab * triton.next_power_of_2(members),
+                "EQUAL_SLABS": cols == slab * triton.next_power_of_2(members) and members <= 32 * config.num_warps,
                 "CHUNKS": config.chunks,
                 "GROUP": 16 // x.element_size(),
                 "SLOTS": triton.next_power_of_2(members),
@@ -107,6 +120,7 @@ def _forward_launch(
             }
             mailbox = launch.mailbox(x.device, depth * programs)
             arguments = (*tensors, mailbox, rows, members, slab // vec, *sizes)
+            del options["HEADS"]
             return Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)
 
 
@@ -126,14 +140,14 @@ def plan_backward(
     config: launch.Backward | None = None,
     weight_offset: float = 0.0,
 ) -> list[Launch]:
-    """The launches of a backward pass over checked [rows, cols] tensors into `out`, workspaces allocated.
+    """The launches of a backward pass over checked [rows, cols] or [tokens, heads, cols] tensors into `out`.
 
-    `config` overrides the table's choice, for benchmarks and compile checks.
+    Workspaces are allocated.  `config` overrides the table's choice, for benchmarks and compile checks.
     """
-    rows, cols = x.shape
+    rows, cols = x.shape[0], x.shape[-1]
     plain = residual is None and epilogue.activation == "none" and not epilogue.dropout
     config = config or launch.choose_backward(cols, x.element_size(), multiprocessor_count(x.device), plain)
-    strides = row_strides(cols, dy, x, residual, dresidual_out)
+    heads, strides = _layout(config, cols, has_heads(weight, bias), dy, x, residual, dresidual_out)
     vec = launch.vector_units(cols, *strides)
     units = tuple(stride // vec for stride in strides)
     dropout = dropout_arguments(epilogue)
@@ -160,9 +174,10 @@ def plan_backward(
                 "STAGES": config.stages,
                 "HOLD_WEIGHT": config.hold_weight,
                 "IS_RMS": is_rms,
+                "HEADS": heads,
             }
             arguments = (*tensors, mean, rstd, *gradients, dweight_partial, dbias_partial, *sizes, eps, *dropout)
-            launches = [Launch(layer_norm_backward_tile_kernel, (programs,), arguments, options)]
+            launches = [Launch(layer_norm_backward_tile_kernel, _grid(programs, x), arguments, options)]
         case launch.BackwardShared():
             launches = []
             if rstd is None:
@@ -217,12 +232,14 @@ def plan_backward(
                 Launch(layer_norm_backward_rows_kernel, (rows,), rows_arguments, rows_options),
                 Launch(layer_norm_backward_slab_kernel, (slabs, tiles), arguments, options),
             ]
-    if weight is not None or bias is not None:
+    parameter = bias if weight is None else weight
+    if parameter is not None:
+        size = parameter.numel()
         launches.append(
             Launch(
                 fold_partials_kernel,
-                (triton.cdiv(cols, launch.FOLD_BLOCK_N),),
-                (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, cols),
+                (triton.cdiv(size, launch.FOLD_BLOCK_N),),
+                (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, size),
                 {
                     "BLOCK_P": launch.FOLD_BLOCK_P,
                     "BLOCK_N": launch.FOLD_BLOCK_N,
@@ -234,11 +251,14 @@ def plan_backward(
 
 
 def _tile_programs(x: Tensor, config: launch.ForwardTile | launch.BackwardTile) -> int:
-    """Programs of a tile kernel over x [rows, cols]."""
+    """Programs of a tile kernel over x, for each head."""
     tiles = triton.cdiv(x.shape[0], config.rows)
     if not config.programs_per_sm:
         return tiles
-    return min(tiles, multiprocessor_count(x.device) * config.programs_per_sm)
+    resident = multiprocessor_count(x.device) * config.programs_per_sm
+    if x.ndim == 3:
+        resident //= x.shape[1]
+    return max(1, min(tiles, resident))
 
 
 def _can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
@@ -257,16 +277,56 @@ def _resident_options(config: launch.ForwardShared | launch.BackwardShared) -> d
 
 
 def _partials(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, count: int
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, programs: int
 ) -> tuple[int, Tensor | None, Tensor | None]:
-    """`count`, and workspaces [count, cols] for the partial dweight and dbias of as many programs."""
-    both = x.new_empty(((weight is not None) + (bias is not None), count, x.shape[1]), dtype=torch.float32)
+    """How many partial gradients `programs` programs leave, for each head if x has heads, and workspaces for those
+    of weight and of bias.
+    """
+    both = x.new_empty(((weight is not None) + (bias is not None), programs, *x.shape[1:]), dtype=torch.float32)
+    count = programs
+    if x.ndim == 3 and not has_heads(weight, bias):
+        count *= x.shape[1]
     return count, None if weight is None else both[0], None if bias is None else both[-1]
 
 
+def _grid(programs: int, x: Tensor) -> tuple[int, ...]:
+    return (programs,) if x.ndim == 2 else (programs, x.shape[1])
+
+
 def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
-    """Elements between rows; cols where it does not matter, so that it costs no vector width."""
+    """Elements from row to row, or token to token; cols where it does not matter: it costs no vector width."""
     return tuple(cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors)
+
+
+def _layout(
+    config: launch.Forward | launch.Backward, cols: int, own_parameters: bool, *tensors: Tensor | None
+) -> tuple[str, tuple[int, ...]]:
+    """HEADS of `_row_heads` for [rows, cols] or [tokens, heads, cols] tensors, and the stride of each that it asks for.
+
+    Raises:
+        UnsupportedShapeError: rows too long, too many heads, or heads that lie in no way that kernels walk.
+    """
+    if all(tensor is None or tensor.ndim == 2 for tensor in tensors):
+        return "none", row_strides(cols, *tensors)
+    present = [tensor for tensor in tensors if tensor is not None]
+    tokens, heads, _ = present[0].shape
+    match config:
+        case launch.ForwardTile() | launch.ForwardRow() | launch.ForwardSweep() | launch.BackwardTile():
+            pass
+        case _:
+            raise UnsupportedShapeError(
+                f"rows of {cols} columns are too long for two strides, and for heads with parameters of their own"
+            )
+    if heads > MAX_HEADS:
+        raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
+    if heads == 1 or all(tensor.stride(1) == cols for tensor in present):
+        return "own" if own_parameters else "shared", row_strides(cols, *tensors)
+    if own_parameters and (tokens == 1 or all(tensor.stride(0) == heads * tensor.stride(1) for tensor in present)):
+        return "own_uniform", tuple(cols if tensor is None else tensor.stride(1) for tensor in tensors)
+    raise UnsupportedShapeError(
+        f"the heads of every token must lie {cols} elements apart, or all rows one constant stride apart, "
+        f"got strides {', '.join(str(list(tensor.stride())) for tensor in present)}"
+    )
 
 
 def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:

@@ -9,6 +9,7 @@ from fusednorm._layer_norm_quantise_kernels import (
     layer_norm_quantise_sweep_kernel,
 )
 from fusednorm.checks import Epilogue
+from fusednorm.errors import UnsupportedShapeError
 from fusednorm.held_rows import HeldRows, choose_held
 from fusednorm.launch import ForwardSweep, Launch
 from fusednorm.layer_norm_plan import dropout_arguments, row_strides, shared_options
@@ -34,6 +35,8 @@ def plan_quantise(
     weight_offset: float = 0.0,
 ) -> list[Launch]:
     """`layer_norm_plan.plan_forward` where `out.y` is float8_e4m3fn and `out.scale` takes its rows' scales."""
+    if x.ndim == 3:
+        raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
     rows, cols = x.shape
     config = choose_held(cols) or _choose_swept(cols, x.element_size())
     group = 16 // x.element_size()

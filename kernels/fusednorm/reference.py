@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOAT8, Epilogue, check_weight_offset
+from fusednorm.checks import FLOAT8, Epilogue, check_shape, check_weight_offset, has_heads
 from fusednorm.epilogue import ACTIVATIONS, PHILOX_ROUNDS, dropout_threshold
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_checks import check_groups, is_channels_last
@@ -81,8 +81,8 @@ def layer_norm_forward(
 
     Args:
         x: [..., cols], any float dtype, any strides.
-        weight: [cols], or None for ones.
-        bias: [cols], or None for zeros.
+        weight: [cols], or None for ones; or [heads, cols] for x [..., heads, cols].
+        bias: like weight, or None for zeros.
         eps: added to the variance.
         weight_offset: 0 or 1.
         residual: in x's shape, any float dtype.
@@ -94,9 +94,10 @@ def layer_norm_forward(
         precision: torch.float32 or torch.float64.
 
     Raises:
-        KernelInputError: an empty last axis, an unknown activation, dropout out of range or without a seed.
+        KernelInputError: an empty last axis, parameters of another shape, an unknown activation, dropout out of
+            range or without a seed.
     """
-    view = _rows_view(x, weight, weight_offset, residual, centre=True, precision=precision)
+    view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
@@ -116,7 +117,7 @@ def rms_norm_forward(
     precision: torch.dtype | None = None,
 ) -> Forward:
     """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps); else as above."""
-    view = _rows_view(x, weight, weight_offset, residual, centre=False, precision=precision)
+    view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
 
@@ -191,7 +192,7 @@ def layer_norm_backward(
     Raises:
         KernelInputError: as in forward.
     """
-    view = _rows_view(x, weight, weight_offset, residual, centre=True, precision=precision)
+    view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
 
@@ -212,7 +213,7 @@ def rms_norm_backward(
     precision: torch.dtype | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
-    view = _rows_view(x, weight, weight_offset, residual, centre=False, precision=precision)
+    view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
 
@@ -315,6 +316,7 @@ def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _rows_view(
     x: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     weight_offset: float,
     residual: Tensor | None,
     *,
@@ -324,17 +326,22 @@ def _rows_view(
     check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
-    cols = x.shape[-1]
-    rows = math.prod(x.shape[:-1])
+    own = has_heads(weight, bias)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check_shape(name, parameter, x.shape[-2:] if own else x.shape[-1:])
+    cols, heads = x.shape[-1], x.shape[-2] if own else 1
+    tokens = math.prod(x.shape[:-2] if own else x.shape[:-1])
+    shape = (tokens, heads, cols)
     return _View(
-        shape=(rows, cols),
-        axes=(1,),
+        shape=shape,
+        axes=(2,),
         statistics_shape=tuple(x.shape[:-1]),
-        parameter_shape=(1, cols),
+        parameter_shape=(1, heads, cols),
         parameter_axes=(0,),
-        rows=rows,
+        rows=tokens * heads,
         positions=cols,
-        mask=lambda mask: mask,
+        mask=lambda mask: mask.view(shape),
         work=_work_dtype(x, precision),
         stream=x.dtype if residual is None else residual.dtype,
         centre=centre,

@@ -16,6 +16,8 @@ CALLS = {
     "layer_norm": lambda x, w, b, r, **options: fusednorm.layer_norm(x, w, b, **options),
     "rms_norm": lambda x, w, b, r, **options: fusednorm.rms_norm(x, w, **options),
     "layer_norm around zero": lambda x, w, b, r: fusednorm.layer_norm(x, w, b, weight_offset=1.0),
+    "layer_norm of heads": lambda x, w, b, r: fusednorm.layer_norm(x, w, b),
+    "add_rms_norm of heads": lambda x, w, b, r: fusednorm.add_rms_norm(x, r, w),
     "group_norm": lambda x, w, b, r, **options: fusednorm.group_norm(x, 2, w, b, **options),
     "add_layer_norm": lambda x, w, b, r, **options: fusednorm.add_layer_norm(x, r, w, b, **options),
     "add_rms_norm": lambda x, w, b, r, **options: fusednorm.add_rms_norm(x, r, w, **options),
@@ -24,8 +26,9 @@ CALLS = {
 
 
 def inputs(name, device="cpu", dtype=torch.float64):
-    shape = (2, 4, 3) if "group" in name else (3, 4)
-    return [random(*s, device=device, dtype=dtype) for s in (shape, (4,), (4,), shape)]
+    shape = (2, 4, 3) if "group" in name else (2, 3, 4) if "heads" in name else (3, 4)
+    parameter = (3, 4) if "heads" in name else (4,)
+    return [random(*s, device=device, dtype=dtype) for s in (shape, parameter, parameter, shape)]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -49,6 +52,10 @@ def test_operators_keep_torchs_contract(op):
     operator = getattr(torch.ops.fusednorm, op).default
     torch.library.opcheck(operator, (x, w, bias, r, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
     torch.library.opcheck(operator, (x, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
+    if op != "group_norm":
+        x, w, b, r = inputs("heads", dtype=torch.float32)
+        bias = None if op == "rms_norm" else b
+        torch.library.opcheck(operator, (x, w, bias, r, 0, 1e-5, 0.0, "none", 0.0, 0))
     stream = r.detach().half().requires_grad_()
     torch.library.opcheck(operator, (x, w, bias, stream, 2, 1e-5, 0.0, "none", 0.0, 0))
 

@@ -46,7 +46,7 @@ def test_strides_that_no_kernel_handles_are_refused(x):
     with pytest.raises(UnsupportedShapeError, match="contiguous along its last axis"):
         layer_norm_forward(x.t())
     with pytest.raises(UnsupportedShapeError, match="one constant stride apart"):
-        layer_norm_forward(x.new_empty(2, 3, 5, 8)[:, :, :4])
+        layer_norm_forward(x.new_empty(2, 3, 5, 8)[:, :2, :4])
     with pytest.raises(UnsupportedShapeError, match="weight must be contiguous"):
         layer_norm_forward(x, x.new_empty(16)[::2])
 

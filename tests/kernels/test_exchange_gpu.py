@@ -17,7 +17,7 @@ def share(monkeypatch):
     """Makes the launchers share each row between programs, SLAB columns each."""
 
     def choose(lag=2, chunks=2):
-        forward = ForwardShared(chunks, SLAB // chunks, num_warps=4, programs_per_sm=4, lag=lag, ahead=1)
+        forward = ForwardShared(chunks, num_warps=SLAB // chunks // 256, programs_per_sm=4, lag=lag, ahead=1)
         backward = BackwardShared(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
         monkeypatch.setattr(launch, "choose_forward", lambda *_: forward)
         monkeypatch.setattr(launch, "choose_backward", lambda *_: backward)

@@ -50,16 +50,24 @@ class Case:
         ]
 
     def torch_forward(self, x, weight, bias, residual):
-        """The plain composition in x's dtype, without dropout."""
+        """The plain composition in the dtype of x + residual, without dropout."""
         h = x if residual is None else x + residual
         cols = x.shape[-1]
-        weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+        weight, bias = (None if p is None else p.to(h.dtype) for p in (weight, bias))
         if weight is not None:
             weight = weight + self.options.get("weight_offset", 0)
+        heads = (weight, bias) if weight is not None and weight.ndim == 2 else None
+        if heads:
+            weight = bias = None
         if self.op == "rms_norm":
             y = F.rms_norm(h, (cols,), weight, self.options.get("eps", 1e-6))
         else:
             y = F.layer_norm(h, (cols,), weight, bias, self.options.get("eps", 1e-5))
+        if heads:
+            y = y * heads[0] if heads[1] is None else y * heads[0] + heads[1]
+        return self.activated(y).to(x.dtype)
+
+    def activated(self, y):
         match self.options.get("activation", "none"):
             case "relu":
                 return F.relu(y)
@@ -99,7 +107,8 @@ def check_forward(case):
     if case.residual is None:
         assert actual.residual_out is None
     else:
-        torch.testing.assert_close(actual.residual_out, case.x + case.residual)
+        h = (case.x.float() + case.residual.float()).to(case.residual.dtype)
+        torch.testing.assert_close(actual.residual_out, h)
 
 
 def check_backward(case, saved):
@@ -113,6 +122,8 @@ def check_backward(case, saved):
     leaves = case.torch_leaves()
     case.torch_forward(*leaves).backward(dy)
     assert_close_to_oracle(actual.dx, exact.dx.double(), leaves[0].grad, "dx")
+    if case.residual is not None:
+        assert_close_to_oracle(actual.dresidual, exact.dresidual.double(), leaves[3].grad, "dresidual")
     for name, leaf in zip(("dweight", "dbias"), leaves[1:3], strict=True):
         got = getattr(actual, name)
         if leaf is None:

@@ -13,6 +13,9 @@ LENGTHS = {
     "fused": (256, 1024, 8192, 32768),
     # With a residual of another dtype than x's.
     "stream": (256, 1024, 8192, 14336),
+    # Heads of a slice of q, k and v, with parameters of their own and with one weight; forward 2048 is swept.
+    "own heads": (64, 80, 128, 256, 2048),
+    "heads": (64, 128),
 }
 
 # Bytes that a thread may spill: backward, the wider residual and its gradient fill the last registers.
@@ -34,6 +37,9 @@ for variant, cols in ((variant, cols) for variant, lengths in json.loads(sys.arg
         torch.empty(shape, dtype=d, device="meta")
         for shape, d in (((4096, cols), dtype), ((4096, cols), other), ((cols,), dtype), ((4096,), torch.float32))
     )
+    if "heads" in variant:
+        x = torch.empty(4096, 40 * cols, dtype=dtype, device="meta")[:, : 32 * cols].view(4096, 32, cols)
+        w = torch.empty((32, cols) if variant == "own heads" else cols, dtype=dtype, device="meta")
     residual = {"fused": x, "stream": stream}.get(variant)
     after = Epilogue("silu" if variant == "fused" else "none")
     offset = {"weight_offset": float(variant == "fused")}

@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 
-from tests.kernels.test_layer_norm import DTYPES, check_backward, check_forward, make_case
+from tests.kernels.test_layer_norm import DTYPES, Case, check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,42 @@ def test_fused_activations_match_the_oracle(dtype, cols, activation, device):
     case = make_case("layer_norm", dtype, 100, cols, device, residual=True, activation=activation)
     check_forward(case)
     check_backward(case, saved=True)
+
+
+@pytest.mark.parametrize("cols", [128, 768, 4096, 14336, 16384])
+@pytest.mark.parametrize(
+    ("dtype", "stream"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32,) * 2]
+)
+def test_residual_streams_of_their_own_dtype_match_the_oracle(dtype, stream, cols, device, poisoned):
+    case = make_case("rms_norm", dtype, 200, cols, device, weight_offset=1.0)
+    case.residual = torch.randn(case.x.shape, device=device, dtype=stream)
+    check_forward(case)
+    check_backward(case, saved=True)
+
+
+@pytest.mark.parametrize("cols", [64, 80, 96, 128, 256, 2048])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_heads_of_a_slice_of_qkv_match_the_oracle(op, own, dtype, cols, device, poisoned):
+    qkv = torch.randn(2, 300, 20 * cols, device=device, dtype=dtype)
+    x = qkv[..., 4 * cols : 16 * cols].view(2, 300, 12, cols)
+    shape = (12, cols) if own else (cols,)
+    weight, bias = torch.randn(2, *shape, device=device, dtype=dtype)
+    case = Case(op, x, weight, bias if op == "layer_norm" else None)
+    check_forward(case)
+    check_backward(case, saved=True)
+    check_backward(case, saved=False)
+
+
+def test_more_than_two_to_the_31_elements_of_heads(device):
+    tokens = 2**31 // 4096 + 77
+    x = torch.randn(tokens, 3 * 4096, dtype=torch.bfloat16, device=device)[:, :4096].view(tokens, 32, 128)
+    weight = torch.randn(32, 128, device=device)
+    y = fusednorm.rms_norm_forward(x, weight).y
+    assert torch.equal(y[-50:], fusednorm.rms_norm_forward(x[-50:], weight).y)
+    dx = fusednorm.rms_norm_backward(y, x, weight).dx
+    assert torch.equal(dx[-50:], fusednorm.rms_norm_backward(y[-50:], x[-50:], weight).dx)
 
 
 def test_a_row_of_two_to_the_25(device):

@@ -1,0 +1,81 @@
+"""Forward kernel of LayerNorm and RMSNorm for rows that one program holds as they lie in memory."""
+
+import triton
+import triton.language as tl
+
+from fusednorm._prefetch import FEW_PROGRAMS, prefetch
+from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
+from fusednorm._row_pieces import first_value, load_piece, piece_moments, total_moments, write_piece
+
+
+@triton.jit(do_not_specialize=["col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
+def layer_norm_forward_row_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    HEADS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One row a program, of CHUNKS chunks of BLOCK_N columns; read once, parameters after the reduction."""
+    cols = col_units * VEC
+    program, _, head, heads = programs_of_head(HEADS)
+    token = program.to(tl.int64)
+    row = row_of_token(token, head, heads, HEADS)
+    x_row_ptr = x_ptr + row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+    if residual_ptr is not None:
+        residual_ptr += row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    if weight_ptr is not None:
+        weight_ptr += parameter_start(head, cols, HEADS)
+    if bias_ptr is not None:
+        bias_ptr += parameter_start(head, cols, HEADS)
+    y_at = row * cols.to(tl.int64)
+    if residual_out_ptr is not None:
+        residual_out_ptr += y_at
+
+    pivot = first_value(x_row_ptr, residual_ptr, 0, 0, 0, IS_RMS)
+    chunks = load_piece(x_row_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    residuals = load_piece(residual_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    if PREFETCH and tl.num_programs(0) <= FEW_PROGRAMS:
+        # Nothing else hides the latency of the parameters.
+        if weight_ptr is not None:
+            prefetch(weight_ptr, cols)
+        if bias_ptr is not None:
+            prefetch(bias_ptr, cols)
+    count, mean, square = piece_moments(chunks, residuals, pivot, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST)
+    mean, square = total_moments(count, mean, square, EVEN)
+    main = pivot + mean
+    rest = (pivot - main) + mean
+    rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, main)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
+    weights = load_piece(weight_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_piece(bias_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    write_piece(
+        chunks, residuals, weights, biases, y_ptr + y_at, residual_out_ptr, cols, row, 0, main, rest, rstd,
+        seed, dropout_threshold, dropout_scale,
+        EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
