@@ -74,8 +74,10 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[launch.Forward 
                 for ahead_per_sm in (0, 1, 2, 3, 4) if cols * itemsize > 16384 else (0,):
                     yield ForwardSweep(block, warps, ahead_per_sm)
         for chunks, warps in itertools.product(range(1, 9), (1, 2, 4, 8, 16, 32)):
-            if cols <= chunks * 256 * warps < cols + 256 * warps and chunks * itemsize <= 16:
-                yield ForwardRow(chunks, warps)
+            if cols <= chunks * 256 * warps < cols + 256 * warps:
+                for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
+                    if 24 + 2.5 * chunks * itemsize <= 2048 / (warps * per_sm) <= 160:
+                        yield ForwardRow(chunks, warps, per_sm)
         yield from shared_forward(cols, itemsize)
     elif cols > 8192:
         yield BackwardSlab(4096, 8, 1, 2048, 4, 4, 2)

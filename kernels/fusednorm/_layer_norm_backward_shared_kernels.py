@@ -210,7 +210,7 @@ def layer_norm_backward_shared_kernel(
             if dresidual_out_ptr is not None:
                 outside_at = row_b * (dresidual_out_row_units * VEC) + first_col + lane
                 dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-            store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64) + first_col + lane, mask)
+            store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask)
 
         if turn < turns:
             weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)

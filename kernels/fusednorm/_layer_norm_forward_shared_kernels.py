@@ -93,7 +93,7 @@ def layer_norm_forward_shared_kernel(
         if WHOLE:
             chunks = load_piece(x_slab_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
             residuals = load_piece(residual_slab_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
-        if AHEAD > 0 and turn + AHEAD < turns:
+        if WHOLE and AHEAD > 0 and turn + AHEAD < turns:
             prefetch(x_slab_ptr + AHEAD * groups * x_row_size, slab_cols)
 
         if turn >= LAG:
@@ -144,6 +144,8 @@ def layer_norm_forward_shared_kernel(
                 else:
                     for back in range(0, pieces):
                         at = (pieces - 1 - back) * piece
+                        if AHEAD > 0 and back + 1 < pieces:
+                            prefetch(late_x_ptr + at - piece, piece)
                         write_piece(
                             load_piece(
                                 late_x_ptr + at, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
@@ -169,6 +171,8 @@ def layer_norm_forward_shared_kernel(
             if not WHOLE:
                 for i in range(1, pieces):
                     at = i * piece
+                    if AHEAD > 0 and i + 1 < pieces:
+                        prefetch(x_slab_ptr + at + piece, tl.minimum(slab_cols - at - piece, piece))
                     more_count, more_mean, more_square = piece_moments(
                         load_piece(x_slab_ptr + at, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
                         load_piece(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-FEW_PROGRAMS = tl.constexpr(512)
+FEW_PROGRAMS = tl.constexpr(132)
 """A launch of no more programs than this has nothing that hides a program's latency; it asks for all it needs."""
 
 _PREFETCH = """{

@@ -58,10 +58,14 @@ class ForwardTile:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """One row a program, held as it lies in memory: `chunks` chunks of 8 columns a thread each."""
+    """One row a program, held as it lies in memory: `chunks` chunks of 8 columns a thread each.
+
+    Registers are kept to what lets `programs_per_sm` of them be resident.
+    """
 
     chunks: int
     num_warps: int
+    programs_per_sm: int
 
     @property
     def block_n(self) -> int:

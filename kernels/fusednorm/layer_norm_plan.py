@@ -92,6 +92,7 @@ def _forward_launch(
                 "CHUNKS": config.chunks,
                 "GROUP": 16 // x.element_size(),
                 "PREFETCH": heads == "none" and _can_prefetch(vec, x, weight, bias),
+                "maxnreg": _registers(config),
             }
             return Launch(layer_norm_forward_row_kernel, _grid(rows, x), (*tensors, *sizes), options)
         case launch.ForwardSweep():
@@ -272,8 +273,12 @@ def _can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
 
 def _resident_options(config: launch.ForwardShared | launch.BackwardShared) -> dict[str, object]:
     """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
-    registers = launch.REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm)
-    return {"maxnreg": min(255, registers // 8 * 8), "launch_cooperative_grid": True}
+    return {"maxnreg": _registers(config), "launch_cooperative_grid": True}
+
+
+def _registers(config: launch.ForwardRow | launch.ForwardShared | launch.BackwardShared) -> int:
+    """Registers that a thread may have for `programs_per_sm` programs to be resident."""
+    return min(255, launch.REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
 
 
 def _partials(
