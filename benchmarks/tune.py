@@ -21,7 +21,16 @@ from pathlib import Path
 import torch
 from fusednorm import launch, layer_norm_plan, traffic
 from fusednorm.checks import Epilogue
-from fusednorm.launch import BackwardShared, BackwardSlab, BackwardTile, ForwardRow, ForwardShared, ForwardSweep, ForwardTile, Launch
+from fusednorm.launch import (
+    BackwardShared,
+    BackwardSlab,
+    BackwardTile,
+    ForwardRow,
+    ForwardShared,
+    ForwardSweep,
+    ForwardTile,
+    Launch,
+)
 from fusednorm.results import Backward, Forward
 
 from benchmarks.timing import Timer

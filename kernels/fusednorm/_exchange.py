@@ -1,13 +1,14 @@
 """Programs that share a row tell one another three numbers a row through device memory, while all of them run.
 
 Only for cooperative launches, which start all programs or none: every program that is waited for is running.
-A slot of the mailbox is SLOT_WORDS 8-byte words, a float32 and the tag of its round in each of three of them, which
-are written and read whole; so a reader that sees the tag has the value, and no fence is needed.  Tags grow for as long as a mailbox lives: the
-last program of a launch leaves the tag that it reached for the next launch, and nothing needs to be cleared.
+A slot of the mailbox is SLOT_WORDS 8-byte words, a float32 and the tag of its round in each of three of them,
+which are written and read whole; so a reader that sees the tag has the value, and no fence is needed.  Tags grow
+for as long as a mailbox lives: the last program of a launch leaves the tag that it reached for the next launch,
+and nothing needs to be cleared.
 
-Rounds take turns in DEPTH sets of slots.  A program that posts LAG rounds ahead of what it has collected needs
-DEPTH > 2 * LAG + 1: it posts round n + LAG after it has collected round n - 1 from all others, who had then
-collected round n - 2 - LAG.
+Rounds take turns in DEPTH sets of slots, a power of two.  A program that collects round n - LAG before it posts
+round n needs DEPTH >= 2 * LAG: the others had then posted round n - LAG, so had collected round n - 2 * LAG, and
+may still read the rounds after that.  One that posts a round and then collects it needs two sets.
 """
 
 import triton

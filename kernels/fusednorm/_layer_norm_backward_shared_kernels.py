@@ -146,7 +146,9 @@ def layer_norm_backward_shared_kernel(
         row = group + turn * groups
         ahead = column_mask(first_col + lane, cols, EVEN) & (turn < turns)
         x = tl.load(x_ptr + row * (x_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy="evict_last")
-        dy = tl.load(dy_ptr + row * (dy_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy="evict_last")
+        dy = tl.load(
+            dy_ptr + row * (dy_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy="evict_last"
+        )
         residual = x
         if residual_ptr is not None:
             residual = tl.load(
@@ -185,7 +187,9 @@ def layer_norm_backward_shared_kernel(
             if not IS_RMS:
                 mean_b = tl.load(mean_ptr + row_b)
             tag = start + (turn - LAG).to(tl.uint32)
-            part_1, part_2, _ = collect(slot_of(mailbox_ptr, group, tag, tl.where(present, other, 0), members, DEPTH), tag)
+            part_1, part_2, _ = collect(
+                slot_of(mailbox_ptr, group, tag, tl.where(present, other, 0), members, DEPTH), tag
+            )
             c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
             weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
             bias = widened(held_bias, FAST)

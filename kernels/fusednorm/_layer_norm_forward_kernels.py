@@ -149,7 +149,9 @@ def layer_norm_forward_tile_kernel(
             tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
+@triton.jit(
+    do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+)
 def layer_norm_forward_sweep_kernel(
     x_ptr,
     residual_ptr,

@@ -8,7 +8,9 @@ from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token
 from fusednorm._row_pieces import load_piece, piece_moments, total_moments, write_piece
 
 
-@triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
+@triton.jit(
+    do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+)
 def layer_norm_forward_row_kernel(
     x_ptr,
     residual_ptr,
@@ -70,7 +72,8 @@ def layer_norm_forward_row_kernel(
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
     write_piece(
-        chunks, residuals, weight_ptr, bias_ptr, own, y_ptr, residual_out_ptr, row * cols.to(tl.int64), cols, row, 0,
+        chunks, residuals, weight_ptr, bias_ptr, own,
+        y_ptr, residual_out_ptr, row * cols.to(tl.int64), cols, row, 0,
         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
         EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

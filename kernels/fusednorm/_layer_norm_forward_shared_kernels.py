@@ -22,7 +22,7 @@ def _row_moments(
     mailbox_ptr, group, tag, members, other, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """mean, shift and rstd of a row, whose mean is mean + shift, from what all members posted; waits until all have.
+    """mean, shift and rstd of a row, whose mean is mean + shift, from what all members posted; waits for that.
 
     `other` [slots] numbers the members, `count` [slots] is the columns of each, 0 past the last.
     """
@@ -122,7 +122,14 @@ def layer_norm_forward_shared_kernel(
                     x_ptr, late_x_row + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
                 )
                 late_residuals = load_piece(
-                    residual_ptr, late_residual_row + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
+                    residual_ptr,
+                    late_residual_row + first_col,
+                    slab_cols,
+                    EVEN,
+                    BLOCK_N,
+                    CHUNKS,
+                    GROUP,
+                    "evict_first",
                 )
             mean, shift, rstd = _row_moments(
                 mailbox_ptr, group, start + (turn - LAG).to(tl.uint32), members, other, count_of_other,
@@ -137,7 +144,8 @@ def layer_norm_forward_shared_kernel(
                 for i in tl.static_range(CHUNKS):
                     write_chunk(
                         chunk_of(late, late_residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
-                        y_ptr, residual_out_ptr, late_row * cols.to(tl.int64) + first_col, slab_cols, late_row, first_col,
+                        y_ptr, residual_out_ptr, late_row * cols.to(tl.int64) + first_col, slab_cols,
+                        late_row, first_col,
                         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
                         EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
                     )  # fmt: skip
@@ -156,7 +164,8 @@ def layer_norm_forward_shared_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "members", "slab_units", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
+        "rows", "members", "slab_units", "col_units", "x_row_units", "residual_row_units",
+        "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def layer_norm_forward_pieces_kernel(
@@ -196,8 +205,8 @@ def layer_norm_forward_pieces_kernel(
     """A row belongs to `members` programs, a slab of whole pieces of CHUNKS * BLOCK_N columns each.
 
     The last piece stays in registers while the members tell one another their moments; pieces before it are read
-    again, out of L2 as far as they are there.  What comes next is asked into L2 meanwhile.  Programs are persistent;
-    the launch must be cooperative.
+    again, out of L2 as far as they are there.  What comes next is asked into L2 meanwhile.  Programs are
+    persistent; the launch must be cooperative.
     """
     cols = col_units * VEC
     slab = slab_units * VEC

@@ -21,6 +21,4 @@ PREFETCH: tl.constexpr = tl.constexpr(_PREFETCH)
 def prefetch(ptr, count):
     """Bring `count` elements from `ptr` on, both multiples of 16 bytes, into L2, without waiting for them."""
     nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)

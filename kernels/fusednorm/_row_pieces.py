@@ -49,7 +49,9 @@ def load_piece(
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
             mask = column_mask(col + i * BLOCK_N, piece_cols, EVEN)
-            chunks = chunks + (tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),)
+            chunks = chunks + (
+                tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),
+            )
     return chunks
 
 
@@ -105,8 +107,8 @@ def piece_moments(
 def write_chunk(
     h, weights, biases, i: tl.constexpr, y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, IS_RMS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """y, and h, of chunk i of a piece that starts at column `first_col` and `y_at` elements from the pointers.
 
@@ -143,12 +145,13 @@ def write_chunk(
 
 @triton.jit
 def write_piece(
-    chunks, residuals, weight_ptr, bias_ptr, parameter_at, y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col,
+    chunks, residuals, weight_ptr, bias_ptr, parameter_at,
+    y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, IS_RMS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """`write_chunk` of every chunk, its parameters from `parameter_at` on: a chunk's are loaded while one is written."""
+    """`write_chunk` of every chunk; parameters start at `parameter_at`, and are loaded while the chunk before is written."""
     weights = load_piece(weight_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
     biases = load_piece(bias_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
     for i in tl.static_range(len(chunks)):

@@ -12,7 +12,7 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 @cache
 def multiprocessor_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; an H200's for meta tensors, a small stand-in on the CPU."""
+    """Streaming multiprocessors of a CUDA device; an H200's of meta, for inspection, and few of a CPU."""
     if device.type != "cuda":
         return 132 if device.type == "meta" else 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -20,7 +20,7 @@ def multiprocessor_count(device: torch.device) -> int:
 
 @cache
 def bulk_prefetch(device: torch.device) -> bool:
-    """Whether the device has the instruction of `_prefetch` (compute capability 9.0); meta tensors have an H200's."""
+    """Whether the device has the instruction of `_prefetch` (compute capability 9.0); meta, for inspection, has."""
     if device.type != "cuda":
         return device.type == "meta"
     return torch.cuda.get_device_capability(device) >= (9, 0)

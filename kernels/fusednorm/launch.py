@@ -91,8 +91,8 @@ class ForwardSweep:
 class ForwardShared:
     """Programs that share a row, a slab of `chunks` chunks of 8 columns a thread each, read twice.
 
-    `programs_per_sm` of them are resident; they exchange the row's moments, and a slab is swept again `lag` rows after
-    its moments went out.  The slab `ahead` rows on is asked into L2 meanwhile.
+    `programs_per_sm` of them are resident; they exchange the row's moments, and a slab is read again `lag` rows
+    after its moments went out.  The slab `ahead` rows on is asked into L2 meanwhile.
     """
 
     chunks: int
@@ -143,7 +143,8 @@ class BackwardTile:
 class BackwardShared:
     """Programs that share rows, a slab of `block_n` columns each; they exchange the row's sums.
 
-    `programs_per_sm` of them are resident; a slab is read again `lag` rows after its sums went out.  The slabs `ahead` rows on are asked into L2 meanwhile.
+    `programs_per_sm` of them are resident; a slab is read again `lag` rows after its sums went out.
+    The slabs `ahead` rows on are asked into L2 meanwhile.
     """
 
     block_n: int

@@ -67,7 +67,7 @@ def layer_norm_chain(
     check_eps(eps)
     check_tensor("x", x)
     x_rows = as_rows("x", x)
-    rows, cols = x_rows.shape
+    rows = x_rows.shape[0]
     for name, parameters in (("weights", weights), ("biases", biases)):
         for index, parameter in enumerate(parameters):
             check_parameter(f"{name}[{index}]", parameter, x.shape[-1:], x)

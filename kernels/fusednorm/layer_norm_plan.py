@@ -16,7 +16,10 @@ from fusednorm._layer_norm_forward_kernels import (
     layer_norm_forward_tile_kernel,
 )
 from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_kernel
-from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_pieces_kernel, layer_norm_forward_shared_kernel
+from fusednorm._layer_norm_forward_shared_kernels import (
+    layer_norm_forward_pieces_kernel,
+    layer_norm_forward_shared_kernel,
+)
 from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import INTERPRETED, bulk_prefetch, multiprocessor_count
 from fusednorm.epilogue import dropout_threshold
@@ -143,7 +146,7 @@ def _forward_launch(
 
 
 def _slots(cols: int, slab: int, config: launch.ForwardShared | launch.ForwardPieces) -> dict[str, object]:
-    """How the moments of the programs that share a row are merged: one lane for each, all of equal weight or not."""
+    """How the moments of programs that share a row are merged: a lane for each, all of equal weight or not."""
     slots = triton.next_power_of_2(triton.cdiv(cols, slab))
     return {"SLOTS": slots, "EQUAL_SLABS": cols == slab * slots and slots <= 32 * config.num_warps}
 
@@ -280,15 +283,15 @@ def _tile_programs(x: Tensor, config: launch.ForwardTile | launch.BackwardTile) 
     """Programs of a tile kernel over x, for each head."""
     tiles = triton.cdiv(x.shape[0], config.rows)
     if not config.programs_per_sm:
-        return tiles
+        return int(tiles)
     resident = multiprocessor_count(x.device) * config.programs_per_sm
     if x.ndim == 3:
         resident //= x.shape[1]
-    return max(1, min(tiles, resident))
+    return int(max(1, min(tiles, resident)))
 
 
 def _can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
-    """Whether whole vectors of `vec` elements of the tensors are multiples of 16 bytes, and may be asked for ahead."""
+    """Whether rows of the tensors in vectors of `vec` elements start and end on 16 bytes, and may be asked for."""
     return all(
         tensor is None
         or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and bulk_prefetch(tensor.device))
@@ -296,7 +299,9 @@ def _can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
     )
 
 
-def _resident_options(config: launch.ForwardShared | launch.ForwardPieces | launch.BackwardShared) -> dict[str, object]:
+def _resident_options(
+    config: launch.ForwardShared | launch.ForwardPieces | launch.BackwardShared,
+) -> dict[str, object]:
     """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
     return {"maxnreg": _registers(config), "launch_cooperative_grid": True}
 
@@ -333,7 +338,7 @@ def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
 def _layout(
     config: launch.Forward | launch.Backward, cols: int, own_parameters: bool, *tensors: Tensor | None
 ) -> tuple[str, tuple[int, ...]]:
-    """HEADS of `_row_heads` for [rows, cols] or [tokens, heads, cols] tensors, and the stride of each that it asks for.
+    """HEADS of `_row_heads` for [rows, cols] or [tokens, heads, cols] tensors, and the stride of each for it.
 
     Raises:
         UnsupportedShapeError: rows too long, too many heads, or heads that lie in no way that kernels walk.
