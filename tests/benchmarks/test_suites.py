@@ -36,6 +36,10 @@ def test_cells_over_the_same_tensors_stand_together():
         "layer_norm backward plain 4096x15872 float16 rows",
         "layer_norm forward plain 2048x8192 float32 rows",
         "layer_norm forward plain 1x4096 bfloat16 rows",
+        "rms_norm backward per_head 32768x32x128 bfloat16 heads",
+        "layer_norm backward residual_float32 16384x8192 bfloat16 rows",
+        "rms_norm forward float8 131072x1024 bfloat16 rows",
+        "layer_norm forward chain 8192x16384 bfloat16 rows",
     ],
 )
 def test_layer_norm_has_every_kind_of_cell(name):
