@@ -7,7 +7,7 @@ short look at everything.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, product
+from itertools import chain, groupby, product
 
 from benchmarks.cells import Cell, sweep_rows
 
@@ -130,6 +130,14 @@ def cells_of(suites: Iterable[str]) -> list[Cell]:
     for cell in cells:
         order.setdefault(_tensors_of(cell), len(order))
     return sorted(cells, key=lambda cell: order[_tensors_of(cell)])
+
+
+def shard(cells: Iterable[Cell], index: int, count: int) -> list[Cell]:
+    """Shard `index`, from 1, of `count` about equal ones; neighbours over the same tensors stay together."""
+    shards: list[list[Cell]] = [[] for _ in range(count)]
+    for _, neighbours in groupby(cells, _tensors_of):
+        min(shards, key=len).extend(neighbours)
+    return shards[index - 1]
 
 
 def _tensors_of(cell: Cell) -> object:

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from benchmarks.suites import SUITES, cells_of
+from benchmarks.suites import SUITES, cells_of, shard
 from benchmarks.variants import VARIANTS
 
 
@@ -22,6 +22,19 @@ def test_cells_over_the_same_tensors_stand_together():
     tensors = [(cell.shape, cell.dtype, cell.layout) for cell in cells_of(["plain", "residual", "activation"])]
     changes = sum(a != b for a, b in itertools.pairwise(tensors))
     assert changes == len(set(tensors)) - 1
+
+
+def test_shards_are_about_equal_and_together_the_whole():
+    cells = cells_of(["layer_norm"])
+    shards = [shard(cells, index, 5) for index in range(1, 6)]
+    assert sorted(cell.name for part in shards for cell in part) == sorted(cell.name for cell in cells)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 20
+
+
+def test_cells_over_the_same_tensors_are_of_one_shard():
+    cells = cells_of(["plain", "residual"])
+    shards = [{(cell.shape, cell.dtype) for cell in shard(cells, index, 4)} for index in range(1, 5)]
+    assert sum(map(len, shards)) == len({(cell.shape, cell.dtype) for cell in cells})
 
 
 @pytest.mark.parametrize(
