@@ -1,8 +1,8 @@
-"""Programs that share a row tell one another two numbers a row through device memory, while all of them run.
+"""Programs that share a row tell one another three numbers a row through device memory, while all of them run.
 
 Only for cooperative launches, which start all programs or none: every program that is waited for is running.
-A slot of the mailbox is two 8-byte words, each a float32 and the tag of its round, written and read as one; so
-a reader that sees the tag has the value, and no fence is needed.  Tags grow for as long as a mailbox lives: the
+A slot of the mailbox is SLOT_WORDS 8-byte words, a float32 and the tag of its round in each of three of them, which
+are written and read whole; so a reader that sees the tag has the value, and no fence is needed.  Tags grow for as long as a mailbox lives: the
 last program of a launch leaves the tag that it reached for the next launch, and nothing needs to be cleared.
 
 Rounds take turns in DEPTH sets of slots.  A program that posts LAG rounds ahead of what it has collected needs
@@ -16,31 +16,39 @@ import triton.language as tl
 HEADER_WORDS = tl.constexpr(2)
 """8-byte words in front of the slots: the tag that the last launch reached, and programs that have left."""
 
+SLOT_WORDS = tl.constexpr(4)
+
 _POST = """{
 .reg .pred writer;
 .reg .b32 thread;
-.reg .b64 word_a, word_b;
+.reg .b64 word_a, word_b, word_c;
 mov.u32 thread, %tid.x;
 setp.eq.u32 writer, thread, 0;
-mov.b64 word_a, {$2, $4};
-mov.b64 word_b, {$3, $4};
+mov.b64 word_a, {$2, $5};
+mov.b64 word_b, {$3, $5};
+mov.b64 word_c, {$4, $5};
 @writer st.relaxed.gpu.global.v2.b64 [$1], {word_a, word_b};
+@writer st.relaxed.gpu.global.b64 [$1+16], word_c;
 mov.u32 $0, 0;
 }"""
 
 # After some 20 s it traps: a failed launch rather than a device that hangs.
 _COLLECT = """{
 .reg .pred waiting, lost;
-.reg .b32 tag_a, tag_b, polls;
-.reg .b64 word_a, word_b;
+.reg .b32 tag_a, tag_b, tag_c, polls;
+.reg .b64 word_a, word_b, word_c;
 mov.u32 polls, 0;
 again:
-ld.relaxed.gpu.global.v2.b64 {word_a, word_b}, [$2];
+ld.relaxed.gpu.global.v2.b64 {word_a, word_b}, [$3];
+ld.relaxed.gpu.global.b64 word_c, [$3+16];
 mov.b64 {$0, tag_a}, word_a;
 mov.b64 {$1, tag_b}, word_b;
-xor.b32 tag_a, tag_a, $3;
-xor.b32 tag_b, tag_b, $3;
+mov.b64 {$2, tag_c}, word_c;
+xor.b32 tag_a, tag_a, $4;
+xor.b32 tag_b, tag_b, $4;
+xor.b32 tag_c, tag_c, $4;
 or.b32 tag_a, tag_a, tag_b;
+or.b32 tag_a, tag_a, tag_c;
 add.u32 polls, polls, 1;
 setp.gt.u32 lost, polls, 0x2000000;
 @lost trap;
@@ -58,28 +66,36 @@ def first_tag(mailbox_ptr):
 
 
 @triton.jit
-def slots(mailbox_ptr, group, tag, members, DEPTH: tl.constexpr):
-    """Where the members of a group post in the round `tag`: the first slot; they are 2 words apart."""
+def slot_of(mailbox_ptr, group, tag, member, members, DEPTH: tl.constexpr):
+    """Where a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
-    return mailbox_ptr + HEADER_WORDS + (group * DEPTH + turn) * (2 * members)
+    return mailbox_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
 
 
 @triton.jit
-def post(slot_ptr, tag, a, b):
-    """Tell the other members a and b, float32 scalars that every thread holds; one thread writes.
+def post(slot_ptr, tag, a, b, c):
+    """Tell the other members a, b and c, float32 scalars that every thread holds; one thread writes.
 
     Scalars, for a tile would be written once for every register that holds a copy of it.
     """
     tl.inline_asm_elementwise(
-        POST, "=r,l,r,r,r", [slot_ptr.to(tl.int64), a, b, tag], dtype=tl.int32, is_pure=False, pack=1
+        POST, "=r,l,r,r,r,r", [slot_ptr.to(tl.int64), a, b, c, tag], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
 def collect(slot_ptrs, tag):
-    """What was posted to each of a tile of slots in the round `tag`, as two float32 tiles; waits until it is there."""
+    """What was posted to each slot of a 1-D tile in the round `tag`, three float32 tiles; waits until all is there.
+
+    The results are for 1-D reductions: the compiler repeats the waiting for every other layout that it needs.
+    """
     return tl.inline_asm_elementwise(
-        COLLECT, "=&r,=&r,l,r", [slot_ptrs.to(tl.int64), tag], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+        COLLECT,
+        "=&r,=&r,=&r,l,r",
+        [slot_ptrs.to(tl.int64), tag],
+        dtype=(tl.float32, tl.float32, tl.float32),
+        is_pure=False,
+        pack=1,
     )
 
 

@@ -6,7 +6,7 @@ The formulas are in `_layer_norm_backward_kernels`, and so is the kernel that fo
 import triton
 import triton.language as tl
 
-from fusednorm._exchange import collect, first_tag, leave, post, slots
+from fusednorm._exchange import collect, first_tag, leave, post, slot_of
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair, total_pair
 from fusednorm._row_gradients import affine_gradient, store_input_gradient
@@ -189,8 +189,7 @@ def layer_norm_backward_shared_kernel(
             if not IS_RMS:
                 mean_b = tl.load(mean_ptr + row_b)
             tag = start + (turn - LAG).to(tl.uint32)
-            first_slot = slots(mailbox_ptr, group, tag, members, DEPTH)
-            part_1, part_2 = collect(first_slot + tl.where(present, other, 0) * 2, tag)
+            part_1, part_2, _ = collect(slot_of(mailbox_ptr, group, tag, tl.where(present, other, 0), members, DEPTH), tag)
             c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
             weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
             bias = widened(held_bias, FAST)
@@ -224,8 +223,7 @@ def layer_norm_backward_shared_kernel(
                 g = tl.where(mask, g, 0.0)
             c1, c2 = sum_pair(g * x_hat, g, 1, FAST)
             tag = start + turn.to(tl.uint32)
-            mine = slots(mailbox_ptr, group, tag, members, DEPTH) + member * 2
-            post(mine, tag, tl.sum(c1), tl.sum(c2))
+            post(slot_of(mailbox_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0)
 
     leave(mailbox_ptr, last_tag)
     partial_at = group.to(tl.int64) * cols + first_col + lane

@@ -5,10 +5,10 @@ import triton.language as tl
 
 from fusednorm._prefetch import FEW_PROGRAMS, prefetch
 from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm._row_pieces import first_value, load_piece, piece_moments, total_moments, write_piece
+from fusednorm._row_pieces import load_piece, piece_moments, total_moments, write_piece
 
 
-@triton.jit(do_not_specialize=["col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
+@triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
 def layer_norm_forward_row_kernel(
     x_ptr,
     residual_ptr,
@@ -18,6 +18,7 @@ def layer_norm_forward_row_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    ahead,
     col_units,
     x_row_units: tl.int64,
     residual_row_units: tl.int64,
@@ -38,44 +39,40 @@ def layer_norm_forward_row_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One row a program, of CHUNKS chunks of BLOCK_N columns; read once, parameters after the reduction."""
+    """One row a program, of CHUNKS chunks of BLOCK_N columns; read once, parameters after the reduction.
+
+    The row of the program `ahead` programs on is asked into L2 meanwhile; 0 for none.
+    """
     cols = col_units * VEC
     program, _, head, heads = programs_of_head(HEADS)
     token = program.to(tl.int64)
     row = row_of_token(token, head, heads, HEADS)
-    x_row_ptr = x_ptr + row_start(token, row, head, x_row_units * VEC, cols, HEADS)
-    if residual_ptr is not None:
-        residual_ptr += row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-    if weight_ptr is not None:
-        weight_ptr += parameter_start(head, cols, HEADS)
-    if bias_ptr is not None:
-        bias_ptr += parameter_start(head, cols, HEADS)
-    y_at = row * cols.to(tl.int64)
-    if residual_out_ptr is not None:
-        residual_out_ptr += y_at
+    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    own = parameter_start(head, cols, HEADS)
 
-    pivot = first_value(x_row_ptr, residual_ptr, 0, 0, 0, IS_RMS)
-    chunks = load_piece(x_row_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    residuals = load_piece(residual_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    if PREFETCH and tl.num_programs(0) <= FEW_PROGRAMS:
-        # Nothing else hides the latency of the parameters.
-        if weight_ptr is not None:
-            prefetch(weight_ptr, cols)
-        if bias_ptr is not None:
-            prefetch(bias_ptr, cols)
-    count, mean, square = piece_moments(chunks, residuals, pivot, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST)
-    mean, square = total_moments(count, mean, square, EVEN)
-    main = pivot + mean
-    rest = (pivot - main) + mean
+    chunks = load_piece(x_ptr, x_row, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    residuals = load_piece(residual_ptr, residual_row, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    if PREFETCH:
+        if tl.num_programs(0) <= FEW_PROGRAMS:
+            # Nothing else hides the latency of the parameters.
+            if weight_ptr is not None:
+                prefetch(weight_ptr, cols)
+            if bias_ptr is not None:
+                prefetch(bias_ptr, cols)
+        elif ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
+            prefetch(x_ptr + (token + ahead) * (x_row_units * VEC), cols)
+    count, mean, shift, square = piece_moments(chunks, residuals, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST)
+    mean, shift, square = total_moments(count, mean, shift, square, EVEN, FAST)
     rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
     if mean_ptr is not None:
-        tl.store(mean_ptr + row, main)
+        tl.store(mean_ptr + row, mean + shift)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
-    weights = load_piece(weight_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    biases = load_piece(bias_ptr, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    weights = load_piece(weight_ptr, own, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_piece(bias_ptr, own, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
     write_piece(
-        chunks, residuals, weights, biases, y_ptr + y_at, residual_out_ptr, cols, row, 0, main, rest, rstd,
-        seed, dropout_threshold, dropout_scale,
+        chunks, residuals, weights, biases, y_ptr, residual_out_ptr, row * cols.to(tl.int64), cols, row, 0,
+        mean, shift, rstd, seed, dropout_threshold, dropout_scale,
         EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

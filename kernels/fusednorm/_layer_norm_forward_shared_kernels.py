@@ -1,16 +1,39 @@
-"""Forward kernel of LayerNorm and RMSNorm for rows that several programs share."""
+"""Forward kernels of LayerNorm and RMSNorm for rows that several programs share."""
 
 import triton
 import triton.language as tl
 
-from fusednorm._exchange import collect, first_tag, leave, post, slots
+from fusednorm._exchange import collect, first_tag, leave, post, slot_of
 from fusednorm._prefetch import prefetch
-from fusednorm._row_pieces import first_value, load_piece, merge, merge_even, piece_moments, total_moments, write_piece
+from fusednorm._row_pieces import load_piece, merge, merge_even, piece_moments, total_moments, write_piece
+
+
+@triton.jit
+def _row_moments(
+    mailbox_ptr, group, tag, members, other, count, cols, eps,
+    DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr,
+):  # fmt: skip
+    """mean, shift and rstd of a row, whose mean is mean + shift, from what all members posted; waits until all have.
+
+    `other` [slots] numbers the members, `count` [slots] is the columns of each, 0 past the last.
+    """
+    present = other < members
+    slot_ptrs = slot_of(mailbox_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
+    means, shifts, squares = collect(slot_ptrs, tag)
+    if IS_RMS:
+        mean = 0.0
+        shift = 0.0
+        square = tl.sum(tl.where(present, squares, 0.0))
+    elif EQUAL_SLABS:
+        _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_even)
+    else:
+        _, mean, shift, square = tl.reduce((count, means, shifts, tl.where(present, squares, 0.0)), 0, merge)
+    return mean, shift, 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
 
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "members", "slab_units", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
+        "rows", "members", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
     ]
 )  # fmt: skip
 def layer_norm_forward_shared_kernel(
@@ -25,7 +48,6 @@ def layer_norm_forward_shared_kernel(
     mailbox_ptr,
     rows: tl.int64,
     members,
-    slab_units,
     col_units,
     x_row_units: tl.int64,
     residual_row_units: tl.int64,
@@ -35,7 +57,6 @@ def layer_norm_forward_shared_kernel(
     dropout_scale: tl.float32,
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
-    WHOLE: tl.constexpr,
     EQUAL_SLABS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -50,140 +71,182 @@ def layer_norm_forward_shared_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A row belongs to `members` programs, a slab of columns each; every slab is read twice.
+    """A row belongs to `members` programs, a slab of CHUNKS * BLOCK_N columns each; every slab is read twice.
 
     First for its moments, which are posted; LAG rows later, by when the other members' moments have come, out of
-    L1 or L2 for y.  A slab is read in pieces of CHUNKS * BLOCK_N columns; where it is one piece (WHOLE), its
-    parameters stay in registers, and the next row is under way while the last is written.  Programs are
-    persistent; the launch must be cooperative.
+    L1 or L2 for y.  Parameters stay in registers.  Programs are persistent; the launch must be cooperative.
     """
     cols = col_units * VEC
-    slab = slab_units * VEC
-    piece: tl.constexpr = CHUNKS * BLOCK_N
+    slab: tl.constexpr = CHUNKS * BLOCK_N
     group = tl.program_id(0) // members
     groups = tl.num_programs(0) // members
     member = tl.program_id(0) % members
     first_col = member * slab
     slab_cols = tl.minimum(cols - first_col, slab)
-    pieces = tl.cdiv(slab_cols, piece)
     start = first_tag(mailbox_ptr)
     last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
     turns = tl.cdiv(rows - group, groups)
     other = tl.arange(0, SLOTS)
-    present = other < members
     count_of_other = tl.minimum(tl.maximum(cols - other * slab, 0), slab).to(tl.float32)
     x_row_size = x_row_units * VEC
     residual_row_size = residual_row_units * VEC
-    if weight_ptr is not None:
-        weight_ptr += first_col
-    if bias_ptr is not None:
-        bias_ptr += first_col
-    if WHOLE:
-        weights = load_piece(weight_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-        biases = load_piece(bias_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    weights = load_piece(weight_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_piece(bias_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
 
     for turn in range(0, turns + LAG):
         # The row whose moments are taken; after the last turn, the last row again, for nothing.
         row = group + tl.minimum(turn, turns - 1) * groups
-        x_slab_ptr = x_ptr + row * x_row_size + first_col
-        residual_slab_ptr = residual_ptr
-        if residual_ptr is not None:
-            residual_slab_ptr = residual_ptr + row * residual_row_size + first_col
-        pivot = first_value(x_ptr, residual_ptr, row, x_row_size, residual_row_size, IS_RMS)
-        if WHOLE:
-            chunks = load_piece(x_slab_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
-            residuals = load_piece(residual_slab_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
-        if WHOLE and AHEAD > 0 and turn + AHEAD < turns:
-            prefetch(x_slab_ptr + AHEAD * groups * x_row_size, slab_cols)
+        x_at = row * x_row_size + first_col
+        chunks = load_piece(x_ptr, x_at, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
+        residuals = load_piece(
+            residual_ptr, row * residual_row_size + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"
+        )
+        if AHEAD > 0 and turn + AHEAD < turns:
+            prefetch(x_ptr + x_at + AHEAD * groups * x_row_size, slab_cols)
 
         if turn >= LAG:
             late_row = group + (turn - LAG) * groups
-            late_x_ptr = x_ptr + late_row * x_row_size + first_col
-            late_residual_ptr = residual_ptr
-            if residual_ptr is not None:
-                late_residual_ptr = residual_ptr + late_row * residual_row_size + first_col
-            y_at = late_row * cols.to(tl.int64) + first_col
-            late_pivot = first_value(x_ptr, residual_ptr, late_row, x_row_size, residual_row_size, IS_RMS)
-            if WHOLE and y_ptr is not None:
-                late = load_piece(late_x_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first")
-                late_residuals = load_piece(
-                    late_residual_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
+            late_x_row = late_row * x_row_size
+            late_residual_row = late_row * residual_row_size
+            if y_ptr is not None:
+                late = load_piece(
+                    x_ptr, late_x_row + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
                 )
-            tag = start + (turn - LAG).to(tl.uint32)
-            first_slot = slots(mailbox_ptr, group, tag, members, DEPTH)
-            means, squares = collect(first_slot + tl.where(present, other, 0) * 2, tag)
-            squares = tl.where(present, squares, 0.0)
-            if IS_RMS:
-                main = 0.0
-                rest = 0.0
-                square = tl.sum(squares)
-            else:
-                means = tl.where(present, means, 0.0)
-                if EQUAL_SLABS:
-                    _, mean, square = tl.reduce((count_of_other, means, squares), 0, merge_even)
-                else:
-                    _, mean, square = tl.reduce((count_of_other, means, squares), 0, merge)
-                main = late_pivot + mean
-                rest = (late_pivot - main) + mean
-            rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+                late_residuals = load_piece(
+                    residual_ptr, late_residual_row + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
+                )
+            mean, shift, rstd = _row_moments(
+                mailbox_ptr, group, start + (turn - LAG).to(tl.uint32), members, other, count_of_other,
+                cols, eps, DEPTH, EQUAL_SLABS, IS_RMS,
+            )  # fmt: skip
             if member == 0:
                 if mean_ptr is not None:
-                    tl.store(mean_ptr + late_row, main)
+                    tl.store(mean_ptr + late_row, mean + shift)
                 if rstd_ptr is not None:
                     tl.store(rstd_ptr + late_row, rstd)
             if y_ptr is not None:
-                residual_out_slab_ptr = residual_out_ptr
-                if residual_out_ptr is not None:
-                    residual_out_slab_ptr = residual_out_ptr + y_at
-                if WHOLE:
-                    write_piece(
-                        late, late_residuals, weights, biases, y_ptr + y_at, residual_out_slab_ptr,
-                        slab_cols, late_row, first_col, main, rest, rstd, seed, dropout_threshold, dropout_scale,
-                        EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
-                    )  # fmt: skip
-                else:
-                    for back in range(0, pieces):
-                        at = (pieces - 1 - back) * piece
-                        if AHEAD > 0 and back + 1 < pieces:
-                            prefetch(late_x_ptr + at - piece, piece)
-                        write_piece(
-                            load_piece(
-                                late_x_ptr + at, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
-                            ),
-                            load_piece(
-                                late_residual_ptr + at if late_residual_ptr is not None else None, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
-                            ),
-                            load_piece(weight_ptr + at if weight_ptr is not None else None, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, ""),
-                            load_piece(bias_ptr + at if bias_ptr is not None else None, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, ""),
-                            y_ptr + y_at + at, residual_out_slab_ptr + at if residual_out_slab_ptr is not None else None,
-                            slab_cols - at, late_row, first_col + at, main, rest, rstd,
-                            seed, dropout_threshold, dropout_scale,
-                            EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
-                        )  # fmt: skip
+                write_piece(
+                    late, late_residuals, weights, biases, y_ptr, residual_out_ptr,
+                    late_row * cols.to(tl.int64) + first_col, slab_cols, late_row, first_col, mean, shift, rstd,
+                    seed, dropout_threshold, dropout_scale,
+                    EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                )  # fmt: skip
 
         if turn < turns:
-            if not WHOLE:
-                chunks = load_piece(x_slab_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
-                residuals = load_piece(residual_slab_ptr, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
-            count, mean, square = piece_moments(
-                chunks, residuals, pivot, slab_cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
+            count, means, shifts, squares = piece_moments(
+                chunks, residuals, slab_cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
             )
-            if not WHOLE:
-                for i in range(1, pieces):
-                    at = i * piece
-                    if AHEAD > 0 and i + 1 < pieces:
-                        prefetch(x_slab_ptr + at + piece, tl.minimum(slab_cols - at - piece, piece))
-                    more_count, more_mean, more_square = piece_moments(
-                        load_piece(x_slab_ptr + at, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                        load_piece(
-                            residual_slab_ptr + at if residual_slab_ptr is not None else None, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"
-                        ),
-                        pivot, slab_cols - at, EVEN, BLOCK_N, GROUP, IS_RMS, FAST,
-                    )  # fmt: skip
-                    count, mean, square = merge(count, mean, square, more_count, more_mean, more_square)
-            slab_mean, slab_square = total_moments(count, mean, square, EVEN)
+            slab_mean, slab_shift, slab_square = total_moments(count, means, shifts, squares, EVEN, FAST)
             tag = start + turn.to(tl.uint32)
-            mine = slots(mailbox_ptr, group, tag, members, DEPTH) + member * 2
-            post(mine, tag, slab_mean, slab_square)
+            slot = slot_of(mailbox_ptr, group, tag, member, members, DEPTH)
+            post(slot, tag, slab_mean, slab_shift, slab_square)
 
     leave(mailbox_ptr, last_tag)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "slab_units", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
+    ]
+)  # fmt: skip
+def layer_norm_forward_pieces_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mailbox_ptr,
+    rows: tl.int64,
+    slab_units,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    EQUAL_SLABS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Rows so long that every program works on the same one, a slab of whole pieces of CHUNKS * BLOCK_N columns each.
+
+    A slab is read for its moments, and again, backwards and out of L2 as far as it is there, for y.  The next piece
+    is asked into L2 while one is worked on.  The launch must be cooperative.
+    """
+    cols = col_units * VEC
+    slab = slab_units * VEC
+    piece: tl.constexpr = CHUNKS * BLOCK_N
+    member = tl.program_id(0)
+    members = tl.num_programs(0)
+    first_col = member * slab
+    slab_cols = tl.minimum(cols - first_col, slab)
+    pieces = tl.cdiv(slab_cols, piece)
+    start = first_tag(mailbox_ptr)
+    other = tl.arange(0, SLOTS)
+    count_of_other = tl.minimum(tl.maximum(cols.to(tl.int64) - other.to(tl.int64) * slab, 0), slab).to(tl.float32)
+
+    for row in range(0, rows):
+        x_row = row * (x_row_units * VEC)
+        residual_row = row * (residual_row_units * VEC)
+        lanes: tl.constexpr = BLOCK_N // GROUP
+        count = tl.zeros((lanes, 1), tl.float32)
+        means = tl.zeros((lanes, 1), tl.float32)
+        shifts = tl.zeros((lanes, 1), tl.float32)
+        squares = tl.zeros((lanes, 1), tl.float32)
+        for i in range(0, pieces):
+            at = i * piece
+            col = first_col + at
+            if PREFETCH and i + 1 < pieces:
+                prefetch(x_ptr + x_row + col + piece, tl.minimum(slab_cols - at - piece, piece))
+            piece_count, piece_means, piece_shifts, piece_squares = piece_moments(
+                load_piece(x_ptr, x_row + col, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                load_piece(
+                    residual_ptr, residual_row + col, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"
+                ),
+                slab_cols - at, EVEN, BLOCK_N, GROUP, IS_RMS, FAST,
+            )  # fmt: skip
+            count, means, shifts, squares = merge(
+                count, means, shifts, squares, piece_count, piece_means, piece_shifts, piece_squares
+            )
+        slab_mean, slab_shift, slab_square = total_moments(count, means, shifts, squares, EVEN, FAST)
+        tag = start + row.to(tl.uint32)
+        post(slot_of(mailbox_ptr, 0, tag, member, members, 2), tag, slab_mean, slab_shift, slab_square)
+        mean, shift, rstd = _row_moments(
+            mailbox_ptr, 0, tag, members, other, count_of_other, cols, eps, 2, EQUAL_SLABS, IS_RMS
+        )
+        if member == 0:
+            if mean_ptr is not None:
+                tl.store(mean_ptr + row, mean + shift)
+            if rstd_ptr is not None:
+                tl.store(rstd_ptr + row, rstd)
+        if y_ptr is not None:
+            for back in range(0, pieces):
+                at = (pieces - 1 - back) * piece
+                col = first_col + at
+                left = slab_cols - at
+                if PREFETCH and back + 1 < pieces:
+                    prefetch(x_ptr + x_row + col - piece, piece)
+                write_piece(
+                    load_piece(x_ptr, x_row + col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"),
+                    load_piece(residual_ptr, residual_row + col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"),
+                    load_piece(weight_ptr, col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                    load_piece(bias_ptr, col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                    y_ptr, residual_out_ptr, row * cols.to(tl.int64) + col, left, row, col, mean, shift, rstd,
+                    seed, dropout_threshold, dropout_scale,
+                    EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                )  # fmt: skip
+    leave(mailbox_ptr, start + rows.to(tl.uint32) - 1)

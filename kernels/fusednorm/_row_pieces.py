@@ -11,47 +11,45 @@ from fusednorm._row_moments import column_mask, offset_weight, widened
 
 
 @triton.jit
-def merge_even(count_a, mean_a, square_a, count_b, mean_b, square_b):
-    """Chan's merge of the moments of two sets of as many values: of a reduction whose tree is a full one."""
-    delta = mean_b - mean_a
-    return count_a + count_b, mean_a + delta * 0.5, square_a + square_b + delta * delta * (count_a * 0.5)
+def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
+    """Chan's merge of the moments of two sets of as many values: of a reduction whose tree is a full one.
+
+    The mean of a set is mean + shift; mean stays what the first set's is, so that only differences are rounded.
+    """
+    delta = (mean_b - mean_a) + (shift_b - shift_a)
+    square = square_a + square_b + delta * delta * (count_a * 0.5)
+    return count_a + count_b, mean_a, shift_a + delta * 0.5, square
 
 
 @triton.jit
-def merge(count_a, mean_a, square_a, count_b, mean_b, square_b):
-    """Chan's merge of the moments of two sets of values, of which either may be empty."""
+def merge(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
+    """`merge_even` of two sets of any size, also of none."""
     count = count_a + count_b
-    delta = mean_b - mean_a
+    delta = (mean_b - mean_a) + (shift_b - shift_a)
     share = count_b / tl.maximum(count, 1.0)
-    return count, mean_a + delta * share, square_a + square_b + delta * delta * (count_a * share)
-
-
-@triton.jit
-def first_value(x_ptr, residual_ptr, row, x_row_size, residual_row_size, IS_RMS: tl.constexpr):
-    """A value that all members know: means are told as distances from it, so that none of their digits is lost."""
-    value = 0.0
-    if not IS_RMS:
-        value = tl.load(x_ptr + row * x_row_size).to(tl.float32)
-        if residual_ptr is not None:
-            value += tl.load(residual_ptr + row * residual_row_size).to(tl.float32)
-    return value
+    square = square_a + square_b + delta * delta * (count_a * share)
+    # A set of none has no mean worth keeping.
+    empty = count_a == 0.0
+    mean = tl.where(empty, mean_b, mean_a)
+    shift = tl.where(empty, shift_b, shift_a + delta * share)
+    return count, mean, shift, tl.where(empty, square_b, square)
 
 
 @triton.jit
 def load_piece(
-    ptr, piece_cols, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    ptr, start, piece_cols, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of BLOCK_N columns as they lie in memory, a tuple of [lanes, GROUP]; nothing where ptr is None.
+    """CHUNKS chunks of BLOCK_N columns from ptr + start on, as they lie in memory: a tuple of [lanes, GROUP].
 
-    A lane is the GROUP columns of each chunk that one thread loads at once.
+    The tuple is empty where ptr is None.  A lane is the GROUP columns of each chunk that one thread loads at once.
     """
     col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     chunks = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
             mask = column_mask(col + i * BLOCK_N, piece_cols, EVEN)
-            chunks = chunks + (tl.load(ptr + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),)
+            chunks = chunks + (tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),)
     return chunks
 
 
@@ -66,65 +64,65 @@ def _chunk(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def piece_moments(
-    chunks, residuals, pivot, piece_cols,
+    chunks, residuals, piece_cols,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean and sum of squares of each lane of a piece, [lanes, 1]; the mean is told from `pivot` on.
+    """Count, mean, shift and sum of squares of each lane of a piece, [lanes, 1]; the lane's mean is mean + shift.
 
-    For RMSNorm the squares are about 0.
+    For RMSNorm both are 0 and the squares about 0.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     count = tl.zeros((lanes, 1), tl.float32)
     mean = tl.zeros((lanes, 1), tl.float32)
+    shift = tl.zeros((lanes, 1), tl.float32)
     square = tl.zeros((lanes, 1), tl.float32)
     if EVEN:
         count += len(chunks) * GROUP
     else:
         for i in tl.static_range(len(chunks)):
             count += tl.sum((col + i * BLOCK_N < piece_cols).to(tl.float32), 1, keep_dims=True)
+    inverse = 1.0 / tl.maximum(count, 1.0)
     if not IS_RMS:
         for i in tl.static_range(len(chunks)):
-            d = _chunk(chunks, residuals, i, FAST) - pivot
-            if not EVEN:
-                d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
-            mean += tl.sum(d, 1, keep_dims=True)
-        if EVEN:
-            mean = mean * (1.0 / (len(chunks) * GROUP))
-        else:
-            mean = mean / tl.maximum(count, 1.0)
+            mean += tl.sum(_chunk(chunks, residuals, i, FAST), 1, keep_dims=True)
+        mean = mean * inverse
     for i in tl.static_range(len(chunks)):
         d = _chunk(chunks, residuals, i, FAST)
         if not IS_RMS:
-            d = (d - pivot) - mean
+            d = d - mean
             if not EVEN:
                 d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
+            shift += tl.sum(d, 1, keep_dims=True)
         square += tl.sum(d * d, 1, keep_dims=True)
-    return count, mean, square
+    if not IS_RMS:
+        square -= shift * shift * inverse
+        shift = shift * inverse
+    return count, mean, shift, square
 
 
 @triton.jit
 def write_piece(
-    chunks, residuals, weights, biases, y_ptr, residual_out_ptr, piece_cols, row, first_col, main, rest, rstd,
+    chunks, residuals, weights, biases, y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col, mean, shift, rstd,
     seed, dropout_threshold, dropout_scale,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """y, and h, of a piece that starts at column `first_col`; the pointers are to its place."""
+    """y, and h, of a piece that starts at column `first_col` and `y_at` elements from the pointers."""
     col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for i in tl.static_range(len(chunks)):
         at = col + i * BLOCK_N
         mask = column_mask(at, piece_cols, EVEN)
         h = _chunk(chunks, residuals, i, FAST)
         if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+            tl.store(residual_out_ptr + y_at + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
         if IS_RMS:
             y = h * rstd
         elif chunks[i].dtype == tl.float32 or len(residuals) > 0:
-            y = (h - main) * rstd - rest * rstd
+            y = (h - mean) * rstd - shift * rstd
         else:
             # One instruction; what it loses is below a 16-bit input's own rounding.
-            y = h * rstd - (main * rstd + rest * rstd)
+            y = h * rstd - (mean * rstd + shift * rstd)
         if len(weights) > 0:
             y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
         if len(biases) > 0:
@@ -143,14 +141,24 @@ def write_piece(
                 FAST,
             )
             y = tl.reshape(y, (BLOCK_N // GROUP, GROUP))
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        tl.store(y_ptr + y_at + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def total_moments(count, mean, square, EVEN: tl.constexpr):
-    """Mean and sum of squares of all lanes together, as scalars; the arguments are [lanes, 1]."""
-    if EVEN:
-        _, mean, square = tl.reduce((count, mean, square), 0, merge_even, keep_dims=True)
+def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.constexpr):
+    """Mean, shift and sum of squares of all lanes together, as scalars; the arguments are [lanes, 1].
+
+    FAST merges pairs of sets in one reduction tree; the interpreter, which would go from lane to lane, takes sums.
+    """
+    if not FAST:
+        n = tl.sum(count, 0, keep_dims=True)
+        rough = tl.sum(count * mean, 0, keep_dims=True) / n
+        delta = (mean - rough) + shift
+        shift = tl.sum(count * delta, 0, keep_dims=True) / n
+        square = tl.sum(square + count * delta * delta, 0, keep_dims=True) - shift * shift * n
+        mean = rough
+    elif EVEN:
+        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_even, keep_dims=True)
     else:
-        _, mean, square = tl.reduce((count, mean, square), 0, merge, keep_dims=True)
-    return tl.sum(mean), tl.sum(square)
+        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge, keep_dims=True)
+    return tl.sum(mean), tl.sum(shift), tl.sum(square)

@@ -60,12 +60,14 @@ class ForwardTile:
 class ForwardRow:
     """One row a program, held as it lies in memory: `chunks` chunks of 8 columns a thread each.
 
-    Registers are kept to what lets `programs_per_sm` of them be resident.
+    Registers are kept to what lets `programs_per_sm` of them be resident.  The row that many multiprocessors times
+    `ahead_per_sm` on is asked into L2 meanwhile.
     """
 
     chunks: int
     num_warps: int
     programs_per_sm: int
+    ahead_per_sm: int = 0
 
     @property
     def block_n(self) -> int:
@@ -98,6 +100,20 @@ class ForwardShared:
     programs_per_sm: int
     lag: int
     ahead: int
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a chunk."""
+        return 256 * self.num_warps
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPieces:
+    """All programs work on one row, `programs_per_sm` of them, each on pieces of `chunks` chunks of 8 columns a thread."""
+
+    chunks: int
+    num_warps: int
+    programs_per_sm: int
 
     @property
     def block_n(self) -> int:
@@ -147,7 +163,7 @@ class BackwardSlab:
     programs_per_sm: int
 
 
-Forward = ForwardTile | ForwardRow | ForwardSweep | ForwardShared
+Forward = ForwardTile | ForwardRow | ForwardSweep | ForwardShared | ForwardPieces
 Backward = BackwardTile | BackwardShared | BackwardSlab
 
 # Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
@@ -161,19 +177,26 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (512, ForwardTile(2, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
         (768, ForwardTile(2, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
         (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
-        (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),
-        (2048, ForwardSweep(1024, num_warps=2)),  # 1.00
+        (1536, ForwardTile(1, 3, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
+        (2048, ForwardRow(2, num_warps=4, programs_per_sm=12)),  # 1.00
         (2560, ForwardTile(1, 5, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
         (3072, ForwardTile(2, 3, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
-        (4096, ForwardSweep(2048, num_warps=4)),  # 0.99
-        (5120, ForwardSweep(1024, num_warps=4)),  # 0.98
-        (6144, ForwardSweep(2048, num_warps=8)),  # 0.96
+        (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
+        (4096, ForwardRow(2, num_warps=8, programs_per_sm=6)),  # 0.98
+        (5120, ForwardRow(5, num_warps=4, programs_per_sm=4)),  # 0.98
+        (6144, ForwardRow(6, num_warps=4, programs_per_sm=5)),  # 0.97
+        (7168, ForwardRow(7, num_warps=4, programs_per_sm=4)),  # 0.96
         (8192, ForwardSweep(4096, num_warps=8)),  # 0.98-0.99
+        (10240, ForwardRow(5, num_warps=8, programs_per_sm=3)),  # 0.97
         (12288, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.97
         (14336, ForwardTile(1, 1, 16384, num_warps=16, stages=4, programs_per_sm=1)),  # 0.93
+        (16383, ForwardTile(1, 1, 16384, num_warps=8, stages=3, programs_per_sm=1)),  # 0.92
         (16384, ForwardSweep(8192, num_warps=16)),  # 0.99
+        (20480, ForwardTile(1, 5, 4096, num_warps=16, stages=4, programs_per_sm=1)),  # 0.91
+        (24576, ForwardTile(1, 3, 8192, num_warps=16, stages=4, programs_per_sm=1)),  # 0.89
         (32768, ForwardSweep(16384, num_warps=16)),  # 0.93
-        (2**31, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
+        (524288, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
+        (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
     ),
     4: (
         (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
@@ -183,19 +206,28 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (512, ForwardTile(1, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
         (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
         (1024, ForwardTile(1, 1, 1024, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
-        (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),
+        (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
         (2048, ForwardSweep(1024, num_warps=4)),  # 1.00
         (2560, ForwardTile(1, 5, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
         (3072, ForwardTile(1, 3, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
+        (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
         (4096, ForwardSweep(2048, num_warps=8)),  # 1.00
         (5120, ForwardTile(1, 5, 1024, num_warps=8, stages=1, programs_per_sm=0)),  # 1.00
         (6144, ForwardTile(1, 3, 2048, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
+        (7168, ForwardTile(1, 7, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.97
         (8192, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.99
-        (12288, ForwardTile(2, 3, 4096, num_warps=16, stages=1, programs_per_sm=0)),  # 0.96
-        (14336, ForwardTile(1, 7, 2048, num_warps=16, stages=4, programs_per_sm=1)),  # 0.91
-        (16384, ForwardTile(1, 1, 16384, num_warps=32, stages=3, programs_per_sm=1)),  # 0.93
-        (2**31, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.86-0.89
+        (10240, ForwardRow(5, num_warps=8, programs_per_sm=2)),  # 0.96
+        (12288, ForwardRow(3, num_warps=16, programs_per_sm=2)),  # 0.96
+        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2)),  # 0.94
+        (16384, ForwardRow(8, num_warps=8, programs_per_sm=2)),  # 0.94
+        (24576, ForwardRow(3, num_warps=32, programs_per_sm=1)),  # 0.95
+        (524288, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.86-0.92
+        (2**31, ForwardShared(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
+}
+_FORWARD_PIECES = {
+    2: ForwardPieces(2, num_warps=8, programs_per_sm=4),
+    4: ForwardPieces(2, num_warps=8, programs_per_sm=2),
 }
 
 _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
@@ -240,21 +272,26 @@ FOLD_BLOCK_P, FOLD_BLOCK_N, FOLD_NUM_WARPS = 32, 32, 8
 """Tile and warps of the kernel that folds partial dweight and dbias; narrow, so that short rows fill it."""
 
 
-def choose_forward(cols: int, itemsize: int, residual: bool, heads: bool = False) -> Forward:
-    """The forward configuration for rows of `cols` elements of `itemsize` bytes; a residual needs more registers."""
+def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False) -> Forward:
+    """The forward configuration for rows of `cols` elements of `itemsize` bytes.
+
+    A residual needs more registers; programs that share rows know no heads.
+    """
     choice = next(choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
     if isinstance(choice, ForwardShared):
         if INTERPRETED or heads:
             return _sweep(cols)
         if residual:
-            return replace(choice, programs_per_sm=3)
+            choice = replace(choice, programs_per_sm=12 // choice.num_warps)
+        if cols > choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors:
+            return _FORWARD_PIECES[itemsize]
     return choice
 
 
-def choose_statistics(cols: int, itemsize: int, residual: bool) -> Forward:
-    """The configuration for mean and rstd alone, of rows beyond a tile."""
-    choice = choose_forward(cols, itemsize, residual)
-    return _sweep(cols) if isinstance(choice, ForwardTile) else choice
+def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> Forward:
+    """The configuration for mean and rstd alone."""
+    choice = choose_forward(cols, itemsize, multiprocessors, residual)
+    return _sweep(cols) if isinstance(choice, ForwardTile | ForwardRow) else choice
 
 
 def _sweep(cols: int) -> ForwardSweep:
@@ -303,7 +340,7 @@ def mailbox(device: torch.device, slots: int) -> torch.Tensor:
     One for each stream, zero when it is new; launches on a stream follow one another and leave it ready for the
     next.  A launch that is captured into a graph gets one of its own, cleared at every replay.
     """
-    words = 1 << (2 + 2 * slots).bit_length()
+    words = 1 << (2 + 4 * slots).bit_length()
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=device)
     return _mailbox(device, torch.cuda.current_stream(device).cuda_stream, words)

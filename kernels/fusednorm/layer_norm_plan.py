@@ -16,7 +16,7 @@ from fusednorm._layer_norm_forward_kernels import (
     layer_norm_forward_tile_kernel,
 )
 from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_kernel
-from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_shared_kernel
+from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_pieces_kernel, layer_norm_forward_shared_kernel
 from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import INTERPRETED, bulk_prefetch, multiprocessor_count
 from fusednorm.epilogue import dropout_threshold
@@ -44,7 +44,9 @@ def plan_forward(
 
     `config` overrides the table's choice, for benchmarks and compile checks.
     """
-    config = config or launch.choose_forward(x.shape[-1], x.element_size(), residual is not None, x.ndim == 3)
+    config = config or launch.choose_forward(
+        x.shape[-1], x.element_size(), multiprocessor_count(x.device), residual is not None, x.ndim == 3
+    )
     outputs = (out.y, out.residual_out, out.mean, out.rstd)
     return [_forward_launch(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)]
 
@@ -94,35 +96,54 @@ def _forward_launch(
                 "PREFETCH": heads == "none" and _can_prefetch(vec, x, weight, bias),
                 "maxnreg": _registers(config),
             }
-            return Launch(layer_norm_forward_row_kernel, _grid(rows, x), (*tensors, *sizes), options)
+            arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
+            return Launch(layer_norm_forward_row_kernel, _grid(rows, x), arguments, options)
         case launch.ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
             options["PREFETCH"] = heads == "none" and _can_prefetch(vec, x, weight, bias)
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
             return Launch(layer_norm_forward_sweep_kernel, _grid(rows, x), arguments, options)
         case launch.ForwardShared():
-            resident = multiprocessor_count(x.device) * config.programs_per_sm
-            piece = config.chunks * config.block_n
-            slab = piece * triton.cdiv(cols, piece * resident)
+            slab = config.chunks * config.block_n
             members = triton.cdiv(cols, slab)
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
             programs = min(rows, resident // members) * members
             depth = triton.next_power_of_2(2 * config.lag)
+            del options["HEADS"]
             options |= {
                 "EVEN": cols % slab == 0,
-                "WHOLE": slab == piece,
-                "EQUAL_SLABS": cols == slab * triton.next_power_of_2(members) and members <= 32 * config.num_warps,
+                **_slots(cols, slab, config),
                 "CHUNKS": config.chunks,
                 "GROUP": 16 // x.element_size(),
-                "SLOTS": triton.next_power_of_2(members),
                 "DEPTH": depth,
                 "LAG": config.lag,
                 "AHEAD": config.ahead if _can_prefetch(vec, x) else 0,
                 **_resident_options(config),
             }
             mailbox = launch.mailbox(x.device, depth * programs)
-            arguments = (*tensors, mailbox, rows, members, slab // vec, *sizes)
-            del options["HEADS"]
+            arguments = (*tensors, mailbox, rows, members, *sizes)
             return Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)
+        case launch.ForwardPieces():
+            piece = config.chunks * config.block_n
+            slab = piece * triton.cdiv(cols, piece * multiprocessor_count(x.device) * config.programs_per_sm)
+            members = triton.cdiv(cols, slab)
+            del options["HEADS"]
+            options |= {
+                "EVEN": cols % slab == 0,
+                **_slots(cols, slab, config),
+                "CHUNKS": config.chunks,
+                "GROUP": 16 // x.element_size(),
+                "PREFETCH": _can_prefetch(vec, x),
+                **_resident_options(config),
+            }
+            arguments = (*tensors, launch.mailbox(x.device, 2 * members), rows, slab // vec, *sizes)
+            return Launch(layer_norm_forward_pieces_kernel, (members,), arguments, options)
+
+
+def _slots(cols: int, slab: int, config: launch.ForwardShared | launch.ForwardPieces) -> dict[str, object]:
+    """How the moments of the programs that share a row are merged: one lane for each, all of equal weight or not."""
+    slots = triton.next_power_of_2(triton.cdiv(cols, slab))
+    return {"SLOTS": slots, "EQUAL_SLABS": cols == slab * slots and slots <= 32 * config.num_warps}
 
 
 def plan_backward(
@@ -185,7 +206,9 @@ def plan_backward(
                 rstd = x.new_empty(rows, dtype=torch.float32)
                 mean = None if is_rms else torch.empty_like(rstd)
                 outputs = (None, None, mean, rstd)
-                statistics = launch.choose_statistics(cols, x.element_size(), residual is not None)
+                statistics = launch.choose_statistics(
+                    cols, x.element_size(), multiprocessor_count(x.device), residual is not None
+                )
                 launches.append(
                     _forward_launch(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
                 )
@@ -271,12 +294,14 @@ def _can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
     )
 
 
-def _resident_options(config: launch.ForwardShared | launch.BackwardShared) -> dict[str, object]:
+def _resident_options(config: launch.ForwardShared | launch.ForwardPieces | launch.BackwardShared) -> dict[str, object]:
     """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
     return {"maxnreg": _registers(config), "launch_cooperative_grid": True}
 
 
-def _registers(config: launch.ForwardRow | launch.ForwardShared | launch.BackwardShared) -> int:
+def _registers(
+    config: launch.ForwardRow | launch.ForwardShared | launch.ForwardPieces | launch.BackwardShared,
+) -> int:
     """Registers that a thread may have for `programs_per_sm` programs to be resident."""
     return min(255, launch.REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusednorm import launch, layer_norm_forward
-from fusednorm.launch import BackwardShared, ForwardShared
+from fusednorm.launch import BackwardShared, ForwardPieces, ForwardShared
 
 from tests.kernels.test_layer_norm import check_backward, check_forward, make_case
 
@@ -36,11 +36,12 @@ def test_shared_rows_match_the_oracle(op, members, share, device, poisoned):
         check_backward(case, saved=False)
 
 
-def test_rows_longer_than_all_programs_together_are_swept_in_pieces(share, device):
-    share(chunks=1)
-    x = torch.randn(2, 3 * 132 * 4 * SLAB + 8, device=device)
-    expected = torch.nn.functional.layer_norm(x.double(), x.shape[-1:])
-    torch.testing.assert_close(layer_norm_forward(x).y.double(), expected, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_rows_on_which_all_programs_work_match_the_oracle(op, monkeypatch, device, poisoned):
+    pieces = ForwardPieces(2, num_warps=4, programs_per_sm=1)
+    monkeypatch.setattr(launch, "choose_forward", lambda *_: pieces)
+    for rows, cols in ((3, 3 * 132 * 2048), (2, 2 * 132 * 2048 + 4), (1, 5000)):
+        check_forward(make_case(op, torch.float16, rows, cols, device))
 
 
 def test_large_mean_does_not_cancel_between_slabs(share, device):
