@@ -13,6 +13,7 @@ from fusednorm.launch import (
     BackwardSlab,
     BackwardTile,
     Forward,
+    ForwardPieces,
     ForwardRow,
     ForwardShared,
     ForwardSweep,
@@ -25,6 +26,12 @@ _TILE_REGISTERS = 72_000
 _TILE_SHARED_BYTES = 220_000
 _SHARED_ROWS = 8192
 """Rows up to this many columns are not shared by programs."""
+
+_PIECED_ROWS = 1 << 18
+"""Rows up to this many columns are not the work of all programs at once."""
+
+_MULTIPROCESSORS = 132
+"""Of an H200: programs that share a row must all be resident."""
 
 
 def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[Forward | Backward]:
@@ -39,11 +46,14 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[Forward | Backw
         yield from forward_rows(cols, itemsize)
         if cols > _SHARED_ROWS:
             yield from forward_shared(cols, itemsize)
+        if cols > _PIECED_ROWS:
+            yield from forward_pieces(itemsize)
     else:
         yield from backward_tiles(cols, itemsize)
         if cols > _SHARED_ROWS:
-            yield BackwardSlab(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2)
-            yield from backward_shared(itemsize)
+            for block in (1024, 2048):
+                yield BackwardSlab(4096, 8, rows=1, block_n=block, num_warps=4, stages=4, programs_per_sm=2)
+            yield from backward_shared(cols, itemsize)
 
 
 def forward_tiles(cols: int, itemsize: int) -> Iterator[ForwardTile]:
@@ -109,31 +119,48 @@ def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
 
 
 def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
-    """Chunks that a row fills but for the last; as many programs as leave a row's data its registers."""
+    """Chunks that a row fills but for the last; as many programs as leave a row's data its registers.
+
+    Rows over 16 KB also ask for later ones.
+    """
     for chunks, warps in product(range(1, 9), (1, 2, 4, 8, 16, 32)):
         if cols <= chunks * 256 * warps < cols + 256 * warps:
             for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
                 if 24 + 2.5 * chunks * itemsize <= 2048 / (warps * per_sm) <= 160:
-                    yield ForwardRow(chunks, warps, per_sm)
+                    for ahead_per_sm in (0, 1) if cols * itemsize > 16384 else (0,):
+                        yield ForwardRow(chunks, warps, per_sm, ahead_per_sm)
 
 
 def forward_shared(cols: int, itemsize: int) -> Iterator[ForwardShared]:
-    """Slabs of 1 to 16 thousand columns; as many programs as leave a slab's data its registers."""
-    for chunks, warps, lag in product((1, 2, 4), (4, 8, 16), (1, 2, 3)):
-        if chunks * 256 * warps >= cols:
-            continue
-        for resident_warps, ahead in product((16, 20, 24, 28, 32), (1, 2)):
-            registers = 2048 // resident_warps
-            if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= registers <= 128:
-                yield ForwardShared(chunks, warps, resident_warps // warps, lag, ahead)
+    """Slabs of 1 to 16 thousand columns, fewer than programs; as many as leave a slab's data its registers."""
+    for (chunks, warps, per_sm), lag, ahead in product(_slabs(itemsize), (1, 2, 3), (1, 2)):
+        slab = chunks * 256 * warps
+        if slab < cols <= slab * per_sm * _MULTIPROCESSORS:
+            yield ForwardShared(chunks, warps, per_sm, lag, ahead)
 
 
-def backward_shared(itemsize: int) -> Iterator[BackwardShared]:
-    """Slabs of 8 or 16 columns a thread; as many programs as leave a slab's data its registers."""
+def forward_pieces(itemsize: int) -> Iterator[ForwardPieces]:
+    """Pieces like the slabs of `forward_shared`."""
+    return (ForwardPieces(*slab) for slab in _slabs(itemsize))
+
+
+def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """(chunks, warps, programs_per_sm)."""
+    for chunks, warps, resident_warps in product((1, 2, 4), (4, 8, 16), (16, 20, 24, 28, 32)):
+        if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= 2048 // resident_warps:
+            yield chunks, warps, resident_warps // warps
+
+
+def backward_shared(cols: int, itemsize: int) -> Iterator[BackwardShared]:
+    """Slabs of 8 or 16 columns a thread, fewer than programs; as many as leave a slab's data its registers."""
     for warps, per_thread, lag, ahead in product((4, 8), (8, 16), (1, 2, 3), (1, 2)):
+        block = 32 * warps * per_thread
         for resident_warps in (8, 12, 16, 20, 24):
-            if resident_warps % warps == 0 and 2048 // resident_warps >= 20 + (4 + itemsize // 2) * per_thread:
-                yield BackwardShared(32 * warps * per_thread, warps, resident_warps // warps, lag, ahead)
+            per_sm = resident_warps // warps
+            if resident_warps % warps or cols > block * per_sm * _MULTIPROCESSORS:
+                continue
+            if 20 + (4 + itemsize // 2) * per_thread <= 2048 // resident_warps:
+                yield BackwardShared(block, warps, per_sm, lag, ahead)
 
 
 def _power_of_2(size: int) -> int:

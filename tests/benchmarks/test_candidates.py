@@ -4,16 +4,26 @@ from itertools import product
 
 import pytest
 from fusednorm import launch
-from fusednorm.launch import BackwardShared, BackwardTile, ForwardRow, ForwardShared, ForwardSweep, ForwardTile
+from fusednorm.launch import (
+    BackwardShared,
+    BackwardTile,
+    ForwardPieces,
+    ForwardRow,
+    ForwardShared,
+    ForwardSweep,
+    ForwardTile,
+)
 
 from benchmarks.candidates import candidates
 from benchmarks.suites import LONG_ROW_LENGTHS, ODD_ROW_LENGTHS, ROW_LENGTHS
 
-LENGTHS = (16, 64, 128, *ROW_LENGTHS, *LONG_ROW_LENGTHS, *ODD_ROW_LENGTHS)
+VERY_LONG = 1 << 22
+LENGTHS = (16, 64, 128, *ROW_LENGTHS, *LONG_ROW_LENGTHS, *ODD_ROW_LENGTHS, VERY_LONG)
 CASES = list(product(("forward", "backward"), LENGTHS, (2, 4)))
 
 THREADS, THREADS_A_PROGRAM, REGISTERS_A_THREAD = 2048, 1024, 255
 SHARED_BYTES = 227 << 10
+MULTIPROCESSORS = 132
 
 LONGEST_TIMED = LONG_ROW_LENGTHS[-2]
 """What stands for the last entry of a table, which has no end."""
@@ -52,10 +62,13 @@ def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, co
                 assert cols <= config.block_n < 2 * cols
             case ForwardSweep():
                 assert 2 * config.block_n <= cols
-            case ForwardShared():
+            case ForwardPieces():
                 assert config.chunks * config.block_n < cols
+            case ForwardShared():
+                slab = config.chunks * config.block_n
+                assert slab < cols <= slab * config.programs_per_sm * MULTIPROCESSORS
             case BackwardShared():
-                assert config.block_n < cols
+                assert config.block_n < cols <= config.block_n * config.programs_per_sm * MULTIPROCESSORS
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
@@ -66,12 +79,18 @@ def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
         assert config in set(candidates(pass_, min(limit, LONGEST_TIMED), itemsize)), (limit, config)
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_so_are_what_the_tables_leave_to_very_long_rows(itemsize):
+    assert launch._FORWARD_PIECES[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
+    assert launch._BACKWARD_SLAB[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
+
+
 def _held_words(config, itemsize):
     """Registers of a program for what it holds at once of its rows, as they lie in memory."""
     match config:
         case ForwardTile():
             elements = config.rows * config.chunks * config.block_n
-        case ForwardRow() | ForwardShared():
+        case ForwardRow() | ForwardShared() | ForwardPieces():
             elements = config.chunks * config.block_n
         case ForwardSweep():
             elements = config.block_n
