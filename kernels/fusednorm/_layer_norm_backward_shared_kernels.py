@@ -45,11 +45,7 @@ def _gradient(
     h = widened(x, FAST)
     if HAS_RESIDUAL:
         h += widened(residual, FAST)
-    if x.dtype == tl.float32:
-        x_hat = (h - mean) * rstd
-    else:
-        # One instruction; what it loses is below a 16-bit input's own rounding.
-        x_hat = h * rstd - mean * rstd
+    x_hat = (h - mean) * rstd
     dz = affine_gradient(
         widened(dy, FAST),
         x_hat,

@@ -69,10 +69,8 @@ def layer_norm_forward_row_kernel(
         tl.store(mean_ptr + row, mean + shift)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
-    weights = load_piece(weight_ptr, own, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    biases = load_piece(bias_ptr, own, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
     write_piece(
-        chunks, residuals, weights, biases, y_ptr, residual_out_ptr, row * cols.to(tl.int64), cols, row, 0,
+        chunks, residuals, weight_ptr, bias_ptr, own, y_ptr, residual_out_ptr, row * cols.to(tl.int64), cols, row, 0,
         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
         EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

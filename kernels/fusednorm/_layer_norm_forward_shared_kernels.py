@@ -5,7 +5,16 @@ import triton.language as tl
 
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
 from fusednorm._prefetch import prefetch
-from fusednorm._row_pieces import load_piece, merge, merge_even, piece_moments, total_moments, write_piece
+from fusednorm._row_pieces import (
+    chunk_of,
+    load_piece,
+    merge,
+    merge_even,
+    piece_moments,
+    total_moments,
+    write_chunk,
+    write_piece,
+)
 
 
 @triton.jit
@@ -125,12 +134,13 @@ def layer_norm_forward_shared_kernel(
                 if rstd_ptr is not None:
                     tl.store(rstd_ptr + late_row, rstd)
             if y_ptr is not None:
-                write_piece(
-                    late, late_residuals, weights, biases, y_ptr, residual_out_ptr,
-                    late_row * cols.to(tl.int64) + first_col, slab_cols, late_row, first_col, mean, shift, rstd,
-                    seed, dropout_threshold, dropout_scale,
-                    EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
-                )  # fmt: skip
+                for i in tl.static_range(CHUNKS):
+                    write_chunk(
+                        chunk_of(late, late_residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
+                        y_ptr, residual_out_ptr, late_row * cols.to(tl.int64) + first_col, slab_cols, late_row, first_col,
+                        mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+                        EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                    )  # fmt: skip
 
         if turn < turns:
             count, means, shifts, squares = piece_moments(
@@ -146,7 +156,7 @@ def layer_norm_forward_shared_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "slab_units", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
+        "rows", "members", "slab_units", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
     ]
 )  # fmt: skip
 def layer_norm_forward_pieces_kernel(
@@ -160,6 +170,7 @@ def layer_norm_forward_pieces_kernel(
     rstd_ptr,
     mailbox_ptr,
     rows: tl.int64,
+    members,
     slab_units,
     col_units,
     x_row_units: tl.int64,
@@ -182,71 +193,90 @@ def layer_norm_forward_pieces_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Rows so long that every program works on the same one, a slab of whole pieces of CHUNKS * BLOCK_N columns each.
+    """A row belongs to `members` programs, a slab of whole pieces of CHUNKS * BLOCK_N columns each.
 
-    A slab is read for its moments, and again, backwards and out of L2 as far as it is there, for y.  The next piece
-    is asked into L2 while one is worked on.  The launch must be cooperative.
+    The last piece stays in registers while the members tell one another their moments; pieces before it are read
+    again, out of L2 as far as they are there.  What comes next is asked into L2 meanwhile.  Programs are persistent;
+    the launch must be cooperative.
     """
     cols = col_units * VEC
     slab = slab_units * VEC
     piece: tl.constexpr = CHUNKS * BLOCK_N
-    member = tl.program_id(0)
-    members = tl.num_programs(0)
+    group = tl.program_id(0) // members
+    groups = tl.num_programs(0) // members
+    member = tl.program_id(0) % members
     first_col = member * slab
     slab_cols = tl.minimum(cols - first_col, slab)
-    pieces = tl.cdiv(slab_cols, piece)
+    last = (tl.cdiv(slab_cols, piece) - 1) * piece
     start = first_tag(mailbox_ptr)
+    last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
     other = tl.arange(0, SLOTS)
     count_of_other = tl.minimum(tl.maximum(cols.to(tl.int64) - other.to(tl.int64) * slab, 0), slab).to(tl.float32)
+    lanes: tl.constexpr = BLOCK_N // GROUP
 
-    for row in range(0, rows):
-        x_row = row * (x_row_units * VEC)
-        residual_row = row * (residual_row_units * VEC)
-        lanes: tl.constexpr = BLOCK_N // GROUP
+    tag = start
+    for row in range(group, rows, groups):
+        x_row = row * (x_row_units * VEC) + first_col
+        residual_row = row * (residual_row_units * VEC) + first_col
+        y_row = row * cols.to(tl.int64) + first_col
         count = tl.zeros((lanes, 1), tl.float32)
         means = tl.zeros((lanes, 1), tl.float32)
         shifts = tl.zeros((lanes, 1), tl.float32)
         squares = tl.zeros((lanes, 1), tl.float32)
-        for i in range(0, pieces):
-            at = i * piece
-            col = first_col + at
-            if PREFETCH and i + 1 < pieces:
-                prefetch(x_ptr + x_row + col + piece, tl.minimum(slab_cols - at - piece, piece))
+        for at in range(0, last, piece):
+            if PREFETCH:
+                prefetch(x_ptr + x_row + at + piece, tl.minimum(slab_cols - at - piece, piece))
             piece_count, piece_means, piece_shifts, piece_squares = piece_moments(
-                load_piece(x_ptr, x_row + col, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                load_piece(
-                    residual_ptr, residual_row + col, slab_cols - at, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"
-                ),
-                slab_cols - at, EVEN, BLOCK_N, GROUP, IS_RMS, FAST,
+                load_piece(x_ptr, x_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                load_piece(residual_ptr, residual_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                piece, True, BLOCK_N, GROUP, IS_RMS, FAST,
             )  # fmt: skip
             count, means, shifts, squares = merge(
                 count, means, shifts, squares, piece_count, piece_means, piece_shifts, piece_squares
             )
-        slab_mean, slab_shift, slab_square = total_moments(count, means, shifts, squares, EVEN, FAST)
-        tag = start + row.to(tl.uint32)
-        post(slot_of(mailbox_ptr, 0, tag, member, members, 2), tag, slab_mean, slab_shift, slab_square)
-        mean, shift, rstd = _row_moments(
-            mailbox_ptr, 0, tag, members, other, count_of_other, cols, eps, 2, EQUAL_SLABS, IS_RMS
+        left = slab_cols - last
+        chunks = load_piece(x_ptr, x_row + last, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first")
+        residuals = load_piece(residual_ptr, residual_row + last, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first")
+        piece_count, piece_means, piece_shifts, piece_squares = piece_moments(
+            chunks, residuals, left, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
         )
+        count, means, shifts, squares = merge(
+            count, means, shifts, squares, piece_count, piece_means, piece_shifts, piece_squares
+        )
+        slab_mean, slab_shift, slab_square = total_moments(count, means, shifts, squares, EVEN, FAST)
+        slot = slot_of(mailbox_ptr, group, tag, member, members, 2)
+        post(slot, tag, slab_mean, slab_shift, slab_square)
+        if PREFETCH:
+            if last > 0:
+                prefetch(x_ptr + x_row + last - piece, piece)
+            elif row + groups < rows:
+                prefetch(x_ptr + x_row + groups * (x_row_units * VEC), left)
+        mean, shift, rstd = _row_moments(
+            mailbox_ptr, group, tag, members, other, count_of_other, cols, eps, 2, EQUAL_SLABS, IS_RMS
+        )
+        tag += 1
         if member == 0:
             if mean_ptr is not None:
                 tl.store(mean_ptr + row, mean + shift)
             if rstd_ptr is not None:
                 tl.store(rstd_ptr + row, rstd)
         if y_ptr is not None:
-            for back in range(0, pieces):
-                at = (pieces - 1 - back) * piece
+            write_piece(
+                chunks, residuals, weight_ptr, bias_ptr, first_col + last,
+                y_ptr, residual_out_ptr, y_row + last, left, row, first_col + last, mean, shift, rstd,
+                seed, dropout_threshold, dropout_scale,
+                EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+            )  # fmt: skip
+            for at in range(last - piece, -1, -piece):
+                if PREFETCH and at > 0:
+                    prefetch(x_ptr + x_row + at - piece, piece)
                 col = first_col + at
-                left = slab_cols - at
-                if PREFETCH and back + 1 < pieces:
-                    prefetch(x_ptr + x_row + col - piece, piece)
                 write_piece(
-                    load_piece(x_ptr, x_row + col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"),
-                    load_piece(residual_ptr, residual_row + col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"),
-                    load_piece(weight_ptr, col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                    load_piece(bias_ptr, col, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                    y_ptr, residual_out_ptr, row * cols.to(tl.int64) + col, left, row, col, mean, shift, rstd,
+                    load_piece(x_ptr, x_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_first"),
+                    load_piece(residual_ptr, residual_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_first"),
+                    weight_ptr, bias_ptr, col,
+                    y_ptr, residual_out_ptr, y_row + at, piece, row, col, mean, shift, rstd,
                     seed, dropout_threshold, dropout_scale,
-                    EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                    True, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
-    leave(mailbox_ptr, start + rows.to(tl.uint32) - 1)
+    leave(mailbox_ptr, last_tag)

@@ -54,7 +54,7 @@ def load_piece(
 
 
 @triton.jit
-def _chunk(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr):
+def chunk_of(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr):
     """Chunk i of h in float32."""
     h = widened(chunks[i], FAST)
     if len(residuals) > 0:
@@ -85,10 +85,10 @@ def piece_moments(
     inverse = 1.0 / tl.maximum(count, 1.0)
     if not IS_RMS:
         for i in tl.static_range(len(chunks)):
-            mean += tl.sum(_chunk(chunks, residuals, i, FAST), 1, keep_dims=True)
+            mean += tl.sum(chunk_of(chunks, residuals, i, FAST), 1, keep_dims=True)
         mean = mean * inverse
     for i in tl.static_range(len(chunks)):
-        d = _chunk(chunks, residuals, i, FAST)
+        d = chunk_of(chunks, residuals, i, FAST)
         if not IS_RMS:
             d = d - mean
             if not EVEN:
@@ -102,46 +102,68 @@ def piece_moments(
 
 
 @triton.jit
-def write_piece(
-    chunks, residuals, weights, biases, y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col, mean, shift, rstd,
-    seed, dropout_threshold, dropout_scale,
+def write_chunk(
+    h, weights, biases, i: tl.constexpr, y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col,
+    mean, shift, rstd, seed, dropout_threshold, dropout_scale,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """y, and h, of a piece that starts at column `first_col` and `y_at` elements from the pointers."""
-    col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    """y, and h, of chunk i of a piece that starts at column `first_col` and `y_at` elements from the pointers.
+
+    weights and biases are tuples of one chunk as it lies in memory, or of none.
+    """
+    at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
+    mask = column_mask(at, piece_cols, EVEN)
+    if residual_out_ptr is not None:
+        tl.store(residual_out_ptr + y_at + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    if IS_RMS:
+        y = h * rstd
+    else:
+        y = (h - mean) * rstd - shift * rstd
+    if len(weights) > 0:
+        y = y * offset_weight(widened(weights[0], FAST), WEIGHT_OFFSET)
+    if len(biases) > 0:
+        y = y + widened(biases[0], FAST)
+    if ACTIVATION != "none" or DROPOUT:
+        y = tl.reshape(y, (1, BLOCK_N))
+        y = finish(
+            y,
+            row,
+            first_col + i * BLOCK_N,
+            seed,
+            dropout_threshold,
+            dropout_scale,
+            ACTIVATION,
+            DROPOUT,
+            FAST,
+        )
+        y = tl.reshape(y, (BLOCK_N // GROUP, GROUP))
+    tl.store(y_ptr + y_at + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def write_piece(
+    chunks, residuals, weight_ptr, bias_ptr, parameter_at, y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col,
+    mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, IS_RMS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """`write_chunk` of every chunk, its parameters from `parameter_at` on: a chunk's are loaded while one is written."""
+    weights = load_piece(weight_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
+    biases = load_piece(bias_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
     for i in tl.static_range(len(chunks)):
-        at = col + i * BLOCK_N
-        mask = column_mask(at, piece_cols, EVEN)
-        h = _chunk(chunks, residuals, i, FAST)
-        if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + y_at + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        if IS_RMS:
-            y = h * rstd
-        elif chunks[i].dtype == tl.float32 or len(residuals) > 0:
-            y = (h - mean) * rstd - shift * rstd
-        else:
-            # One instruction; what it loses is below a 16-bit input's own rounding.
-            y = h * rstd - (mean * rstd + shift * rstd)
-        if len(weights) > 0:
-            y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
-        if len(biases) > 0:
-            y = y + widened(biases[i], FAST)
-        if ACTIVATION != "none" or DROPOUT:
-            y = tl.reshape(y, (1, BLOCK_N))
-            y = finish(
-                y,
-                row,
-                first_col + i * BLOCK_N,
-                seed,
-                dropout_threshold,
-                dropout_scale,
-                ACTIVATION,
-                DROPOUT,
-                FAST,
-            )
-            y = tl.reshape(y, (BLOCK_N // GROUP, GROUP))
-        tl.store(y_ptr + y_at + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        these_weights = weights
+        these_biases = biases
+        if i + 1 < len(chunks):
+            at = (i + 1) * BLOCK_N
+            left = piece_cols - at
+            weights = load_piece(weight_ptr, parameter_at + at, left, EVEN, BLOCK_N, 1, GROUP, "evict_last")
+            biases = load_piece(bias_ptr, parameter_at + at, left, EVEN, BLOCK_N, 1, GROUP, "evict_last")
+        write_chunk(
+            chunk_of(chunks, residuals, i, FAST), these_weights, these_biases, i, y_ptr, residual_out_ptr, y_at,
+            piece_cols, row, first_col, mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+            EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
 
 
 @triton.jit

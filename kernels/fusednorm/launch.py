@@ -109,7 +109,10 @@ class ForwardShared:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPieces:
-    """All programs work on one row, `programs_per_sm` of them, each on pieces of `chunks` chunks of 8 columns a thread."""
+    """Programs that share a row, a slab of as few pieces each as `programs_per_sm` of them leave.
+
+    A piece is `chunks` chunks of 8 columns a thread; the last one stays in registers.
+    """
 
     chunks: int
     num_warps: int
@@ -189,10 +192,10 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (8192, ForwardSweep(4096, num_warps=8)),  # 0.98-0.99
         (10240, ForwardRow(5, num_warps=8, programs_per_sm=3)),  # 0.97
         (12288, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.97
-        (14336, ForwardTile(1, 1, 16384, num_warps=16, stages=4, programs_per_sm=1)),  # 0.93
-        (16383, ForwardTile(1, 1, 16384, num_warps=8, stages=3, programs_per_sm=1)),  # 0.92
+        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2, ahead_per_sm=2)),  # 0.98
+        (16383, ForwardRow(8, num_warps=8, programs_per_sm=2, ahead_per_sm=2)),  # 0.97
         (16384, ForwardSweep(8192, num_warps=16)),  # 0.99
-        (20480, ForwardTile(1, 5, 4096, num_warps=16, stages=4, programs_per_sm=1)),  # 0.91
+        (20480, ForwardRow(5, num_warps=16, programs_per_sm=2)),  # 0.96
         (24576, ForwardTile(1, 3, 8192, num_warps=16, stages=4, programs_per_sm=1)),  # 0.89
         (32768, ForwardSweep(16384, num_warps=16)),  # 0.93
         (524288, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
@@ -218,16 +221,18 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (8192, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.99
         (10240, ForwardRow(5, num_warps=8, programs_per_sm=2)),  # 0.96
         (12288, ForwardRow(3, num_warps=16, programs_per_sm=2)),  # 0.96
-        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2)),  # 0.94
-        (16384, ForwardRow(8, num_warps=8, programs_per_sm=2)),  # 0.94
-        (24576, ForwardRow(3, num_warps=32, programs_per_sm=1)),  # 0.95
+        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2)),  # 0.95
+        (16384, ForwardRow(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (20480, ForwardRow(5, num_warps=16, programs_per_sm=1)),  # 0.95
+        (24576, ForwardRow(6, num_warps=16, programs_per_sm=1)),  # 0.95
+        (32768, ForwardRow(8, num_warps=16, programs_per_sm=1)),  # 0.95
         (524288, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.86-0.92
         (2**31, ForwardShared(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
 }
 _FORWARD_PIECES = {
-    2: ForwardPieces(2, num_warps=8, programs_per_sm=4),
-    4: ForwardPieces(2, num_warps=8, programs_per_sm=2),
+    2: ForwardPieces(8, num_warps=16, programs_per_sm=1),
+    4: ForwardPieces(4, num_warps=16, programs_per_sm=1),
 }
 
 _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {

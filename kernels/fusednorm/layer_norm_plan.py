@@ -125,19 +125,21 @@ def _forward_launch(
             return Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)
         case launch.ForwardPieces():
             piece = config.chunks * config.block_n
-            slab = piece * triton.cdiv(cols, piece * multiprocessor_count(x.device) * config.programs_per_sm)
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            slab = piece * triton.cdiv(cols, piece * resident)
             members = triton.cdiv(cols, slab)
+            programs = min(rows, resident // members) * members
             del options["HEADS"]
             options |= {
-                "EVEN": cols % slab == 0,
+                "EVEN": cols % piece == 0,
                 **_slots(cols, slab, config),
                 "CHUNKS": config.chunks,
                 "GROUP": 16 // x.element_size(),
                 "PREFETCH": _can_prefetch(vec, x),
                 **_resident_options(config),
             }
-            arguments = (*tensors, launch.mailbox(x.device, 2 * members), rows, slab // vec, *sizes)
-            return Launch(layer_norm_forward_pieces_kernel, (members,), arguments, options)
+            arguments = (*tensors, launch.mailbox(x.device, 2 * programs), rows, members, slab // vec, *sizes)
+            return Launch(layer_norm_forward_pieces_kernel, (programs,), arguments, options)
 
 
 def _slots(cols: int, slab: int, config: launch.ForwardShared | launch.ForwardPieces) -> dict[str, object]:
