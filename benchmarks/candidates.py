@@ -127,12 +127,12 @@ def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
         if cols <= chunks * 256 * warps < cols + 256 * warps:
             for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
                 if 24 + 2.5 * chunks * itemsize <= 2048 / (warps * per_sm) <= 160:
-                    for ahead_per_sm in (0, 1) if cols * itemsize > 16384 else (0,):
+                    for ahead_per_sm in (0, 1, 2) if cols * itemsize > 16384 else (0,):
                         yield ForwardRow(chunks, warps, per_sm, ahead_per_sm)
 
 
 def forward_shared(cols: int, itemsize: int) -> Iterator[ForwardShared]:
-    """Slabs of 1 to 16 thousand columns, fewer than programs; as many as leave a slab's data its registers."""
+    """Slabs of 1 to 32 thousand columns, fewer than programs; as many as leave a slab's data its registers."""
     for (chunks, warps, per_sm), lag, ahead in product(_slabs(itemsize), (1, 2, 3), (1, 2)):
         slab = chunks * 256 * warps
         if slab < cols <= slab * per_sm * _MULTIPROCESSORS:
@@ -146,7 +146,7 @@ def forward_pieces(itemsize: int) -> Iterator[ForwardPieces]:
 
 def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:
     """(chunks, warps, programs_per_sm)."""
-    for chunks, warps, resident_warps in product((1, 2, 4), (4, 8, 16), (16, 20, 24, 28, 32)):
+    for chunks, warps, resident_warps in product((1, 2, 4, 8), (4, 8, 16), (16, 20, 24, 28, 32)):
         if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= 2048 // resident_warps:
             yield chunks, warps, resident_warps // warps
 
