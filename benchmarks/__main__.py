@@ -2,9 +2,11 @@
 
     python -m benchmarks --suite plain --out benchmarks/results/plain.csv
     python -m benchmarks --suite plain --cells 'backward .*x8192 ' --providers fusednorm,quack --out part.csv
+    python -m benchmarks --suite layer_norm --shard 2/6 --seconds 540 --out layer-norm-2.csv
 
 A provider that is wrong is not timed.  `of_copy` is the fewest bytes of the pass over its time, as a fraction of
-what a device-to-device copy of x reaches in the same run.
+what a device-to-device copy of x reaches in the same run.  Where y is all that a forward pass adds to x, that is
+the copy's time over the pass's, which is how to read small shapes: there neither is a matter of bytes.
 """
 
 import argparse
@@ -21,14 +23,15 @@ from benchmarks.oracle import Oracle
 from benchmarks.problem import Problem, Tensors
 from benchmarks.progress import Progress
 from benchmarks.providers import PROVIDERS, Provider, available, copy
-from benchmarks.suites import SUITES, cells_of
+from benchmarks.suites import SUITES, cells_of, shard
 from benchmarks.timing import Timer
 from benchmarks.warm import warm
 
 
 def main() -> None:
     arguments = _arguments()
-    cells = [cell for cell in cells_of(arguments.suite) if re.search(arguments.cells, cell.name)]
+    chosen = (cell for cell in cells_of(arguments.suite) if re.search(arguments.cells, cell.name))
+    cells = shard(chosen, *arguments.shard)
     providers = available(arguments.providers)
     began = time.monotonic()
     if arguments.warm:
@@ -43,10 +46,12 @@ def main() -> None:
             if time.monotonic() - began > arguments.seconds:
                 progress.note(f"out of time after {done} of {len(cells)} cells")
                 break
+            cell_began = time.monotonic()
             rows = time_cell(Problem(cell, tensors), providers, timer, progress.note)
             writer.writerows(machine | row for row in rows)
             file.flush()
-            progress.step(f"{cell.name}: " + "  ".join(f"{row['provider']} {row['of_copy']}" for row in rows))
+            fractions = "  ".join(f"{row['provider']} {row['of_copy']}" for row in rows)
+            progress.step(f"{cell.name}: {fractions}  ({time.monotonic() - cell_began:.1f} s)")
 
 
 def time_cell(
@@ -80,6 +85,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cells", default="", metavar="REGEX", help="only cells whose name it matches")
     parser.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="only the I-th of N about equal parts of those"
+    )
+    parser.add_argument(
         "--providers", type=_providers, default=list(PROVIDERS), help="comma-separated (default: all)"
     )
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
@@ -91,6 +99,13 @@ def _arguments() -> argparse.Namespace:
         "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"
     )
     return parser.parse_args()
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text}")
+    return int(match[1]), int(match[2])
 
 
 def _providers(text: str) -> list[str]:

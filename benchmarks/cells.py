@@ -18,10 +18,10 @@ class Cell:
         op: layer_norm, rms_norm or group_norm.
         pass_: forward or backward (backward with statistics saved, and the gradients of the parameters).
         variant: a name in `VARIANTS`.
-        shape: (rows, cols), or (n, c, *spatial) whatever the layout.
+        shape: (rows, cols), (tokens, heads, cols), or (n, c, *spatial) whatever the layout.
         groups: num_groups of group_norm, 0 elsewhere.
         dtype: of x, y and the parameters.
-        layout: rows, nchw or nhwc.
+        layout: rows, heads, nchw or nhwc.
     """
 
     op: str
@@ -38,8 +38,17 @@ class Cell:
         return VARIANTS[self.variant]
 
     @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Of weight and of bias."""
+        if self.groups:
+            return self.shape[1:2]
+        if self.spec.per_head:
+            return self.shape[-2:]
+        return self.shape[-1:] if self.spec.norms == 1 else (self.spec.norms, self.shape[-1])
+
+    @property
     def shape_name(self) -> str:
-        """4096x8192, or 8x512x64x64g32."""
+        """4096x8192, 32768x32x128, or 8x512x64x64g32."""
         return "x".join(map(str, self.shape)) + (f"g{self.groups}" if self.groups else "")
 
     @property
@@ -49,5 +58,5 @@ class Cell:
 
 
 def sweep_rows(cols: int, dtype: str) -> int:
-    """Rows of an x of `X_BYTES`."""
+    """Rows of an x of `X_BYTES`, or its tokens if a token has `cols` elements in all."""
     return max(1, X_BYTES // ITEMSIZE[dtype] // cols)

@@ -3,6 +3,7 @@
 Checked against liger-kernel 0.8.5 and quack-kernels 0.6.5.
 """
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from benchmarks.problem import EPS, Problem, Results, Run
 
 
 def liger(problem: Problem) -> Run | None:
-    """LayerNorm, RMSNorm and contiguous GroupNorm; with a residual, RMSNorm forward."""
+    """LayerNorm, RMSNorm and contiguous GroupNorm; with a residual of x's dtype, RMSNorm forward."""
     cell = problem.cell
     if cell.layout == "nhwc":
         return None
@@ -84,13 +85,24 @@ _LIGER = {
 
 
 def quack(problem: Problem) -> Run | None:
-    """LayerNorm, with parameters in float32 as it asks for them, and RMSNorm; with a residual, RMSNorm forward."""
+    """LayerNorm, with parameters in float32 as it asks for them, and RMSNorm.
+
+    RMSNorm also by head, and forward with a residual.  Backward with a residual stream of another dtype gives dx in
+    the stream's dtype alone, which is another operation.
+    """
     cell = problem.cell
     if cell.op == "layer_norm" and cell.variant == "plain":
         return _quack_layer_norm(problem)
-    if cell.op == "rms_norm" and (cell.variant == "plain" or (cell.variant, cell.pass_) == ("residual", "forward")):
+    if cell.op == "rms_norm" and (cell.variant, cell.pass_) in _QUACK_RMS:
         return _quack_rms_norm(problem)
     return None
+
+
+_QUACK_RMS = {
+    *product(("plain", "per_head"), ("forward", "backward")),
+    ("residual", "forward"),
+    ("residual_float32", "forward"),
+}
 
 
 def _quack_layer_norm(problem: Problem) -> Run:

@@ -15,28 +15,30 @@ Results = tuple[Tensor, ...]
 
 
 class Tensors:
-    """Random tensors by role, kept while shape, dtype and layout last: neighbouring cells share them."""
+    """Random tensors by role, kept while x's shape, dtype and layout last: neighbouring cells share them."""
 
     def __init__(self, device: str = "cuda") -> None:
         self._device = device
         self._key: object = None
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[object, Tensor] = {}
 
     def of(self, role: str, cell: Cell) -> Tensor:
         """x, dy or residual as x lies in `cell`; weight or bias as its parameters."""
         key = (cell.shape, cell.dtype, cell.layout)
         if key != self._key:
             self._key, self._kept = key, {}
-        if role not in self._kept:
-            self._kept[role] = self._random(cell, is_parameter=role in ("weight", "bias"))
-        return self._kept[role]
+        is_parameter = role in ("weight", "bias")
+        shape = cell.parameter_shape if is_parameter else cell.shape
+        dtype = cell.spec.stream if role == "residual" else None
+        own_key = (role, shape, dtype)
+        if own_key not in self._kept:
+            layout = "rows" if is_parameter else cell.layout
+            self._kept[own_key] = self._random(shape, dtype or getattr(torch, cell.dtype), layout)
+        return self._kept[own_key]
 
-    def _random(self, cell: Cell, is_parameter: bool) -> Tensor:
-        dtype: torch.dtype = getattr(torch, cell.dtype)
-        if is_parameter:
-            return torch.randn(cell.shape[1] if cell.groups else cell.shape[-1], device=self._device, dtype=dtype)
-        x = torch.randn(cell.shape, device=self._device, dtype=dtype)
-        if cell.layout != "nhwc":
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
+        x = torch.randn(shape, device=self._device, dtype=dtype)
+        if layout != "nhwc":
             return x
         axes = [0, *range(2, x.ndim), 1]
         return x.permute(axes).contiguous().permute([0, x.ndim - 1, *range(1, x.ndim - 1)])
@@ -72,7 +74,7 @@ class Problem:
     @property
     def min_bytes(self) -> int:
         """The fewest bytes that the pass must move."""
-        return self.cell.spec.min_bytes(self.cell.pass_, self.x.numel(), self.x.element_size())
+        return self.cell.spec.min_bytes(self.cell.pass_, self.x.numel(), self.x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ class Run:
     """What a provider makes of a problem.
 
     Attributes:
-        call: the whole pass, whatever it needs inside: (y[, residual_out]) or (dx, dweight[, dbias]).
+        call: the whole pass, whatever it needs inside: (y[, residual_out][, scale]), or
+            (dx, dweight[, dbias][, dresidual]) with dresidual only where it is not dx.
         keep: which elements the provider's own dropout kept, bool like x, given the results of a call; None
             where there is no dropout or the mask is fusednorm's.
         before: what must be put back before each call, outside the time.

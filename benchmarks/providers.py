@@ -12,6 +12,8 @@ from typing import Any
 import fusednorm
 import torch
 import torch.nn.functional as F  # noqa: N812
+from fusednorm.checks import FLOAT8
+from fusednorm.reference_float8 import LARGEST, SMALLEST_SCALE
 from torch import Tensor
 
 from benchmarks import peers
@@ -22,14 +24,12 @@ Provider = Callable[[Problem], Run | None]
 
 
 def plain_torch(cell: Cell, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
-    """The operation as one writes it in torch."""
+    """The operation as one writes it in torch: y, (y, h) with a residual, or (y, scale) in float8.
+
+    A residual stream that is wider than x is rounded before the norm, as models that keep one do.
+    """
     h = x if residual is None else x + residual
-    if cell.op == "layer_norm":
-        y = F.layer_norm(h, x.shape[-1:], weight, bias, EPS)
-    elif cell.op == "rms_norm":
-        y = F.rms_norm(h, x.shape[-1:], weight, EPS)
-    else:
-        y = F.group_norm(h, cell.groups, weight, bias, EPS)
+    y = _normalised(cell, h.to(x.dtype), weight, bias)
     match cell.spec.activation:
         case "relu":
             y = F.relu(y)
@@ -39,12 +39,40 @@ def plain_torch(cell: Cell, x: Tensor, weight: Tensor, bias: Tensor | None, resi
             y = F.gelu(y, approximate="tanh")
     if cell.spec.dropout:
         y = F.dropout(y, cell.spec.dropout)
+    if cell.spec.out_dtype == FLOAT8:
+        return _quantised(y)
     return y if residual is None else (y, h)
+
+
+def _normalised(cell: Cell, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    size = h.shape[-1:]
+    if cell.spec.per_head:
+        y = F.rms_norm(h, size, eps=EPS) if cell.op == "rms_norm" else F.layer_norm(h, size, eps=EPS)
+        return y * weight if bias is None else y * weight + bias
+    if cell.spec.norms > 1:
+        assert bias is not None
+        for norm_weight, norm_bias in zip(weight.unbind(), bias.unbind(), strict=True):
+            h = F.layer_norm(h, size, norm_weight, norm_bias, EPS)
+        return h
+    if cell.op == "rms_norm":
+        return F.rms_norm(h, size, weight, EPS)
+    if cell.op == "layer_norm":
+        return F.layer_norm(h, size, weight, bias, EPS)
+    return F.group_norm(h, cell.groups, weight, bias, EPS)
+
+
+def _quantised(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in float8, and the scale of each."""
+    y = y.float()
+    scale = (y.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE)
+    return (y / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale.squeeze(-1)
 
 
 def ours(problem: Problem) -> Run:
     """The launchers, without autograd."""
     cell = problem.cell
+    if cell.spec.norms > 1:
+        return _our_chain(problem)
     leading = (problem.x, cell.groups) if cell.groups else (problem.x,)
     parameters = (problem.weight,) if cell.op == "rms_norm" else (problem.weight, problem.bias)
     options = {"eps": EPS, "activation": cell.spec.activation, "residual": problem.residual}
@@ -52,28 +80,45 @@ def ours(problem: Problem) -> Run:
         options |= {"dropout": cell.spec.dropout, "seed": SEED}
     forward = getattr(fusednorm, f"{cell.op}_forward")
     if cell.pass_ == "forward":
+        if cell.spec.out_dtype is not None:
+            options["out_dtype"] = cell.spec.out_dtype
         return Run(lambda: present(forward(*leading, *parameters, **options)))
     backward = getattr(fusednorm, f"{cell.op}_backward")
     saved = forward(*leading, *parameters, stats=True, **options)
     statistics = {"rstd": saved.rstd} if cell.op == "rms_norm" else {"mean": saved.mean, "rstd": saved.rstd}
-    return Run(lambda: present(backward(problem.dy, *leading, *parameters, **statistics, **options)))
+    count = 4 if cell.spec.has_dresidual(problem.x.dtype) else 3
+    return Run(lambda: present(backward(problem.dy, *leading, *parameters, **statistics, **options)[:count]))
+
+
+def _our_chain(problem: Problem) -> Run:
+    assert problem.bias is not None
+    x, weights, biases = problem.x, problem.weight.unbind(), problem.bias.unbind()
+    return Run(lambda: (fusednorm.layer_norm_chain(x, weights, biases, eps=EPS),))
 
 
 def eager(problem: Problem) -> Run:
     """`plain_torch` as it stands."""
-    return _differentiated(problem, plain_torch)
+    return _differentiated(problem, lambda function: function)
 
 
 def compiled(problem: Problem) -> Run:
     """`plain_torch` under torch.compile, for this shape alone."""
     torch.compiler.reset()
-    return _differentiated(problem, torch.compile(plain_torch, dynamic=False))
+    return _differentiated(problem, lambda function: torch.compile(function, dynamic=False))
 
 
-def _differentiated(problem: Problem, function: Callable[..., Any]) -> Run:
+def _y_alone(*arguments: Any) -> Tensor:
+    """y of `plain_torch`: a compiled graph that returned the residual's sum too would expect its gradient."""
+    result = plain_torch(*arguments)
+    y: Tensor = result[0] if isinstance(result, tuple) else result
+    return y
+
+
+def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Run:
     """The pass through autograd: the backward graph is kept, so that it alone is timed."""
     cell = problem.cell
     if cell.pass_ == "forward":
+        function = prepare(plain_torch)
 
         def forward() -> Results:
             with torch.no_grad():
@@ -82,12 +127,16 @@ def _differentiated(problem: Problem, function: Callable[..., Any]) -> Run:
 
         return Run(forward, keep=(lambda results: results[0] != 0) if cell.spec.dropout else None)
 
+    normalise = prepare(_y_alone)
+
     def graph(tensors: Results, residual: Tensor | None) -> tuple[Tensor, Results]:
         leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
         bias = leaves[2] if problem.bias is not None else None
+        if residual is not None and cell.spec.has_dresidual(problem.x.dtype):
+            residual = residual.detach().requires_grad_()
+            leaves = (*leaves, residual)
         torch.manual_seed(SEED)
-        result = function(cell, leaves[0], leaves[1], bias, residual)
-        return result if residual is None else result[0], leaves
+        return normalise(cell, leaves[0], leaves[1], bias, residual), leaves
 
     inputs, residual = present((problem.x, problem.weight, problem.bias)), problem.residual
     y, leaves = graph(inputs, residual)

@@ -1,12 +1,13 @@
 """Lists of cells by name.
 
 The suites of LayerNorm and RMSNorm: `plain`, `residual`, `activation` and `dropout` sweep the row length with x of
-256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks; `few_rows`, `small` and `tutorial` name
-their rows.  `layer_norm` is all of these.  `first` is a short look at everything.
+256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks, `features` over a few lengths of every
+other variant; `few_rows`, `small` and `tutorial` name their rows.  `layer_norm` is all of these.  `first` is a
+short look at everything.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, product
+from itertools import chain, groupby, product
 
 from benchmarks.cells import Cell, sweep_rows
 
@@ -18,7 +19,8 @@ ROW_LENGTHS = (256, 512, 768, 1024, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12
 LONG_ROW_LENGTHS = (32768, 65536, 131072, 262144)
 ODD_ROW_LENGTHS = (1001, 50257, 128256)
 SWEEP_LENGTHS = ROW_LENGTHS + LONG_ROW_LENGTHS + ODD_ROW_LENGTHS
-DROPOUT_ROW_LENGTHS = (1024, 4096, 8192, 16384)
+FEW_ROW_LENGTHS = (1024, 4096, 8192, 16384)
+HEADS = ((32, 64), (32, 128), (32, 256))
 FEW_ROWS = (*product((1, 16, 64), (1 << 20, 1 << 22)), (1, 1 << 25))
 SMALL_SHAPES = ((1, 4096), (64, 1024), (128, 4096), (512, 2048), (16, 8192))
 TUTORIAL_SHAPES = tuple((4096, cols) for cols in range(1024, 15873, 512))
@@ -61,6 +63,13 @@ def shapes(
         yield Cell(op, pass_, "plain", shape, 0, dtype, "rows")
 
 
+def heads(of: Iterable[tuple[int, int]], dtypes: Iterable[str]) -> Iterator[Cell]:
+    """Tokens of (heads, cols) with parameters for each head, x of 256 MiB."""
+    for dtype, (count, cols), op, pass_ in product(dtypes, of, ROW_OPS, PASSES):
+        shape = (sweep_rows(count * cols, dtype), count, cols)
+        yield Cell(op, pass_, "per_head", shape, 0, dtype, "heads")
+
+
 def groups(of: Iterable[tuple[int, ...]], dtypes: Iterable[str], variants: Iterable[str]) -> Iterator[Cell]:
     """Both passes, both layouts, 32 groups."""
     for dtype, shape, layout, variant, pass_ in product(dtypes, of, ("nchw", "nhwc"), variants, PASSES):
@@ -69,8 +78,16 @@ def groups(of: Iterable[tuple[int, ...]], dtypes: Iterable[str], variants: Itera
 
 def _dropout() -> Iterator[Cell]:
     dtypes = ("bfloat16", "float32")
-    yield from sweep(DROPOUT_ROW_LENGTHS, dtypes, variants=("dropout",))
-    yield from sweep(DROPOUT_ROW_LENGTHS, dtypes, passes=("forward",), variants=("residual_dropout",))
+    yield from sweep(FEW_ROW_LENGTHS, dtypes, variants=("dropout",))
+    yield from sweep(FEW_ROW_LENGTHS, dtypes, passes=("forward",), variants=("residual_dropout",))
+
+
+def _features() -> Iterator[Cell]:
+    yield from sweep(FEW_ROW_LENGTHS, ("bfloat16",), variants=("residual_float32",))
+    yield from sweep(FEW_ROW_LENGTHS, ("bfloat16",), passes=("forward",), variants=("float8",))
+    chains = ("bfloat16", "float32")
+    yield from sweep(FEW_ROW_LENGTHS, chains, ops=("layer_norm",), passes=("forward",), variants=("chain",))
+    yield from heads(HEADS, ("bfloat16",))
 
 
 def _tutorial() -> Iterator[Cell]:
@@ -92,6 +109,7 @@ _ROW_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
     ),
     "dropout": _dropout,
     "odd": lambda: sweep(ODD_ROW_LENGTHS),
+    "features": _features,
     "few_rows": lambda: shapes(FEW_ROWS, DTYPES, passes=("forward",)),
     "small": lambda: shapes(SMALL_SHAPES, ("bfloat16",), passes=("forward",)),
     "tutorial": _tutorial,
@@ -110,5 +128,17 @@ def cells_of(suites: Iterable[str]) -> list[Cell]:
     cells = list(dict.fromkeys(cell for suite in suites for cell in SUITES[suite]()))
     order: dict[object, int] = {}
     for cell in cells:
-        order.setdefault((cell.shape, cell.dtype, cell.layout), len(order))
-    return sorted(cells, key=lambda cell: order[cell.shape, cell.dtype, cell.layout])
+        order.setdefault(_tensors_of(cell), len(order))
+    return sorted(cells, key=lambda cell: order[_tensors_of(cell)])
+
+
+def shard(cells: Iterable[Cell], index: int, count: int) -> list[Cell]:
+    """Shard `index`, from 1, of `count` about equal ones; neighbours over the same tensors stay together."""
+    shards: list[list[Cell]] = [[] for _ in range(count)]
+    for _, neighbours in groupby(cells, _tensors_of):
+        min(shards, key=len).extend(neighbours)
+    return shards[index - 1]
+
+
+def _tensors_of(cell: Cell) -> object:
+    return cell.shape, cell.dtype, cell.layout

@@ -7,226 +7,193 @@ Each configuration must agree with the table's own choice before it is timed.
 
 import argparse
 import csv
-import itertools
-import multiprocessing
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from fusednorm import launch, layer_norm_plan, traffic
 from fusednorm.checks import Epilogue
-from fusednorm.launch import (
-    BackwardShared,
-    BackwardSlab,
-    BackwardTile,
-    ForwardRow,
-    ForwardShared,
-    ForwardSweep,
-    ForwardTile,
-    Launch,
-)
+from fusednorm.launch import BackwardTile, Launch
 from fusednorm.results import Backward, Forward
 
+from benchmarks.candidates import candidates
+from benchmarks.cells import sweep_rows
+from benchmarks.problem import EPS
+from benchmarks.suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 from benchmarks.timing import Timer
+from benchmarks.workers import run_in_workers
 
-COLS = (
-    256,
-    512,
-    768,
-    1024,
-    2048,
-    2560,
-    3072,
-    4096,
-    5120,
-    6144,
-    8192,
-    12288,
-    14336,
-    16384,
-    32768,
-    65536,
-    131072,
-)
-X_BYTES = 256 << 20
+Config = launch.Forward | launch.Backward
+
+COLUMNS = ("pass", "cols", "dtype", "config", "ms", "of_copy")
 
 
-def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[launch.Forward | launch.Backward]:
-    """Configurations that may suit rows of `cols` elements: bounded by registers and shared memory."""
-    tensors = 1 if pass_ == "forward" else 2
-    for (chunks, block), rows, warps, stages, per_sm in itertools.product(
-        shapes(pass_, cols, itemsize), (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 3, 4), (0, 1, 2, 3, 4, 6)
-    ):
-        slab = chunks * block
-        held = rows * slab // (32 * warps)
-        registers = tensors * 32 * warps * (held * 2 + 32) * max(per_sm, 1)
-        shared = tensors * rows * slab * itemsize * (stages - 1) * max(per_sm, 1)
-        if (stages == 1) != (per_sm == 0) or (stages == 1 and tensors == 2):
-            continue
-        if not 16 // tensors <= held <= 64 // tensors or (block < 8 * 32 and block < cols):
-            continue
-        if registers > 72_000 or shared > 220_000 or (stages > 1 and shared < 30_000):
-            continue
-        if pass_ == "forward":
-            yield ForwardTile(rows, chunks, block, warps, stages, per_sm)
-        else:
-            yield BackwardTile(rows, block, warps, stages, per_sm, True)
-    if pass_ == "forward":
-        for block, warps in itertools.product((512, 1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32)):
-            if 8 <= block // (32 * warps) <= 32 and 2 * block <= cols:
-                for ahead_per_sm in (0, 1, 2, 3, 4) if cols * itemsize > 16384 else (0,):
-                    yield ForwardSweep(block, warps, ahead_per_sm)
-        for chunks, warps in itertools.product(range(1, 9), (1, 2, 4, 8, 16, 32)):
-            if cols <= chunks * 256 * warps < cols + 256 * warps:
-                for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
-                    if 24 + 2.5 * chunks * itemsize <= 2048 / (warps * per_sm) <= 160:
-                        yield ForwardRow(chunks, warps, per_sm)
-        yield from shared_forward(cols, itemsize)
-    elif cols > 8192:
-        yield BackwardSlab(4096, 8, 1, 2048, 4, 4, 2)
-        yield from shared_backward(cols, itemsize)
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One pass over rows of one length, x of 256 MiB."""
+
+    pass_: str
+    cols: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
 
 
-def shared_forward(cols: int, itemsize: int) -> Iterator[ForwardShared]:
-    """Slabs of 2 to 64 KB; as many as the registers that their data needs allow."""
-    for chunks, warps, lag in itertools.product((1, 2, 4), (4, 8, 16), (1, 2, 3)):
-        block = 256 * warps
-        if 8192 < cols and chunks * block < cols:
-            for resident_warps, ahead in itertools.product((16, 20, 24, 28, 32), (1, 2)):
-                registers = 2048 // resident_warps
-                if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= registers <= 128:
-                    yield ForwardShared(chunks, warps, resident_warps // warps, lag, ahead)
+class Timed(NamedTuple):
+    """A configuration, the median of its times in milliseconds, and the fraction of a copy that it reaches."""
+
+    ms: float
+    of_copy: float
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """ForwardSweep(4096, 8, 0)."""
+        return type(self.config).__name__ + str(tuple(asdict(self.config).values()))
 
 
-def shared_backward(cols: int, itemsize: int) -> Iterator[BackwardShared]:
-    """Slabs of 8 or 16 columns a thread; as many as the registers that their data needs allow."""
-    for warps, per_thread, lag, ahead in itertools.product((4, 8), (8, 16), (1, 2, 3), (1, 2)):
-        for resident_warps in (8, 12, 16, 20, 24):
-            if resident_warps % warps == 0 and 2048 // resident_warps >= 20 + (4 + itemsize // 2) * per_thread:
-                yield BackwardShared(32 * warps * per_thread, warps, resident_warps // warps, lag, ahead)
+class Pass:
+    """The tensors of a cell, and its launches under a configuration."""
 
-
-def shapes(pass_: str, cols: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """(chunks, block) that hold a row with little waste."""
-    if cols <= (65536 if pass_ == "forward" else 16384) // itemsize:
-        choices = []
-        for chunks in (1, 3, 5, 7) if pass_ == "forward" else (1,):
-            block = 1 << (-(-cols // chunks) - 1).bit_length()
-            choices.append((chunks * block, chunks, block))
-        yield min(choices)[1:]
-
-
-class Problem:
-    """The tensors of one pass, and its plan under a configuration."""
-
-    def __init__(self, pass_: str, cols: int, dtype: torch.dtype, device: str) -> None:
-        self.pass_ = pass_
-        rows = max(1, X_BYTES // dtype.itemsize // cols)
+    def __init__(self, cell: Cell, device: str) -> None:
+        rows, cols = sweep_rows(cell.cols, cell.dtype), cell.cols
+        options: dict[str, Any] = {"device": device, "dtype": getattr(torch, cell.dtype)}
         fill = torch.empty if device == "meta" else torch.randn
-        self.x, self.dy = (fill(rows, cols, device=device, dtype=dtype) for _ in range(2))
-        self.weight, self.bias = (fill(cols, device=device, dtype=dtype) for _ in range(2))
+        self._pass = cell.pass_
+        self.x, self.dy = (fill(rows, cols, **options) for _ in range(2))
+        self.weight, self.bias = (fill(cols, **options) for _ in range(2))
         self.mean, self.rstd = torch.zeros(rows, device=device), torch.ones(rows, device=device)
-        self.out = torch.empty_like(self.x)
-        self.dweight, self.dbias = torch.empty_like(self.weight), torch.empty_like(self.bias)
+        shapes = (self.x,) if cell.pass_ == "forward" else (self.x, self.weight, self.bias)
+        self.results = tuple(map(torch.empty_like, shapes))
 
-    def plan(self, config: launch.Forward | launch.Backward | None) -> list[Launch]:
-        if self.pass_ == "forward":
+    def plan(self, config: Config | None = None) -> list[Launch]:
+        """Into `results`; under the table's own choice when None."""
+        if self._pass == "forward":
             assert config is None or isinstance(config, launch.Forward)
+            out = Forward(*self.results)
             return layer_norm_plan.plan_forward(
-                self.x, self.weight, self.bias, 1e-5, None, Epilogue(), Forward(self.out), False, config
+                self.x, self.weight, self.bias, EPS, None, Epilogue(), out, False, config
             )
         assert config is None or isinstance(config, launch.Backward)
-        out = Backward(self.out, self.dweight, self.dbias)
-        return layer_norm_plan.plan_backward(
-            self.dy, self.x, self.weight, self.bias, 1e-5, self.mean, self.rstd, None, None, Epilogue(),
-            out, False, config,
-        )  # fmt: skip
+        inputs = (self.dy, self.x, self.weight, self.bias, EPS, self.mean, self.rstd, None, None, Epilogue())
+        return layer_norm_plan.plan_backward(*inputs, Backward(*self.results), False, config)
 
+    def run(self, plan: Iterable[Launch]) -> None:
+        """Make the launches of a plan."""
+        launch.run(self.x.device, plan)
+
+    @property
     def min_bytes(self) -> int:
-        size = self.x.element_size()
-        if self.pass_ == "forward":
-            return traffic.forward_bytes(self.x.numel(), size, size)
-        return traffic.backward_bytes(self.x.numel(), size, size)
+        """The fewest bytes that the pass must move."""
+        fewest = traffic.forward_bytes if self._pass == "forward" else traffic.backward_bytes
+        return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
 
 
-def compile_only(pass_: str, cols: int, dtype: torch.dtype, config: launch.Forward | launch.Backward) -> None:
-    """Fill Triton's cache, from a process of its own."""
-    for step in Problem(pass_, cols, dtype, "meta").plan(config):
+def compile_kernels(item: tuple[Cell, Config]) -> None:
+    """Fill Triton's cache, in a process of its own."""
+    cell, config = item
+    for step in Pass(cell, "meta").plan(config):
         step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
+def kernels_of(work: Iterable[tuple[Cell, Config]]) -> list[tuple[Cell, Config]]:
+    """One item for each set of kernels: tiles that differ in the number of programs alone share theirs."""
+    shared = (
+        (cell, replace(config, programs_per_sm=1) if isinstance(config, BackwardTile) else config)
+        for cell, config in work
+    )
+    return list(dict.fromkeys(shared))
+
+
+def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> list[Timed]:
+    """Every configuration that agrees with the table's choice, fastest first; stderr hears of the others."""
+    of = Pass(cell, device)
+    roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
+    of.run(of.plan())
+    expected = tuple(result.clone() for result in of.results)
+    rows = []
+    for config in configs:
+        try:
+            plan = of.plan(config)
+            for result in of.results:
+                result.fill_(float("nan"))
+            of.run(plan)
+            _check(of.results, expected)
+            ms = timer(partial(of.run, plan), repeats=20, warmup=2).p50
+        except Exception as error:
+            print(f"{cell} {config}: {str(error)[:120]}", file=sys.stderr)
+            continue
+        rows.append(Timed(ms, of.min_bytes / ms / roof, config))
+    return sorted(rows, key=lambda row: row.ms)
+
+
+def _check(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for index, (actual, right) in enumerate(zip(results, expected, strict=True)):
+        if not torch.allclose(actual, right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
+            raise ValueError(f"result {index} is wrong")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pass", dest="passes", default="forward,backward")
-    parser.add_argument("--dtype", default="bfloat16,float32")
-    parser.add_argument("--cols", default=",".join(map(str, COLS)))
-    parser.add_argument("--only", default="", help="a regular expression that configurations must match")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new cells after this time")
-    arguments = parser.parse_args()
+    arguments = _arguments()
     cells = [
-        (pass_, cols, getattr(torch, dtype))
+        Cell(pass_, cols, dtype)
         for pass_ in arguments.passes.split(",")
         for dtype in arguments.dtype.split(",")
         for cols in map(int, arguments.cols.split(","))
     ]
-    work = [
-        (*cell, config)
+    work = {
+        cell: [
+            config
+            for config in candidates(cell.pass_, cell.cols, cell.itemsize)
+            if re.search(arguments.only, repr(config))
+        ]
         for cell in cells
-        for config in candidates(cell[0], cell[1], cell[2].itemsize)
-        if re.search(arguments.only, repr(config))
-    ]
-    # Tiles that differ in the number of programs alone are one kernel.
-    kernels = {(*cell, replace(c, programs_per_sm=1) if isinstance(c, BackwardTile) else c) for *cell, c in work}
+    }
     began = time.monotonic()
-    workers = max(1, (os.cpu_count() or 2) - 2)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        compiled = [pool.submit(compile_only, *item) for item in kernels]
-        errors = [error for future in compiled if (error := future.exception()) is not None]
-    took = time.monotonic() - began
-    print(f"{len(kernels)} kernels for {len(work)} configurations compiled in {took:.0f} s", flush=True)
-    print(f"{len(errors)} did not compile", *errors[:2], flush=True)
+    kernels = kernels_of((cell, config) for cell, configs in work.items() for config in configs)
+    run_in_workers(compile_kernels, kernels, max(1, (os.cpu_count() or 2) - 2), arguments.seconds)
+    print(f"{len(kernels)} configurations compiled in {time.monotonic() - began:.0f} s", flush=True)
 
     timer = Timer()
     with arguments.out.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["pass", "cols", "dtype", "config", "ms", "of_copy"])
-        for pass_, cols, dtype in cells:
+        writer.writerow(COLUMNS)
+        for cell, configs in work.items():
             if time.monotonic() - began > arguments.seconds:
                 print("out of time", file=sys.stderr)
                 break
-            problem = Problem(pass_, cols, dtype, "cuda")
-            copy_ms = timer(lambda p=problem: p.out.copy_(p.x)).p50
-            roof = 2 * problem.x.nbytes / copy_ms
-            launch.run(problem.x.device, problem.plan(None))
-            expected = problem.out.clone(), problem.dweight.clone()
-            rows = []
-            for _, _, _, config in (item for item in work if item[:3] == (pass_, cols, dtype)):
-                try:
-                    plan = problem.plan(config)
-                    problem.out.fill_(float("nan"))
-                    launch.run(problem.x.device, plan)
-                    for actual, right in zip((problem.out, problem.dweight), expected, strict=True):
-                        if not torch.allclose(actual, right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
-                            raise ValueError("wrong result")
-                    ms = timer(lambda p=plan, d=problem.x.device: launch.run(d, p), repeats=20, warmup=2).p50
-                except Exception as error:
-                    print(f"{pass_} {cols} {dtype} {config}: {str(error)[:120]}", file=sys.stderr)
-                    continue
-                rows.append((ms, problem.min_bytes() / ms / roof, config))
-            rows.sort(key=lambda row: row[0])
-            for ms, fraction, config in rows:
-                name = type(config).__name__ + str(tuple(asdict(config).values()))
-                writer.writerow([pass_, cols, str(dtype)[6:], name, f"{ms:.5f}", f"{fraction:.4f}"])
+            rows = time_cell(cell, configs, timer)
+            for row in rows:
+                writer.writerow(
+                    [cell.pass_, cell.cols, cell.dtype, row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}"]
+                )
             file.flush()
-            best = "; ".join(f"{f:.3f} {type(c).__name__}{tuple(asdict(c).values())}" for _, f, c in rows[:4])
-            print(f"{pass_} {str(dtype)[6:]} {cols}: roof {roof / 1e6:.0f} GB/s; {best}", flush=True)
+            best = "; ".join(f"{row.of_copy:.3f} {row.name}" for row in rows[:4])
+            print(f"{cell.pass_} {cell.dtype} {cell.cols}: {best}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    parser.add_argument("--pass", dest="passes", default=",".join(PASSES))
+    parser.add_argument("--dtype", default="bfloat16,float32")
+    parser.add_argument("--cols", default=",".join(map(str, ROW_LENGTHS + LONG_ROW_LENGTHS[:-1])))
+    parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose repr it matches")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

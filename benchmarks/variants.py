@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from fusednorm import traffic
 
 
@@ -12,19 +13,33 @@ class Variant:
     Attributes:
         activation: after the affine step; one of `fusednorm.epilogue.ACTIVATIONS`.
         residual: x + residual is what is normalised; forward returns the sum too.
+        stream: the residual's dtype; x's when None.
         dropout: probability of a zero, after everything else.
+        out_dtype: y's dtype, x's when None; a float8 y comes with a scale for each row.
+        per_head: every head of x [tokens, heads, cols] has parameters of its own, [heads, cols].
+        norms: how many follow one another, in place of one; parameters are [norms, cols].
     """
 
     activation: str = "none"
     residual: bool = False
+    stream: torch.dtype | None = None
     dropout: float = 0.0
+    out_dtype: torch.dtype | None = None
+    per_head: bool = False
+    norms: int = 1
 
-    def min_bytes(self, pass_: str, numel: int, size: int) -> int:
-        """The fewest bytes that a pass over `numel` elements of `size` bytes each must move."""
-        residual = size if self.residual else 0
+    def min_bytes(self, pass_: str, numel: int, dtype: torch.dtype) -> int:
+        """The fewest bytes that a pass over an x of `numel` elements must move."""
+        size, y = dtype.itemsize, (self.out_dtype or dtype).itemsize
+        residual = (self.stream or dtype).itemsize if self.residual else 0
         if pass_ == "forward":
-            return traffic.forward_bytes(numel, size, size, residual=residual, residual_out=residual)
-        return traffic.backward_bytes(numel, size, size, residual=residual)
+            return traffic.forward_bytes(numel, size, y, residual=residual, residual_out=residual)
+        dresidual = residual if self.has_dresidual(dtype) else 0
+        return traffic.backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
+
+    def has_dresidual(self, dtype: torch.dtype) -> bool:
+        """Whether the residual's gradient is a result beside that of an x of `dtype`, rather than the same."""
+        return self.residual and self.stream not in (None, dtype)
 
 
 VARIANTS = {
@@ -35,5 +50,9 @@ VARIANTS = {
     "gelu_tanh": Variant(activation="gelu_tanh"),
     "dropout": Variant(dropout=0.1),
     "residual_dropout": Variant(residual=True, dropout=0.1),
+    "residual_float32": Variant(residual=True, stream=torch.float32),
+    "float8": Variant(out_dtype=torch.float8_e4m3fn),
+    "per_head": Variant(per_head=True),
+    "chain": Variant(norms=3),
 }
 """By the name that stands in a cell and in the CSV."""

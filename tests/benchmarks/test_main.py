@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from benchmarks import records
-from benchmarks.__main__ import _providers, main, time_cell
+from benchmarks.__main__ import _providers, _shard, main, time_cell
 from benchmarks.problem import Run, Tensors
 from benchmarks.providers import PROVIDERS, ours
 from benchmarks.timing import Quantiles
@@ -82,6 +82,30 @@ def test_a_run_writes_the_chosen_cells_and_providers(run):
         ("1x4096", "torch", "abc"),
     ]
     assert tuple(rows[0]) == records.COLUMNS
+
+
+def test_shards_share_out_the_chosen_cells(run):
+    chosen = ("--cells", "layer_norm .* 1", "--providers", "torch")
+    shapes = [
+        {row["shape"] for row in run("--suite", "small", *chosen, "--shard", f"{index}/2")} for index in (1, 2)
+    ]
+    assert shapes == [{"1x4096", "16x8192"}, {"128x4096"}]
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/x"])
+def test_a_shard_is_one_of_its_number(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="I from 1 to N"):
+        _shard(text)
+
+
+def test_only_what_will_be_timed_is_compiled_ahead(run, monkeypatch):
+    warmed = []
+    monkeypatch.setattr("benchmarks.__main__.warm", lambda *arguments: warmed.append(arguments))
+    chosen = ("--cells", "layer_norm .* 1x4096 ", "--providers", "fusednorm,torch")
+    run("--suite", "small", "tutorial", *chosen, "--warm", "5")
+    ((cells, providers, seconds),) = warmed
+    assert [cell.name for cell in cells] == ["layer_norm forward plain 1x4096 bfloat16 rows"]
+    assert (list(providers), seconds) == (["fusednorm", "torch"], 5)
 
 
 def test_no_cell_is_started_out_of_time(run, capsys):

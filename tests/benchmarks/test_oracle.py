@@ -18,11 +18,53 @@ from benchmarks.providers import eager, ours
         ("rms_norm", "forward", "residual"),
         ("rms_norm", "backward", "plain"),
         ("rms_norm", "backward", "dropout"),
+        ("layer_norm", "backward", "residual"),
+        ("layer_norm", "forward", "residual_float32"),
+        ("rms_norm", "backward", "residual_float32"),
+        ("layer_norm", "forward", "chain"),
     ],
 )
 def test_right_results_pass(problem, provider, dtype, op, pass_, variant):
     it = problem(op, pass_, variant, dtype=dtype)
     assert 0 < Oracle(it).error(provider(it)) < 0.2
+
+
+@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_right_heads_pass(problem, provider, op, pass_):
+    it = problem(op, pass_, "per_head", shape=(6, 3, 64), layout="heads")
+    assert it.weight.shape == (3, 64)
+    assert 0 < Oracle(it).error(provider(it)) < 1e-4
+
+
+@pytest.mark.usefixtures("float8_is_rounded_as_on_a_gpu")
+@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_right_rows_of_float8_pass(problem, provider, op):
+    it = problem(op, variant="float8")
+    y, scale = provider(it).call()
+    assert y.dtype == torch.float8_e4m3fn
+    assert scale.shape == (6,)
+    assert 0 < Oracle(it).error(provider(it)) < 0.5
+
+
+def test_float8_in_steps_twice_as_large_fails(problem):
+    it = problem(variant="float8")
+    exact, scale = exact_results(it)
+    with pytest.raises(WrongResultError, match="result 0"):
+        Oracle(it).error(Run(lambda: (_float8(exact / scale[:, None] / 64), scale.float() * 64)))
+
+
+def test_a_scale_that_leaves_half_the_range_empty_fails(problem):
+    it = problem(variant="float8")
+    exact, scale = exact_results(it)
+    with pytest.raises(WrongResultError, match="result 1"):
+        Oracle(it).error(Run(lambda: (_float8(exact / scale[:, None] / 2), scale.float() * 2)))
+
+
+def _float8(rows):
+    return rows.to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
@@ -32,12 +74,12 @@ def test_right_groups_pass(problem, layout, pass_):
     assert Oracle(it).error(ours(it)) < 1e-5
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
 def test_each_wrong_gradient_fails(problem, index):
-    it = problem(pass_="backward")
+    it = problem(pass_="backward", variant="residual_float32", dtype="float16")
     results = list(ours(it).call())
     results[index] = results[index].clone()
-    results[index].view(-1)[-1] += 0.01
+    results[index].view(-1)[-1] += 0.5
     with pytest.raises(WrongResultError, match=f"result {index}"):
         Oracle(it).error(Run(lambda: tuple(results)))
 

@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import torch
+
 from benchmarks.problem import Problem
 
 
@@ -22,6 +24,22 @@ def test_tensors_are_those_of_the_variant(problem):
     assert problem().residual is None
     assert problem(variant="residual").residual.shape == (6, 256)
     assert problem(op="rms_norm").bias is None
+
+
+def test_a_stream_is_as_wide_as_the_variant_says(problem):
+    plain, wide = (
+        problem(variant="residual", dtype="bfloat16"),
+        problem(dtype="bfloat16", variant="residual_float32"),
+    )
+    assert (plain.residual.dtype, wide.residual.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_variants_of_a_shape_share_x_but_not_parameters_of_another_shape(problem):
+    one = problem()
+    three = Problem(replace(one.cell, variant="chain"), one.tensors)
+    assert three.x is one.x
+    assert (one.weight.shape, three.weight.shape) == ((256,), (3, 256))
+    assert problem(variant="per_head", shape=(6, 3, 64), layout="heads").bias.shape == (3, 64)
 
 
 def test_channels_last_is_by_strides(problem):

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from benchmarks.suites import SUITES, cells_of
+from benchmarks.suites import SUITES, cells_of, shard
 from benchmarks.variants import VARIANTS
 
 
@@ -24,6 +24,19 @@ def test_cells_over_the_same_tensors_stand_together():
     assert changes == len(set(tensors)) - 1
 
 
+def test_shards_are_about_equal_and_together_the_whole():
+    cells = cells_of(["layer_norm"])
+    shards = [shard(cells, index, 5) for index in range(1, 6)]
+    assert sorted(cell.name for part in shards for cell in part) == sorted(cell.name for cell in cells)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 20
+
+
+def test_cells_over_the_same_tensors_are_of_one_shard():
+    cells = cells_of(["plain", "residual"])
+    shards = [{(cell.shape, cell.dtype) for cell in shard(cells, index, 4)} for index in range(1, 5)]
+    assert sum(map(len, shards)) == len({(cell.shape, cell.dtype) for cell in cells})
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -36,6 +49,10 @@ def test_cells_over_the_same_tensors_stand_together():
         "layer_norm backward plain 4096x15872 float16 rows",
         "layer_norm forward plain 2048x8192 float32 rows",
         "layer_norm forward plain 1x4096 bfloat16 rows",
+        "rms_norm backward per_head 32768x32x128 bfloat16 heads",
+        "layer_norm backward residual_float32 16384x8192 bfloat16 rows",
+        "rms_norm forward float8 131072x1024 bfloat16 rows",
+        "layer_norm forward chain 8192x16384 bfloat16 rows",
     ],
 )
 def test_layer_norm_has_every_kind_of_cell(name):

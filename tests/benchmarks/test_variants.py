@@ -1,4 +1,5 @@
 import pytest
+import torch
 from fusednorm.epilogue import ACTIVATIONS
 
 from benchmarks.variants import VARIANTS
@@ -15,10 +16,20 @@ from benchmarks.variants import VARIANTS
         ("dropout", "forward", 2),
         ("dropout", "backward", 3),
         ("residual_dropout", "forward", 4),
+        ("residual_float32", "forward", 6),
+        ("residual_float32", "backward", 7),
+        ("float8", "forward", 1.5),
+        ("per_head", "forward", 2),
+        ("per_head", "backward", 3),
+        ("chain", "forward", 2),
     ],
 )
 def test_fewest_bytes_are_whole_tensors_once_each(variant, pass_, tensors):
-    assert VARIANTS[variant].min_bytes(pass_, numel=1000, size=2) == tensors * 2000
+    assert VARIANTS[variant].min_bytes(pass_, 1000, torch.float16) == tensors * 2000
+
+
+def test_a_stream_of_x_s_own_dtype_has_no_gradient_of_its_own():
+    assert VARIANTS["residual_float32"].min_bytes("backward", 1000, torch.float32) == 4 * 4000
 
 
 def test_activations_are_the_library_s():

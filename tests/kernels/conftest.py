@@ -2,11 +2,8 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from triton import knobs
-from triton.runtime import interpreter
 
 
 @pytest.fixture(scope="session")
@@ -16,22 +13,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def float8_is_rounded_as_on_a_gpu() -> Iterator[None]:
-    """To nearest even, saturating; the interpreter's own conversion loses carries and makes a number of NaN."""
-    if not knobs.runtime.interpret:
-        yield
-        return
-    convert = interpreter._convert_float
-
-    def convert_float(data, source, target, rounding):
-        if not target.is_fp8e4nv():
-            return convert(data, source, target, rounding)
-        values = torch.from_numpy(np.ascontiguousarray(data)).clamp(-448, 448)
-        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", convert_float)
-        yield
+def float8_is_rounded(float8_is_rounded_as_on_a_gpu: None) -> None:
+    """In every test of kernels."""
 
 
 @pytest.fixture(autouse=True)

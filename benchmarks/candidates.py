@@ -1,0 +1,168 @@
+"""Launch configurations that may suit a row length: what `tune` times.
+
+Bounds on registers are estimates of what the compiler makes of a kernel; they leave out what cannot be fast, not
+everything that is slow.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from fusednorm.launch import (
+    Backward,
+    BackwardShared,
+    BackwardSlab,
+    BackwardTile,
+    Forward,
+    ForwardPieces,
+    ForwardRow,
+    ForwardShared,
+    ForwardSweep,
+    ForwardTile,
+)
+
+_TILE_REGISTERS = 72_000
+"""Of a multiprocessor, by an estimate that is high for the larger tiles: a little over what there is."""
+
+_TILE_SHARED_BYTES = 220_000
+_SHARED_ROWS = 8192
+"""Rows up to this many columns are not shared by programs."""
+
+_PIECED_ROWS = 1 << 18
+"""Rows up to this many columns are not the work of all programs at once."""
+
+_MULTIPROCESSORS = 132
+"""Of an H200: programs that share a row must all be resident."""
+
+
+def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[Forward | Backward]:
+    """Configurations for rows of `cols` elements of `itemsize` bytes, each once.
+
+    Args:
+        pass_: forward or backward.
+    """
+    if pass_ == "forward":
+        yield from forward_tiles(cols, itemsize)
+        yield from forward_sweeps(cols, itemsize)
+        yield from forward_rows(cols, itemsize)
+        if cols > _SHARED_ROWS:
+            yield from forward_shared(cols, itemsize)
+        if cols > _PIECED_ROWS:
+            yield from forward_pieces(itemsize)
+    else:
+        yield from backward_tiles(cols, itemsize)
+        if cols > _SHARED_ROWS:
+            for block in (1024, 2048):
+                yield BackwardSlab(4096, 8, rows=1, block_n=block, num_warps=4, stages=4, programs_per_sm=2)
+            yield from backward_shared(cols, itemsize)
+
+
+def forward_tiles(cols: int, itemsize: int) -> Iterator[ForwardTile]:
+    """A tile a program, or persistent programs with tiles under way in shared memory."""
+    if cols * itemsize > 64 << 10:
+        return
+    for chunks, block in _chunks(cols):
+        if block < 256 and block < cols:
+            continue
+        for rows, warps, stages, per_sm in _tilings(chunks * block, itemsize, tensors=1):
+            yield ForwardTile(rows, chunks, block, warps, stages, per_sm)
+
+
+def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
+    """Persistent programs with tiles under way in shared memory; long rows also without weight in registers."""
+    if cols * itemsize > 32 << 10:
+        return
+    block = _power_of_2(cols)
+    for rows, warps, stages, per_sm in _tilings(block, itemsize, tensors=2):
+        if stages > 1:
+            yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=True)
+            if block >= 8192:
+                yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=False)
+
+
+def _chunks(cols: int) -> Iterator[tuple[int, int]]:
+    """(chunks, block) that hold a row with the least waste, and one block if it wastes an eighth at most."""
+    least = min((chunks * _power_of_2(-(-cols // chunks)), chunks) for chunks in (1, 3, 5, 7))
+    slab, chunks = least
+    yield chunks, slab // chunks
+    whole = _power_of_2(cols)
+    if chunks > 1 and 8 * cols >= 7 * whole:
+        yield 1, whole
+
+
+def _tilings(slab: int, itemsize: int, tensors: int) -> Iterator[tuple[int, int, int, int]]:
+    """(rows, warps, stages, programs_per_sm) of tiles of that many tensors of rows padded to `slab` columns.
+
+    One stage is a program a tile, which makes programs_per_sm 0.
+    """
+    is_short = slab <= 128
+    least_held = 8 if slab <= 256 else 16 // tensors
+    least_shared = 16_000 if is_short else 30_000
+    for rows, warps in product((1, 2, 4, 8, 16, 32) if is_short else (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
+        held = rows * slab // (32 * warps)
+        registers = tensors * 32 * warps * (2 * held + 32)
+        if not least_held <= held <= 64 // tensors:
+            continue
+        if registers <= _TILE_REGISTERS:
+            yield rows, warps, 1, 0
+        for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6)):
+            shared = tensors * rows * slab * itemsize * (stages - 1) * per_sm
+            if registers * per_sm <= _TILE_REGISTERS and least_shared <= shared <= _TILE_SHARED_BYTES:
+                yield rows, warps, stages, per_sm
+
+
+def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
+    """Two chunks a row and more, of 8 to 32 elements a thread; rows over 16 KB also ask for later ones."""
+    for block, warps in product((512, 1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32)):
+        if 8 <= block // (32 * warps) <= 32 and 2 * block <= cols:
+            for ahead_per_sm in (0, 1, 2, 3, 4) if cols * itemsize > 16384 else (0,):
+                yield ForwardSweep(block, warps, ahead_per_sm)
+
+
+def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
+    """Chunks that a row fills but for the last; as many programs as leave a row's data its registers.
+
+    Rows over 16 KB also ask for later ones.
+    """
+    for chunks, warps in product(range(1, 9), (1, 2, 4, 8, 16, 32)):
+        if cols <= chunks * 256 * warps < cols + 256 * warps:
+            for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
+                if 24 + 2.5 * chunks * itemsize <= 2048 / (warps * per_sm) <= 160:
+                    for ahead_per_sm in (0, 1, 2) if cols * itemsize > 16384 else (0,):
+                        yield ForwardRow(chunks, warps, per_sm, ahead_per_sm)
+
+
+def forward_shared(cols: int, itemsize: int) -> Iterator[ForwardShared]:
+    """Slabs of 1 to 32 thousand columns, fewer than programs; as many as leave a slab's data its registers."""
+    for (chunks, warps, per_sm), lag, ahead in product(_slabs(itemsize), (1, 2, 3), (1, 2)):
+        slab = chunks * 256 * warps
+        if slab < cols <= slab * per_sm * _MULTIPROCESSORS:
+            yield ForwardShared(chunks, warps, per_sm, lag, ahead)
+
+
+def forward_pieces(itemsize: int) -> Iterator[ForwardPieces]:
+    """Pieces like the slabs of `forward_shared`."""
+    return (ForwardPieces(*slab) for slab in _slabs(itemsize))
+
+
+def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """(chunks, warps, programs_per_sm)."""
+    for chunks, warps, resident_warps in product((1, 2, 4, 8), (4, 8, 16), (16, 20, 24, 28, 32)):
+        if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= 2048 // resident_warps:
+            yield chunks, warps, resident_warps // warps
+
+
+def backward_shared(cols: int, itemsize: int) -> Iterator[BackwardShared]:
+    """Slabs of 8 or 16 columns a thread, fewer than programs; as many as leave a slab's data its registers."""
+    for warps, per_thread, lag, ahead in product((4, 8), (8, 16), (1, 2, 3), (1, 2)):
+        block = 32 * warps * per_thread
+        for resident_warps in (8, 12, 16, 20, 24):
+            per_sm = resident_warps // warps
+            if resident_warps % warps or cols > block * per_sm * _MULTIPROCESSORS:
+                continue
+            if 20 + (4 + itemsize // 2) * per_thread <= 2048 // resident_warps:
+                yield BackwardShared(block, warps, per_sm, lag, ahead)
+
+
+def _power_of_2(size: int) -> int:
+    """The least that is not below `size`."""
+    return 1 << (size - 1).bit_length()
