@@ -123,10 +123,10 @@ def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
 
     Rows over 16 KB also ask for later ones.
     """
-    for chunks, warps in product(range(1, 9), (1, 2, 4, 8, 16, 32)):
+    for chunks, warps in product(range(1, 17), (1, 2, 4, 8, 16, 32)):
         if cols <= chunks * 256 * warps < cols + 256 * warps:
             for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
-                if 24 + 2.5 * chunks * itemsize <= 2048 / (warps * per_sm) <= 160:
+                if 24 + 2 * chunks * itemsize <= 2048 / (warps * per_sm) <= 176:
                     for ahead_per_sm in (0, 1, 2) if cols * itemsize > 16384 else (0,):
                         yield ForwardRow(chunks, warps, per_sm, ahead_per_sm)
 

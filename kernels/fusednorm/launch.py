@@ -284,13 +284,16 @@ def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: boo
     A residual needs more registers; programs that share rows know no heads.
     """
     choice = next(choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
+    if isinstance(choice, ForwardRow) and residual and choice.num_warps * choice.programs_per_sm >= 32:
+        return replace(choice, programs_per_sm=choice.programs_per_sm - -(-choice.programs_per_sm // 4))
     if isinstance(choice, ForwardShared):
         if INTERPRETED or heads:
             return _sweep(cols)
         if residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
         if cols > choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors:
-            return _FORWARD_PIECES[itemsize]
+            pieces = _FORWARD_PIECES[itemsize]
+            return replace(pieces, chunks=pieces.chunks // 2) if residual else pieces
     return choice
 
 
