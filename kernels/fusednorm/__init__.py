@@ -4,7 +4,7 @@ Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
 applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in plain torch.  Differentiable:
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
-`LayerNorm`, `RMSNorm`, `GroupNorm`.
+`LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need.
 """
 
 from fusednorm.autograd import (
@@ -27,6 +27,7 @@ from fusednorm.layer_norm_passes import (
 )
 from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.results import Backward, Forward
+from fusednorm.warming import warmup
 
 __all__ = [
     "Added",
@@ -50,4 +51,5 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
+    "warmup",
 ]

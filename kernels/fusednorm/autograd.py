@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fusednorm import group_norm_passes, layer_norm_passes, reference
 from fusednorm.checks import FLOAT8
@@ -144,16 +145,48 @@ def _apply(
     activation: str,
     dropout: float,
     seed: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Any]:
     if x.dtype == FLOAT8:
         raise KernelInputError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if dropout and seed is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
+    if _is_unobserved(x, weight, bias, residual):
+        result: Forward = getattr(_library(op, x), f"{op}_forward")(
+            *_leading(op, x, num_groups),
+            *_parameters(op, weight, bias),
+            eps=eps,
+            **_offset(op, weight_offset),
+            residual=residual,
+            activation=activation,
+            dropout=dropout,
+            seed=seed,
+        )
+        return result.y, result.residual_out
     operator = getattr(torch.ops.fusednorm, op)
     y, _, _, residual_out = operator(
         x, weight, bias, residual, num_groups, eps, weight_offset, activation, dropout, seed or 0
     )
     return y, residual_out
+
+
+def _is_unobserved(*tensors: Tensor | None) -> bool:
+    """Whether nobody differentiates, traces or transforms the call: then an operator would only cost time."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack()
+        or torch._C._get_tracing_state()
+    ):
+        return False
+    differentiates = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return False
+        if (differentiates and tensor.requires_grad) or not (tensor.is_cuda or tensor.is_cpu):
+            return False
+    return True
 
 
 def _library(op: str, x: Tensor) -> Any:

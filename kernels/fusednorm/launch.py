@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fusednorm import prepared
 from fusednorm.device import INTERPRETED
 
 MAX_VEC = 8
@@ -23,6 +24,23 @@ REGISTERS_PER_SM = 65536
 
 
 @dataclass(frozen=True, slots=True)
+class ByRows:
+    """How a launch over rows follows from their number, where nothing else of it does.
+
+    A program takes `tile` rows at a time, there are at most `most` programs, and `argument` says whether the number
+    of rows is an argument, the first after the tensors.
+    """
+
+    tile: int
+    most: int
+    argument: bool
+
+    def programs(self, rows: int) -> int:
+        """Programs for as many rows, 1 or more."""
+        return min(-(-rows // self.tile), self.most)
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch, decided but not yet made; `options` holds constexprs and compile options."""
 
@@ -30,15 +48,22 @@ class Launch:
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
+    by_rows: ByRows | None = None
 
 
 def run(device: torch.device, launches: Iterable[Launch]) -> None:
     """Launch in order on the device's current stream."""
-    # Triton launches on the current device; index -1 leaves it alone, and is all there is without CUDA.
-    with torch.cuda.device(device.index if device.type == "cuda" else -1):
-        for launch in launches:
-            # Pinned: later versions of Triton change this default, and with it the last bits.
-            launch.kernel[launch.grid](*launch.arguments, enable_fp_fusion=True, **launch.options)
+    index = device.index if device.type == "cuda" else -1
+    if index < 0 or index == torch.cuda.current_device():
+        _start(launches, index)
+    else:
+        with torch.cuda.device(index):
+            _start(launches, index)
+
+
+def _start(launches: Iterable[Launch], index: int) -> None:
+    for launch in launches:
+        prepared.start(launch.kernel, launch.grid, launch.arguments, launch.options, index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from fusednorm.errors import KernelInputError
 from fusednorm.launch import run
 from fusednorm.layer_norm_plan import plan_backward, plan_forward
 from fusednorm.layer_norm_quantise_plan import plan_quantise
+from fusednorm.layer_norm_repeat import Options, forward_again, remember
 from fusednorm.results import Backward, Forward
 
 
@@ -76,8 +77,8 @@ def layer_norm_forward(
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
-    epilogue = Epilogue(activation, dropout, seed)
-    return _forward(x, weight, bias, eps, weight_offset, residual, epilogue, out_dtype, stats, is_rms=False)
+    options = eps, weight_offset, activation, out_dtype, stats, False
+    return _forward(x, weight, bias, residual, options, dropout, seed)
 
 
 def rms_norm_forward(
@@ -99,8 +100,8 @@ def rms_norm_forward(
 
     Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    epilogue = Epilogue(activation, dropout, seed)
-    return _forward(x, weight, None, eps, weight_offset, residual, epilogue, out_dtype, stats, is_rms=True)
+    options = eps, weight_offset, activation, out_dtype, stats, True
+    return _forward(x, weight, None, residual, options, dropout, seed)
 
 
 def layer_norm_backward(
@@ -182,14 +183,17 @@ def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
     residual: Tensor | None,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    stats: bool,
-    is_rms: bool,
+    options: Options,
+    dropout: float,
+    seed: int | None,
 ) -> Forward:
+    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    repeatable = not (dropout or seed)
+    if repeatable and (again := forward_again(x, weight, bias, residual, options)) is not None:
+        return again
+    eps, weight_offset, activation, out_dtype, stats, is_rms = options
+    epilogue = Epilogue(activation, dropout, seed)
     check_eps(eps)
     check_tensor("x", x)
     if residual is not None:
@@ -214,6 +218,8 @@ def _forward(
             x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset
         )
         run(x.device, launches)
+        if repeatable:
+            remember(launches, x, weight, bias, residual, options)
     return result
 
 

@@ -1,5 +1,7 @@
 """The launches of a LayerNorm or RMSNorm pass over checked tensors: configuration, grid, workspaces, arguments."""
 
+import sys
+
 import torch
 import triton
 from torch import Tensor
@@ -24,7 +26,7 @@ from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import INTERPRETED, bulk_prefetch, multiprocessor_count
 from fusednorm.epilogue import dropout_threshold
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch import Launch
+from fusednorm.launch import ByRows, Launch
 from fusednorm.results import Backward, Forward
 
 MAX_HEADS = 65535
@@ -90,7 +92,9 @@ def _forward_launch(
                 "STAGES": config.stages,
             }
             arguments = (*tensors, rows, *sizes)
-            return Launch(layer_norm_forward_tile_kernel, _grid(_tile_programs(x, config), x), arguments, options)
+            by_rows = ByRows(config.rows, _most_programs(x, config), argument=True) if x.ndim == 2 else None
+            grid = _grid(_tile_programs(x, config), x)
+            return Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)
         case launch.ForwardRow():
             options |= {
                 "EVEN": cols == config.chunks * config.block_n,
@@ -100,12 +104,12 @@ def _forward_launch(
                 "maxnreg": _registers(config),
             }
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
-            return Launch(layer_norm_forward_row_kernel, _grid(rows, x), arguments, options)
+            return Launch(layer_norm_forward_row_kernel, _grid(rows, x), arguments, options, _row_a_program(x))
         case launch.ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
             options["PREFETCH"] = heads == "none" and _can_prefetch(vec, x, weight, bias)
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
-            return Launch(layer_norm_forward_sweep_kernel, _grid(rows, x), arguments, options)
+            return Launch(layer_norm_forward_sweep_kernel, _grid(rows, x), arguments, options, _row_a_program(x))
         case launch.ForwardShared():
             slab = config.chunks * config.block_n
             members = triton.cdiv(cols, slab)
@@ -281,13 +285,15 @@ def plan_backward(
 
 def _tile_programs(x: Tensor, config: launch.ForwardTile | launch.BackwardTile) -> int:
     """Programs of a tile kernel over x, for each head."""
-    tiles = triton.cdiv(x.shape[0], config.rows)
+    tiles: int = triton.cdiv(x.shape[0], config.rows)
+    return max(1, min(tiles, _most_programs(x, config)))
+
+
+def _most_programs(x: Tensor, config: launch.ForwardTile | launch.BackwardTile) -> int:
+    """Programs of a tile kernel for each head of x, however many rows there are."""
     if not config.programs_per_sm:
-        return int(tiles)
-    resident = multiprocessor_count(x.device) * config.programs_per_sm
-    if x.ndim == 3:
-        resident //= x.shape[1]
-    return int(max(1, min(tiles, resident)))
+            arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
+            return Launch(layer_norm_forward_row_kernel, _grid(rows, x), arguments, options, _row_a_program(x))
 
 
 def _can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
@@ -319,7 +325,9 @@ def _partials(
     """How many partial gradients `programs` programs leave, for each head if x has heads, and workspaces for those
     of weight and of bias.
     """
-    both = x.new_empty(((weight is not None) + (bias is not None), programs, *x.shape[1:]), dtype=torch.float32)
+    # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
+    room = triton.cdiv(programs, 4) * 4
+    both = x.new_empty(((weight is not None) + (bias is not None), room, *x.shape[1:]), dtype=torch.float32)
     count = programs
     if x.ndim == 3 and not has_heads(weight, bias):
         count *= x.shape[1]

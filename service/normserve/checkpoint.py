@@ -41,7 +41,7 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
     except NormserveError as error:
         raise type(error)(f"the checkpoint {path}: {error.detail}") from error
     for name, weight, bias in found:
-        resident = await engine.load(weight, bias)
+        resident = await engine.load(Op.LAYER_NORM, weight, bias)
         layers.put(Layer(name, Op.LAYER_NORM, eps, 0, "none", weight.shape[0], weight.dtype, True, resident))
     log.info("registered %d layers from %s with eps %g", len(layers), path, eps)
 

@@ -23,7 +23,7 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.executor import Executor, Outcome, Reply
-from normserve.jobs import Batch, Execution, NormJob, NormResult
+from normserve.jobs import Batch, Execution, NormJob, NormResult, Op
 from normserve.metrics import Metrics
 from normserve.tensors import HostTensor
 
@@ -112,13 +112,13 @@ class Engine:
             case State.FAILED:
                 raise NotReadyError("the device has failed, the server is about to exit")
 
-    async def load(self, weight: HostTensor, bias: HostTensor | None) -> object:
+    async def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         """Bring a layer's parameters to where the device wants them.
 
         Raises:
             NormserveError: the device could not take them.
         """
-        return await self._ask(lambda reply: self._executor.load(weight, bias, reply))
+        return await self._ask(lambda reply: self._executor.load(op, weight, bias, reply))
 
     async def submit(self, job: NormJob, deadline: float) -> NormResult:
         """Run a job.  Cancelling the call takes the job out of the queue if it is still there.

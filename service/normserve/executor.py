@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from normserve.backends.base import Backend
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch
+from normserve.jobs import Batch, Op
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ class Executor:
         """Run a batch; the reply's value is an `Execution`."""
         self._inbox.put((lambda: self.backend.run(batch), reply))
 
-    def load(self, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device; the reply's value is the backend's handle for them."""
-        self._inbox.put((lambda: self.backend.load(weight, bias), reply))
+        self._inbox.put((lambda: self.backend.load(op, weight, bias), reply))
 
     def stop(self, timeout_s: float) -> None:
         """End the thread once what was handed in is done, or leave it behind after `timeout_s`."""

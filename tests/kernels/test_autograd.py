@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm.epilogue import ACTIVATIONS
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def random(*shape, device="cpu", dtype=torch.float64):
@@ -163,3 +165,62 @@ def test_modules_without_parameters(device):
     x = torch.randn(3, 6, device=device)
     module = fusednorm.LayerNorm(6, elementwise_affine=False, device=device)
     torch.testing.assert_close(module(x), F.layer_norm(x, (6,)))
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the operators of this library that torch dispatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fusednorm":
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_gradients_the_results_are_the_same(name, device):
+    tensors = inputs(name, device, torch.float32)
+    with_gradients = CALLS[name](*tensors)
+    with torch.no_grad():
+        without = CALLS[name](*tensors)
+    detached = CALLS[name](*(t.detach() for t in tensors))
+    for result in (without, detached):
+        assert type(result) is type(with_gradients)
+        for got, want in zip(result, with_gradients, strict=True):
+            torch.testing.assert_close(got, want.detach())
+            assert not got.requires_grad
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_are_seen_by_whoever_looks(name, gradients, device):
+    tensors = inputs(name, device, torch.float32)
+    with torch.set_grad_enabled(gradients), Dispatched() as seen:
+        CALLS[name](*tensors)
+    assert seen.names == [f"fusednorm::{name.removeprefix('add_').split()[0]}"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_shapes_are_found_without_data(name):
+    tensors = [t.detach().to("meta", torch.float32) for t in inputs(name)]
+    result = CALLS[name](*tensors)
+    y = result if isinstance(result, torch.Tensor) else result.y
+    assert y.device.type == "meta"
+    assert y.shape == tensors[0].shape
+
+
+def test_inference_compiles_whole_and_traces():
+    x, w, b, r = (t.detach().float() for t in inputs("add_layer_norm"))
+
+    def step(x, w, b, r):
+        return fusednorm.add_layer_norm(x, r, w, b).y
+
+    with torch.no_grad():
+        want = step(x, w, b, r)
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, w, b, r), want)
+        assert "fusednorm.layer_norm" in make_fx(step)(x, w, b, r).code

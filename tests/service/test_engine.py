@@ -18,7 +18,7 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.executor import Outcome
-from normserve.jobs import Batch, Execution
+from normserve.jobs import Batch, Execution, Op
 from normserve.metrics import Metrics
 
 from .fake_jobs import job, tensor
@@ -47,8 +47,8 @@ class FakeExecutor:
     def run(self, batch, reply):
         self.running.append((batch, reply))
 
-    def load(self, weight, bias, reply):
-        self.loaded.append((weight, bias))
+    def load(self, op, weight, bias, reply):
+        self.loaded.append((op, weight, bias))
         reply(Outcome(0.0, value="resident"))
 
     def stop(self, timeout_s):
@@ -241,8 +241,8 @@ async def test_closed_engine_finishes_what_it_has(scene):
 @scene
 async def test_parameters_are_loaded_by_the_device(scene):
     weight = tensor(4)
-    assert await scene.engine.load(weight, None) == "resident"
-    assert scene.executor.loaded == [(weight, None)]
+    assert await scene.engine.load(Op.RMS_NORM, weight, None) == "resident"
+    assert scene.executor.loaded == [(Op.RMS_NORM, weight, None)]
 
 
 def test_engine_takes_nothing_before_it_is_open():

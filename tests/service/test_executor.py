@@ -6,7 +6,7 @@ import pytest
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.executor import Executor
-from normserve.jobs import Batch, Execution
+from normserve.jobs import Batch, Execution, Op
 
 from .fake_jobs import job, tensor
 
@@ -23,7 +23,7 @@ class FakeBackend:
     def start(self):
         return self._noted(DeviceInfo("a device", "cpu", 1e9, {}))
 
-    def load(self, weight, bias):
+    def load(self, op, weight, bias):
         return self._noted((weight, bias))
 
     def run(self, batch):
@@ -80,7 +80,7 @@ def executor(backend, replies):
 def test_everything_runs_on_one_thread_of_its_own(executor, backend, replies):
     executor.run(Batch((job(1, 4),)), replies)
     assert isinstance(replies.next().value, Execution)
-    executor.load(tensor(4), None, replies)
+    executor.load(Op.RMS_NORM, tensor(4), None, replies)
     assert replies.next().error is None
     assert len(backend.threads) == 1
     assert threading.get_ident() not in backend.threads

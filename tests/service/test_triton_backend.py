@@ -7,6 +7,7 @@ from fusednorm.errors import KernelInputError
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
 from normserve.tensors import DType, HostTensor
+from triton import knobs
 
 from .fake_jobs import layer
 
@@ -108,11 +109,23 @@ def test_no_rows(backend):
 
 def test_layers_parameters_stay_on_the_device(backend):
     weight = torch.randn(256)
-    resident = backend.load(host(weight), None)
+    resident = backend.load(Op.RMS_NORM, host(weight), None)
     x = torch.randn(5, 256)
     registered = layer(op=Op.RMS_NORM, resident=resident)
     (got,) = run(backend, NormJob(NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-6), {"x": host(x)}, registered))
     torch.testing.assert_close(got["y"], torch.nn.functional.rms_norm(x, (256,), weight, 1e-6))
+
+
+@pytest.mark.parametrize(("op", "bias"), [(Op.LAYER_NORM, torch.randn(1111)), (Op.RMS_NORM, None)])
+def test_a_layers_rows_compile_nothing_once_it_is_loaded(op, bias, backend, monkeypatch):
+    parameters = torch.randn(1111), bias
+    resident = backend.load(op, *(None if p is None else host(p) for p in parameters))
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
+    for rows in (1, 7, 500):
+        x = {"x": host(torch.randn(rows, 1111))}
+        run(backend, NormJob(NormSpec(op, Pass.FORWARD, 1e-6), x, layer(op=op, resident=resident)))
+    assert compiled == []
 
 
 def test_out_of_memory_is_survived(backend):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Execution
+from normserve.jobs import Batch, Execution, Op
 from normserve.tensors import HostTensor
 
 
@@ -21,8 +21,11 @@ class Backend(Protocol):
             NormserveError: the device cannot be used.
         """
 
-    def load(self, weight: HostTensor, bias: HostTensor | None) -> object:
-        """Keep a layer's parameters where kernels read them, for as long as the returned object lives."""
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
+        """Keep a layer's parameters where kernels read them, for as long as the returned object lives.
+
+        What inputs of the parameters' dtype will need may be compiled.
+        """
 
     def run(self, batch: Batch) -> Execution:
         """Run jobs of one class as one launch."""

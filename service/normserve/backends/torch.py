@@ -24,7 +24,7 @@ from normserve.backends.tensors import (
 from normserve.backends.warmup import warm_up_batches
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs import Batch, Execution
+from normserve.jobs import Batch, Execution, Op
 from normserve.tensors import HostTensor
 
 _COPY_BYTES = 64 * 2**20
@@ -50,7 +50,7 @@ class TorchBackend:
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
 
-    def load(self, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         return ResidentParameters(view(weight).clone(), None if bias is None else view(bias).clone())
 
     @torch.inference_mode()

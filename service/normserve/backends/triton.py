@@ -14,6 +14,7 @@ from torch import Tensor
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
     PARAMETERS,
+    TORCH_DTYPES,
     channels_first,
     kernel_bytes,
     payload_order,
@@ -29,7 +30,7 @@ from normserve.errors import (
     InvalidShapeError,
     NormserveError,
 )
-from normserve.jobs import Batch, Execution, NormJob
+from normserve.jobs import Batch, Execution, NormJob, Op
 from normserve.tensors import HostTensor
 
 
@@ -53,7 +54,10 @@ class TritonBackend:
             },
         )
 
-    def load(self, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+        # A layer says which rows will come; their dtype is most likely its own.
+        if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)):
+            fusednorm.warmup(op.value, TORCH_DTYPES[weight.dtype], weight.shape[0], backward=False)
         return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
 
     @torch.inference_mode()

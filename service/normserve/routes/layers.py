@@ -96,7 +96,7 @@ class Layers:
             size=weight.shape[0],
             dtype=weight.dtype,
             has_bias=bias is not None,
-            resident=await self.engine.load(weight, bias),
+            resident=await self.engine.load(op, weight, bias),
         )
 
 

@@ -1,0 +1,64 @@
+"""Compiling kernels ahead of their first use."""
+
+import torch
+
+from fusednorm import layer_norm_passes
+from fusednorm.device import INTERPRETED
+from fusednorm.errors import KernelInputError
+
+_OPERATIONS = ("layer_norm", "rms_norm")
+
+
+def warmup(
+    op: str,
+    dtype: torch.dtype,
+    cols: int,
+    *,
+    parameter_dtype: torch.dtype | None = None,
+    residual: bool = False,
+    activation: str = "none",
+    dropout: float = 0.0,
+    backward: bool = True,
+    device: torch.device | None = None,
+) -> None:
+    """Compile what `op` runs on aligned rows of `cols` elements, however many they will be, and run it on one row.
+
+    Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
+    them with a weight, and with a bias where `op` has one.  A call with other options, without parameters, or with
+    rows that do not start at multiples of 16 bytes compiles at its first use.
+
+    Args:
+        op: layer_norm or rms_norm.
+        dtype: of x, y and dy.
+        cols: elements of a row.
+        parameter_dtype: of weight and bias; `dtype` when None.
+        residual: whether a residual of `dtype` comes with x.
+        activation: as in `layer_norm_forward`.
+        dropout: as in `layer_norm_forward`; only whether it is 0 matters here.
+        backward: whether to compile the backward passes, too.
+        device: the CUDA device; the current one when None.
+
+    Raises:
+        KernelInputError: an operation, dtype, length or option that its launchers do not take.
+    """
+    if op not in _OPERATIONS:
+        raise KernelInputError(f"op must be one of {', '.join(_OPERATIONS)}, got {op!r}")
+    if cols < 1:
+        raise KernelInputError(f"cols must be at least 1, got {cols}")
+    device = device or torch.device("cpu" if INTERPRETED else "cuda")
+    x = torch.zeros(1, cols, dtype=dtype, device=device)
+    parameters = [torch.zeros(cols, dtype=parameter_dtype or dtype, device=device)] * (1 + (op == "layer_norm"))
+    forward = getattr(layer_norm_passes, f"{op}_forward")
+    differentiate = getattr(layer_norm_passes, f"{op}_backward")
+    options = {
+        "residual": x if residual else None,
+        "activation": activation,
+        "dropout": dropout,
+        "seed": 0 if dropout else None,
+    }
+    forward(x, *parameters, **options)
+    result = forward(x, *parameters, stats=True, **options)
+    if backward:
+        statistics = {"rstd": result.rstd} if op == "rms_norm" else {"mean": result.mean, "rstd": result.rstd}
+        differentiate(x, x, *parameters, **options)
+        differentiate(x, x, *parameters, **statistics, **options)

@@ -1,0 +1,90 @@
+"""Warming up: what it launches is what calls on rows of that length take."""
+
+import fusednorm
+import pytest
+import torch
+from fusednorm import launch, layer_norm_passes, prepared
+
+DTYPE = torch.bfloat16
+
+
+class Notes:
+    """What each launch would be compiled for, as far as an interpreted kernel tells."""
+
+    def __init__(self, monkeypatch):
+        self.kinds = set()
+        start = prepared.start
+
+        def note(kernel, grid, arguments, options, device):
+            kinds = tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in arguments)
+            self.kinds.add((kernel.fn, kinds, tuple(options.items())))
+            start(kernel, grid, arguments, options, device)
+
+        monkeypatch.setattr(launch.prepared, "start", note)
+
+    def new(self, call, *arguments, **options):
+        """Whether the call launched anything unseen."""
+        before = len(self.kinds)
+        call(*arguments, **options)
+        return len(self.kinds) > before
+
+
+@pytest.fixture
+def notes(monkeypatch, device):
+    # What is known is launched without a note.
+    monkeypatch.setattr(layer_norm_passes, "remember", lambda *_: None)
+    monkeypatch.setattr(layer_norm_passes, "forward_again", lambda *_: None)
+    return Notes(monkeypatch)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"residual": True}, {"activation": "silu", "dropout": 0.5}, {"parameter_dtype": torch.float32}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_calls_of_any_rows_take_nothing_but_what_was_warmed_up(op, options, notes, device):
+    cols = 80
+    fusednorm.warmup(op, DTYPE, cols, device=device, **options)
+    count = 2 if op == "layer_norm" else 1
+    parameters = [
+        torch.randn(cols, device=device, dtype=options.get("parameter_dtype", DTYPE)) for _ in range(count)
+    ]
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, cols, device=device, dtype=DTYPE)
+        more = {name: options[name] for name in ("activation", "dropout") if name in options}
+        more |= {"residual": torch.randn_like(x)} if "residual" in options else {}
+        more |= {"seed": 7} if "dropout" in options else {}
+        forward, backward = (getattr(fusednorm, f"{op}_{which}") for which in ("forward", "backward"))
+        assert not notes.new(forward, x, *parameters, **more)
+        result = forward(x, *parameters, stats=True, **more)
+        statistics = {"rstd": result.rstd} | ({"mean": result.mean} if op == "layer_norm" else {})
+        assert not notes.new(backward, x, x, *parameters, **more)
+        assert not notes.new(backward, x, x, *parameters, **statistics, **more)
+    assert notes.new(fusednorm.layer_norm_forward, x.float())
+
+
+def test_inference_needs_no_backward(notes, device):
+    fusednorm.warmup("layer_norm", DTYPE, 80, backward=False, device=device)
+    x = torch.randn(3, 80, device=device, dtype=DTYPE)
+    w = torch.randn(80, device=device, dtype=DTYPE)
+    assert not notes.new(fusednorm.layer_norm_forward, x, w, w)
+    assert notes.new(fusednorm.layer_norm_backward, x, x, w, w)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "cols", "options"),
+    [
+        ("batch_norm", DTYPE, 8, {}),
+        ("group_norm", DTYPE, 8, {}),
+        ("layer_norm", torch.float64, 8, {}),
+        ("layer_norm", DTYPE, 0, {}),
+        ("layer_norm", DTYPE, -1, {}),
+        ("layer_norm", DTYPE, 8, {"parameter_dtype": torch.int8}),
+        ("layer_norm", DTYPE, 8, {"activation": "tanh"}),
+        ("layer_norm", DTYPE, 8, {"dropout": 1.0}),
+    ],
+)
+def test_what_no_launcher_takes_is_refused(op, dtype, cols, options, device):
+    with pytest.raises(fusednorm.KernelInputError):
+        fusednorm.warmup(op, dtype, cols, device=device, **options)
