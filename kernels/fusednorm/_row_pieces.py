@@ -151,7 +151,7 @@ def write_piece(
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """`write_chunk` of every chunk; its parameters, from `parameter_at` on, are loaded while the one before is written."""
+    """`write_chunk` of every chunk; its parameters, from `parameter_at` on, are loaded one chunk before."""
     weights = load_piece(weight_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
     biases = load_piece(bias_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
     for i in tl.static_range(len(chunks)):

@@ -6,14 +6,14 @@ import torch
 import triton
 from torch import Tensor
 
-from fusednorm import launch
 from fusednorm._layer_norm_chain_kernels import layer_norm_chain_held_kernel, layer_norm_chain_sweep_kernel
 from fusednorm.checks import as_rows, check_eps, check_parameter, check_tensor
 from fusednorm.device import INTERPRETED
 from fusednorm.errors import KernelInputError
 from fusednorm.held_rows import HeldRows, choose_held
-from fusednorm.launch import ForwardSweep, Launch, run
-from fusednorm.layer_norm_plan import row_strides
+from fusednorm.launch import Launch, run, vector_units
+from fusednorm.layer_norm_arguments import row_strides
+from fusednorm.layer_norm_launch import ForwardSweep
 
 MAX_NORMS = 8
 """Norms in a chain; each number of them is a kernel of its own, with that many norms in its code."""
@@ -86,7 +86,7 @@ def plan_chain(x: Tensor, weights: Parameters, biases: Parameters, eps: float, y
     rows, cols = x.shape
     config = choose_held(cols) or _SWEPT[x.element_size()]
     strides = row_strides(cols, x)
-    vec = launch.vector_units(cols, *strides)
+    vec = vector_units(cols, *strides)
     tensors = (x, y, weights, biases)
     sizes = (cols // vec, *(stride // vec for stride in strides), eps)
     options = {

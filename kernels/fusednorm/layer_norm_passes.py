@@ -21,7 +21,8 @@ from fusednorm.checks import (
 )
 from fusednorm.errors import KernelInputError
 from fusednorm.launch import run
-from fusednorm.layer_norm_plan import plan_backward, plan_forward
+from fusednorm.layer_norm_backward_plan import plan_backward
+from fusednorm.layer_norm_forward_plan import plan_forward
 from fusednorm.layer_norm_quantise_plan import plan_quantise
 from fusednorm.layer_norm_repeat import Options, forward_again, remember
 from fusednorm.results import Backward, Forward

@@ -3,7 +3,6 @@
 import triton
 from torch import Tensor
 
-from fusednorm import launch
 from fusednorm._layer_norm_quantise_kernels import (
     layer_norm_quantise_held_kernel,
     layer_norm_quantise_sweep_kernel,
@@ -11,8 +10,9 @@ from fusednorm._layer_norm_quantise_kernels import (
 from fusednorm.checks import Epilogue
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.held_rows import HeldRows, choose_held
-from fusednorm.launch import ForwardSweep, Launch
-from fusednorm.layer_norm_plan import dropout_arguments, row_strides, shared_options
+from fusednorm.launch import Launch, vector_units
+from fusednorm.layer_norm_arguments import dropout_arguments, row_strides, shared_options
+from fusednorm.layer_norm_launch import ForwardSweep
 from fusednorm.results import Forward
 
 # Rows that are not held, by bytes of an element of x.  Two programs a multiprocessor, one of which reads while the
@@ -34,7 +34,7 @@ def plan_quantise(
     is_rms: bool,
     weight_offset: float = 0.0,
 ) -> list[Launch]:
-    """`layer_norm_plan.plan_forward` where `out.y` is float8_e4m3fn and `out.scale` takes its rows' scales."""
+    """`layer_norm_forward_plan.plan_forward` where `out.y` is float8_e4m3fn and `out.scale` takes rows' scales."""
     if x.ndim == 3:
         raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
     rows, cols = x.shape
@@ -42,7 +42,7 @@ def plan_quantise(
     group = 16 // x.element_size()
     strides = row_strides(cols, x, residual)
     # Not more elements than one 16-byte load of x: for wider stores of y the compiler would widen a thread's share.
-    vec = min(launch.vector_units(cols, *strides), group)
+    vec = min(vector_units(cols, *strides), group)
     tensors = (x, residual, weight, bias, out.y, out.residual_out, out.mean, out.rstd, out.scale)
     sizes = (cols // vec, *(stride // vec for stride in strides), eps, *dropout_arguments(epilogue))
     options = {

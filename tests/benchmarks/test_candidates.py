@@ -3,8 +3,9 @@
 from itertools import product
 
 import pytest
-from fusednorm import launch
-from fusednorm.launch import (
+from fusednorm import layer_norm_launch as launch
+from fusednorm.launch import REGISTERS_PER_SM
+from fusednorm.layer_norm_launch import (
     BackwardShared,
     BackwardTile,
     ForwardPieces,
@@ -46,7 +47,7 @@ def test_all_have_room_for_their_programs(pass_, cols, itemsize):
         resident = max(1, getattr(config, "programs_per_sm", 1))
         assert threads <= THREADS_A_PROGRAM
         assert threads * resident <= THREADS
-        registers = min(REGISTERS_A_THREAD, launch.REGISTERS_PER_SM // (threads * resident))
+        registers = min(REGISTERS_A_THREAD, REGISTERS_PER_SM // (threads * resident))
         assert _held_words(config, itemsize) / threads < registers, config
         assert _shared_bytes(config, itemsize) * resident <= SHARED_BYTES, config
 

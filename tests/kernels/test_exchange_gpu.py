@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from fusednorm import launch, layer_norm_forward
-from fusednorm.launch import BackwardShared, ForwardPieces, ForwardShared
+from fusednorm import layer_norm_forward
+from fusednorm import layer_norm_launch as launch
+from fusednorm.layer_norm_launch import BackwardShared, ForwardPieces, ForwardShared
 
 from tests.kernels.test_layer_norm import check_backward, check_forward, make_case
 

@@ -15,14 +15,16 @@ LENGTHS = {
     "stream": (256, 1024, 8192, 14336),
 }
 
-# Bytes that a thread may spill: backward, the wider residual and its gradient fill the last registers; held rows and
-# shared ones were measured at the number of programs that leaves them just too few.
+# Bytes that a thread may spill: backward, the wider residual and its gradient fill the last registers; held rows
+# and shared ones were measured at the number of programs that leaves them just too few.
 SPILLED = {"plain": 48, "fused": 64, "stream": 96}
 
 COMPILE = """
 import json, sys
 import torch
-from fusednorm import launch, layer_norm_plan
+from fusednorm import layer_norm_launch as launch
+from fusednorm.layer_norm_backward_plan import plan_backward
+from fusednorm.layer_norm_forward_plan import plan_forward
 from fusednorm.checks import Epilogue
 from fusednorm.inspection import inspect
 from fusednorm.results import Backward, Forward
@@ -49,8 +51,8 @@ for variant, cols in cells:
     after = Epilogue("silu" if variant == "fused" else "none")
     offset = {"weight_offset": float(variant == "fused")}
     out, gradients = Forward(x, residual_out=residual), Backward(x, w, w, residual if variant == "stream" else x)
-    plan = layer_norm_plan.plan_forward(x, w, w, 1e-5, residual, after, out, False, **offset)
-    plan += layer_norm_plan.plan_backward(
+    plan = plan_forward(x, w, w, 1e-5, residual, after, out, False, **offset)
+    plan += plan_backward(
         x, x, w, w, 1e-5, statistic, statistic, residual, None, after, gradients, False, **offset
     )
     for step in plan:

@@ -3,7 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm import layer_norm_passes, layer_norm_plan, layer_norm_repeat, prepared
+from fusednorm import layer_norm_forward_plan, layer_norm_passes, layer_norm_repeat, prepared
 from fusednorm.checks import Epilogue
 from fusednorm.results import Forward
 
@@ -64,7 +64,7 @@ def test_a_repeated_launch_is_the_planned_one(adds, stats, rows, cols, repeating
     assert not repeating.launched
     x, residual = operands(rows)
     result = call(x, weight, bias, residual=residual, eps=1e-3, stats=stats)
-    (plan,) = layer_norm_plan.plan_forward(x, weight, bias, 1e-3, residual, Epilogue(), result, False)
+    (plan,) = layer_norm_forward_plan.plan_forward(x, weight, bias, 1e-3, residual, Epilogue(), result, False)
     y, mean, rstd, residual_out, _ = result
     tensors = addresses(x, residual, weight, bias, y, residual_out, mean, rstd)
     head = (*plan.grid, 1, 1, 69, 11, (4, 1, 0), None, None, None)
@@ -218,7 +218,7 @@ def test_nothing_is_repeated_under_the_interpreter(monkeypatch):
     planned = []
 
     def plan(*arguments, **options):
-        planned.append(layer_norm_plan.plan_forward(*arguments, **options))
+        planned.append(layer_norm_forward_plan.plan_forward(*arguments, **options))
         return planned[-1]
 
     monkeypatch.setattr(layer_norm_passes, "plan_forward", plan)
@@ -231,7 +231,8 @@ def test_nothing_is_repeated_under_the_interpreter(monkeypatch):
 ROWS = """
 import json
 import torch
-from fusednorm import launch, layer_norm_plan, prepared
+from fusednorm import layer_norm_backward_plan, layer_norm_forward_plan, prepared
+from fusednorm import layer_norm_launch as launch
 from fusednorm.checks import Epilogue
 from fusednorm.results import Backward, Forward
 
@@ -240,8 +241,8 @@ def plan(rows, cols, dtype, residual, stats):
     w, s = torch.empty(cols, device="meta"), torch.empty(rows, device="meta")
     mean, rstd, residual = s if stats else None, s if stats else None, x if residual else None
     out, gradients = Forward(y, mean, rstd, residual), Backward(x, w, w, residual)
-    yield from layer_norm_plan.plan_forward(x, w, w, 1e-5, residual, Epilogue(), out, False)
-    yield from layer_norm_plan.plan_backward(
+    yield from layer_norm_forward_plan.plan_forward(x, w, w, 1e-5, residual, Epilogue(), out, False)
+    yield from layer_norm_backward_plan.plan_backward(
         x, x, w, w, 1e-5, mean, rstd, residual, None, Epilogue(), gradients, False
     )
 

@@ -1,0 +1,170 @@
+"""The launches of a backward pass of LayerNorm or RMSNorm over checked tensors."""
+
+import torch
+import triton
+from torch import Tensor
+
+from fusednorm import layer_norm_launch as configs
+from fusednorm._layer_norm_backward_kernels import fold_partials_kernel, layer_norm_backward_tile_kernel
+from fusednorm._layer_norm_backward_shared_kernels import layer_norm_backward_shared_kernel
+from fusednorm._layer_norm_backward_slab_kernels import (
+    layer_norm_backward_rows_kernel,
+    layer_norm_backward_slab_kernel,
+)
+from fusednorm.checks import Epilogue, has_heads
+from fusednorm.device import multiprocessor_count
+from fusednorm.launch import Launch, mailbox, vector_units
+from fusednorm.layer_norm_arguments import (
+    can_prefetch,
+    dropout_arguments,
+    grid,
+    layout,
+    resident_options,
+    shared_options,
+    tile_programs,
+)
+from fusednorm.layer_norm_forward_plan import forward_launch
+from fusednorm.results import Backward
+
+
+def plan_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    residual: Tensor | None,
+    dresidual_out: Tensor | None,
+    epilogue: Epilogue,
+    out: Backward,
+    is_rms: bool,
+    config: configs.Backward | None = None,
+    weight_offset: float = 0.0,
+) -> list[Launch]:
+    """The launches of a backward pass over checked [rows, cols] or [tokens, heads, cols] tensors into `out`.
+
+    Workspaces are allocated.  `config` overrides the table's choice, for benchmarks and compile checks.
+    """
+    rows, cols = x.shape[0], x.shape[-1]
+    plain = residual is None and epilogue.activation == "none" and not epilogue.dropout
+    config = config or configs.choose_backward(cols, x.element_size(), multiprocessor_count(x.device), plain)
+    heads, strides = layout(config, cols, has_heads(weight, bias), dy, x, residual, dresidual_out)
+    vec = vector_units(cols, *strides)
+    units = tuple(stride // vec for stride in strides)
+    dropout = dropout_arguments(epilogue)
+    shared = shared_options(vec, weight_offset, epilogue)
+    tensors = (dy, x, residual, dresidual_out, weight, bias)
+    gradients = (out.dx, None if out.dresidual is out.dx else out.dresidual)
+    sizes = (rows, cols // vec, *units)
+    options = {
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+        **shared,
+    }
+    match config:
+        case configs.BackwardTile():
+            pipelined = [t for t in (dy, x, residual, dresidual_out) if t is not None]
+            if not config.hold_weight:
+                pipelined += [t for t in (weight, bias if epilogue.activation != "none" else None) if t is not None]
+            config = configs.within_shared_memory(config, sum(t.element_size() for t in pipelined))
+            programs = tile_programs(x, config)
+            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs)
+            options |= {
+                "EVEN": cols == config.block_n,
+                "ROWS": config.rows,
+                "STAGES": config.stages,
+                "HOLD_WEIGHT": config.hold_weight,
+                "IS_RMS": is_rms,
+                "HEADS": heads,
+            }
+            arguments = (*tensors, mean, rstd, *gradients, dweight_partial, dbias_partial, *sizes, eps, *dropout)
+            launches = [Launch(layer_norm_backward_tile_kernel, grid(programs, x), arguments, options)]
+        case configs.BackwardShared():
+            launches = []
+            if rstd is None:
+                rstd = x.new_empty(rows, dtype=torch.float32)
+                mean = None if is_rms else torch.empty_like(rstd)
+                outputs = (None, None, mean, rstd)
+                statistics = configs.choose_statistics(
+                    cols, x.element_size(), multiprocessor_count(x.device), residual is not None
+                )
+                launches.append(
+                    forward_launch(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
+                )
+            members = triton.cdiv(cols, config.block_n)
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            groups = min(rows, resident // members)
+            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, groups)
+            depth = triton.next_power_of_2(2 * config.lag)
+            options |= {
+                "EVEN": cols % config.block_n == 0,
+                "SLOTS": triton.next_power_of_2(members),
+                "DEPTH": depth,
+                "LAG": config.lag,
+                "AHEAD": config.ahead if can_prefetch(vec, x, dy) else 0,
+                "IS_RMS": is_rms,
+                **resident_options(config),
+            }
+            box = mailbox(x.device, depth * groups * members)
+            arguments = (
+                *tensors, mean, rstd, *gradients, dweight_partial, dbias_partial, box, rows, members,
+                *sizes[1:], *dropout,
+            )  # fmt: skip
+            launches.append(Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options))
+        case configs.BackwardSlab():
+            slabs = triton.cdiv(cols, config.block_n)
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            tiles = min(triton.cdiv(rows, config.rows), max(1, resident // slabs))
+            partials, dweight_partial, dbias_partial = _partials(x, weight, bias, tiles)
+            constants = x.new_empty((rows, 4), dtype=torch.float32)
+            rows_arguments = (
+                dy, x, residual, weight, bias, mean, rstd, constants, cols // vec, *units[:3], eps, *dropout,
+            )  # fmt: skip
+            rows_options = {
+                "BLOCK_N": config.rows_block_n,
+                "GROUP": 16 // x.element_size(),
+                "EVEN": cols % config.rows_block_n == 0,
+                "IS_RMS": is_rms,
+                "num_warps": config.rows_num_warps,
+                **shared,
+            }
+            even = cols % config.block_n == 0
+            options |= {"ROWS": config.rows, "STAGES": config.stages, "EVEN": even}
+            arguments = (*tensors, constants, *gradients, dweight_partial, dbias_partial, *sizes, *dropout)
+            launches = [
+                Launch(layer_norm_backward_rows_kernel, (rows,), rows_arguments, rows_options),
+                Launch(layer_norm_backward_slab_kernel, (slabs, tiles), arguments, options),
+            ]
+    parameter = bias if weight is None else weight
+    if parameter is not None:
+        size = parameter.numel()
+        launches.append(
+            Launch(
+                fold_partials_kernel,
+                (triton.cdiv(size, configs.FOLD_BLOCK_N),),
+                (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, size),
+                {
+                    "BLOCK_P": configs.FOLD_BLOCK_P,
+                    "BLOCK_N": configs.FOLD_BLOCK_N,
+                    "num_warps": configs.FOLD_NUM_WARPS,
+                },
+            )
+        )
+    return launches
+
+
+def _partials(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, programs: int
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """How many partial gradients `programs` programs leave, for each head if x has heads, and workspaces for those
+    of weight and of bias.
+    """
+    # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
+    room = triton.cdiv(programs, 4) * 4
+    both = x.new_empty(((weight is not None) + (bias is not None), room, *x.shape[1:]), dtype=torch.float32)
+    count = programs
+    if x.ndim == 3 and not has_heads(weight, bias):
+        count *= x.shape[1]
+    return count, None if weight is None else both[0], None if bias is None else both[-1]

@@ -1,0 +1,158 @@
+"""The launch of a forward pass of LayerNorm or RMSNorm over checked tensors."""
+
+import sys
+
+import triton
+from torch import Tensor
+
+from fusednorm import layer_norm_launch as configs
+from fusednorm._layer_norm_forward_kernels import (
+    layer_norm_forward_sweep_kernel,
+    layer_norm_forward_tile_kernel,
+)
+from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_kernel
+from fusednorm._layer_norm_forward_shared_kernels import (
+    layer_norm_forward_pieces_kernel,
+    layer_norm_forward_shared_kernel,
+)
+from fusednorm.checks import Epilogue, has_heads
+from fusednorm.device import multiprocessor_count
+from fusednorm.launch import ByRows, Launch, mailbox, vector_units
+from fusednorm.layer_norm_arguments import (
+    can_prefetch,
+    dropout_arguments,
+    grid,
+    layout,
+    most_programs,
+    registers_for,
+    resident_options,
+    shared_options,
+    tile_programs,
+)
+from fusednorm.results import Forward
+
+
+def plan_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    epilogue: Epilogue,
+    out: Forward,
+    is_rms: bool,
+    config: configs.Forward | None = None,
+    weight_offset: float = 0.0,
+) -> list[Launch]:
+    """The launches of a forward pass over checked [rows, cols] or [tokens, heads, cols] tensors into `out`.
+
+    `config` overrides the table's choice, for benchmarks and compile checks.
+    """
+    config = config or configs.choose_forward(
+        x.shape[-1], x.element_size(), multiprocessor_count(x.device), residual is not None, x.ndim == 3
+    )
+    outputs = (out.y, out.residual_out, out.mean, out.rstd)
+    return [forward_launch(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)]
+
+
+def forward_launch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    epilogue: Epilogue,
+    outputs: tuple[Tensor | None, ...],
+    is_rms: bool,
+    config: configs.Forward,
+    weight_offset: float = 0.0,
+) -> Launch:
+    """One forward launch; `outputs` are y, residual_out, mean and rstd, y None for the statistics alone."""
+    rows, cols = x.shape[0], x.shape[-1]
+    heads, strides = layout(config, cols, has_heads(weight, bias), x, residual)
+    vec = vector_units(cols, *strides)
+    tensors = (x, residual, weight, bias, *outputs)
+    sizes = (cols // vec, *(stride // vec for stride in strides), eps, *dropout_arguments(epilogue))
+    options = {
+        "BLOCK_N": config.block_n,
+        "IS_RMS": is_rms,
+        "HEADS": heads,
+        "num_warps": config.num_warps,
+        **shared_options(vec, weight_offset, epilogue),
+    }
+    match config:
+        case configs.ForwardTile():
+            column_bytes = x.element_size() + (0 if residual is None else residual.element_size())
+            config = configs.within_shared_memory(config, column_bytes)
+            options |= {
+                "CHUNKS": config.chunks,
+                "EVEN": cols == config.chunks * config.block_n,
+                "ROWS": config.rows,
+                "STAGES": config.stages,
+            }
+            arguments = (*tensors, rows, *sizes)
+            by_rows = ByRows(config.rows, most_programs(x, config), argument=True) if x.ndim == 2 else None
+            programs = grid(tile_programs(x, config), x)
+            return Launch(layer_norm_forward_tile_kernel, programs, arguments, options, by_rows)
+        case configs.ForwardRow():
+            options |= {
+                "EVEN": cols == config.chunks * config.block_n,
+                "CHUNKS": config.chunks,
+                "GROUP": 16 // x.element_size(),
+                "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias),
+                "maxnreg": registers_for(config),
+            }
+            arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
+            return Launch(layer_norm_forward_row_kernel, grid(rows, x), arguments, options, _row_a_program(x))
+        case configs.ForwardSweep():
+            options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
+            options["PREFETCH"] = heads == "none" and can_prefetch(vec, x, weight, bias)
+            arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
+            return Launch(layer_norm_forward_sweep_kernel, grid(rows, x), arguments, options, _row_a_program(x))
+        case configs.ForwardShared():
+            slab = config.chunks * config.block_n
+            members = triton.cdiv(cols, slab)
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            programs = min(rows, resident // members) * members
+            depth = triton.next_power_of_2(2 * config.lag)
+            del options["HEADS"]
+            options |= {
+                "EVEN": cols % slab == 0,
+                **_slots(cols, slab, config),
+                "CHUNKS": config.chunks,
+                "GROUP": 16 // x.element_size(),
+                "DEPTH": depth,
+                "LAG": config.lag,
+                "AHEAD": config.ahead if can_prefetch(vec, x) else 0,
+                **resident_options(config),
+            }
+            box = mailbox(x.device, depth * programs)
+            arguments = (*tensors, box, rows, members, *sizes)
+            return Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)
+        case configs.ForwardPieces():
+            piece = config.chunks * config.block_n
+            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            slab = piece * triton.cdiv(cols, piece * resident)
+            members = triton.cdiv(cols, slab)
+            programs = min(rows, resident // members) * members
+            del options["HEADS"]
+            options |= {
+                "EVEN": cols % piece == 0,
+                **_slots(cols, slab, config),
+                "CHUNKS": config.chunks,
+                "GROUP": 16 // x.element_size(),
+                "PREFETCH": can_prefetch(vec, x),
+                **resident_options(config),
+            }
+            arguments = (*tensors, mailbox(x.device, 2 * programs), rows, members, slab // vec, *sizes)
+            return Launch(layer_norm_forward_pieces_kernel, (programs,), arguments, options)
+
+
+def _slots(cols: int, slab: int, config: configs.ForwardShared | configs.ForwardPieces) -> dict[str, object]:
+    """How the moments of programs that share a row are merged: a lane for each, all of equal weight or not."""
+    slots = triton.next_power_of_2(triton.cdiv(cols, slab))
+    return {"SLOTS": slots, "EQUAL_SLABS": cols == slab * slots and slots <= 32 * config.num_warps}
+
+
+def _row_a_program(x: Tensor) -> ByRows | None:
+    return ByRows(1, sys.maxsize, argument=False) if x.ndim == 2 else None
