@@ -74,9 +74,10 @@ def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
     block = _power_of_2(cols)
     for rows, warps, stages, per_sm in _tilings(block, itemsize, tensors=2):
         if stages > 1:
-            yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=True)
-            if block >= 8192:
-                yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=False)
+            for ahead in (0, stages, stages + 2):
+                yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=True, ahead=ahead)
+                if block >= 8192:
+                    yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=False, ahead=ahead)
 
 
 def _chunks(cols: int) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ fixed order: no atomics and no locks, so every run gives the same bits.
 import triton
 import triton.language as tl
 
+from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
 from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
@@ -55,6 +56,7 @@ def layer_norm_backward_tile_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -63,7 +65,10 @@ def layer_norm_backward_tile_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Persistent programs over tiles of ROWS rows; statistics not saved are taken from the tile."""
+    """Persistent programs over tiles of ROWS rows; statistics not saved are taken from the tile.
+
+    With AHEAD > 0, for rows without gaps, tiles AHEAD turns on are asked into L2.
+    """
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
@@ -83,6 +88,12 @@ def layer_norm_backward_tile_kernel(
     tiles = tl.cdiv(rows, ROWS)
 
     for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+        if AHEAD > 0:
+            first_ahead = (tile + AHEAD * programs).to(tl.int64) * ROWS
+            if first_ahead < rows:
+                present = (tl.minimum(rows - first_ahead, ROWS) * cols).to(tl.int32)
+                prefetch(x_ptr + first_ahead * cols, present)
+                prefetch(dy_ptr + first_ahead * cols, present)
         token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = token < rows
         row = row_of_token(token, head, heads, HEADS)

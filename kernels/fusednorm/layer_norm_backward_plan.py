@@ -75,6 +75,7 @@ def plan_backward(
                 "EVEN": cols == config.block_n,
                 "ROWS": config.rows,
                 "STAGES": config.stages,
+                "AHEAD": config.ahead if strides[:2] == (cols, cols) and can_prefetch(vec, x, dy) else 0,
                 "HOLD_WEIGHT": config.hold_weight,
                 "IS_RMS": is_rms,
                 "HEADS": heads,

@@ -101,7 +101,8 @@ class ForwardPieces:
 class BackwardTile:
     """Persistent programs over tiles of `rows` rows, `stages` - 1 tiles ahead in shared memory.
 
-    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.
+    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.  The tiles
+    `ahead` turns on are asked into L2.
     """
 
     rows: int
@@ -110,6 +111,7 @@ class BackwardTile:
     stages: int
     programs_per_sm: int
     hold_weight: bool
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
