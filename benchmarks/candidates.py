@@ -71,13 +71,14 @@ def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
     """Persistent programs with tiles under way in shared memory; long rows also without weight in registers."""
     if cols * itemsize > 32 << 10:
         return
-    block = _power_of_2(cols)
-    for rows, warps, stages, per_sm in _tilings(block, itemsize, tensors=2):
-        if stages > 1:
-            for ahead in (0, stages, stages + 2):
-                yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=True, ahead=ahead)
-                if block >= 8192:
-                    yield BackwardTile(rows, block, warps, stages, per_sm, hold_weight=False, ahead=ahead)
+    whole = _power_of_2(cols)
+    for chunks, block in {*_chunks(cols), (1, whole)}:
+        for rows, warps, stages, per_sm in _tilings(chunks * block, itemsize, tensors=2):
+            if stages > 1:
+                for ahead in (0, stages, stages + 2):
+                    yield BackwardTile(rows, block, warps, stages, per_sm, True, chunks, ahead)
+                    if block >= 8192:
+                        yield BackwardTile(rows, block, warps, stages, per_sm, False, chunks, ahead)
 
 
 def _chunks(cols: int) -> Iterator[tuple[int, int]]:

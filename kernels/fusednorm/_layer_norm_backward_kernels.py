@@ -54,6 +54,7 @@ def layer_norm_backward_tile_kernel(
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -65,7 +66,7 @@ def layer_norm_backward_tile_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Persistent programs over tiles of ROWS rows; statistics not saved are taken from the tile.
+    """Persistent programs over tiles of ROWS rows of CHUNKS blocks; statistics not saved are taken from the tile.
 
     With AHEAD > 0, for rows without gaps, tiles AHEAD turns on are asked into L2.
     """
@@ -74,16 +75,25 @@ def layer_norm_backward_tile_kernel(
     inverse_n = 1.0 / n
     program, programs, head, heads = programs_of_head(HEADS)
     own = parameter_start(head, cols, HEADS)
-    col = tl.arange(0, BLOCK_N)[None, :]
-    col_mask = column_mask(col, cols, EVEN)
-    if HOLD_WEIGHT and weight_ptr is not None:
-        held = tl.load(weight_ptr + own + col, mask=col_mask, other=0.0)
-    if HOLD_WEIGHT and ACTIVATION != "none" and bias_ptr is not None:
-        held_bias = tl.load(bias_ptr + own + col, mask=col_mask, other=0.0)
-    if dweight_partial_ptr is not None:
-        dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    if dbias_partial_ptr is not None:
-        dbias = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    columns = ()
+    col_masks = ()
+    held = ()
+    held_biases = ()
+    dweights = ()
+    dbiases = ()
+    for i in tl.static_range(CHUNKS):
+        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col_mask = column_mask(col, cols, EVEN)
+        columns = columns + (col,)
+        col_masks = col_masks + (col_mask,)
+        if HOLD_WEIGHT and weight_ptr is not None:
+            held = held + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
+        if HOLD_WEIGHT and ACTIVATION != "none" and bias_ptr is not None:
+            held_biases = held_biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
+        if dweight_partial_ptr is not None:
+            dweights = dweights + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
+        if dbias_partial_ptr is not None:
+            dbiases = dbiases + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
 
     tiles = tl.cdiv(rows, ROWS)
 
@@ -97,80 +107,107 @@ def layer_norm_backward_tile_kernel(
         token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = token < rows
         row = row_of_token(token, head, heads, HEADS)
-        mask = row_mask & col_mask
-        h = load_rows(
-            x_ptr,
-            residual_ptr,
-            row_start(token, row, head, x_row_units * VEC, cols, HEADS) + col,
-            row_start(token, row, head, residual_row_units * VEC, cols, HEADS) + col,
-            mask,
-            "evict_first",
-            FAST,
-        )
-        dy_at = row_start(token, row, head, dy_row_units * VEC, cols, HEADS) + col
-        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
+        x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+        residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+        dy_row = row_start(token, row, head, dy_row_units * VEC, cols, HEADS)
+        chunks = ()
+        dys = ()
+        for i in tl.static_range(CHUNKS):
+            mask = row_mask & col_masks[i]
+            h = load_rows(
+                x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, "evict_first", FAST
+            )
+            chunks = chunks + (h,)
+            dy = tl.load(dy_ptr + dy_row + columns[i], mask=mask, other=0.0, eviction_policy="evict_first")
+            dys = dys + (widened(dy, FAST),)
         if rstd_ptr is not None:
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
+            shift = tl.zeros_like(rstd)
             if IS_RMS:
-                x_hat = h * rstd
+                mean = shift
             else:
-                x_hat = (h - tl.load(mean_ptr + row, mask=row_mask, other=0.0)) * rstd
+                mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         else:
-            pivot, shift, square = slab_moments((h,), (col_mask,), n, EVEN, IS_RMS, FAST)
+            mean, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
             rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
-            x_hat = (h - pivot) * rstd - shift * rstd
-        if HOLD_WEIGHT and weight_ptr is not None:
-            weight = widened(held, FAST)
-        else:
-            weight = load_parameter(weight_ptr, own + col, col_mask, 1.0)
-        weight = offset_weight(weight, WEIGHT_OFFSET)
-        if ACTIVATION == "none":
-            bias = 0.0
-        elif HOLD_WEIGHT and bias_ptr is not None:
-            bias = widened(held_bias, FAST)
-        else:
-            bias = load_parameter(bias_ptr, own + col, col_mask, 0.0)
-        dz = affine_gradient(
-            dy,
-            x_hat,
-            weight,
-            bias,
-            row,
-            0,
-            seed,
-            dropout_threshold,
-            dropout_scale,
-            ACTIVATION,
-            DROPOUT,
-            FAST,
-        )
-        if dweight_partial_ptr is not None:
-            dweight += dz * x_hat
-        if dbias_partial_ptr is not None:
-            dbias += dz
-        g = dz * weight
-        if not EVEN:
-            # Past the row's end x_hat is no zero, and without a weight g may not be one either.
-            g = tl.where(col_mask, g, 0.0)
+
+        x_hats = ()
+        gs = ()
+        new_dweights = ()
+        new_dbiases = ()
+        for i in tl.static_range(CHUNKS):
+            if IS_RMS:
+                x_hat = chunks[i] * rstd
+            elif rstd_ptr is not None:
+                x_hat = (chunks[i] - mean) * rstd
+            else:
+                x_hat = (chunks[i] - mean) * rstd - shift * rstd
+            if HOLD_WEIGHT and weight_ptr is not None:
+                weight = widened(held[i], FAST)
+            else:
+                weight = load_parameter(weight_ptr, own + columns[i], col_masks[i], 1.0)
+            weight = offset_weight(weight, WEIGHT_OFFSET)
+            if ACTIVATION == "none":
+                bias = 0.0
+            elif HOLD_WEIGHT and bias_ptr is not None:
+                bias = widened(held_biases[i], FAST)
+            else:
+                bias = load_parameter(bias_ptr, own + columns[i], col_masks[i], 0.0)
+            dz = affine_gradient(
+                dys[i],
+                x_hat,
+                weight,
+                bias,
+                row,
+                i * BLOCK_N,
+                seed,
+                dropout_threshold,
+                dropout_scale,
+                ACTIVATION,
+                DROPOUT,
+                FAST,
+            )
+            if dweight_partial_ptr is not None:
+                new_dweights = new_dweights + (dweights[i] + dz * x_hat,)
+            if dbias_partial_ptr is not None:
+                new_dbiases = new_dbiases + (dbiases[i] + dz,)
+            g = dz * weight
+            if not EVEN:
+                # Past the row's end x_hat is no zero, and without a weight g may not be one either.
+                g = tl.where(col_masks[i], g, 0.0)
+            x_hats = x_hats + (x_hat,)
+            gs = gs + (g,)
+        dweights = new_dweights
+        dbiases = new_dbiases
+
+        products = gs[0] * x_hats[0]
+        total = gs[0]
+        for i in tl.static_range(1, CHUNKS):
+            products += gs[i] * x_hats[i]
+            total += gs[i]
         if IS_RMS:
-            c1 = tl.sum(g * x_hat, 1, keep_dims=True)
+            c1 = tl.sum(products, 1, keep_dims=True)
             c2 = tl.zeros_like(c1)
         else:
-            c1, c2 = sum_pair(g * x_hat, g, 1, FAST)
-        dx = g - x_hat * (c1 * inverse_n)
-        if not IS_RMS:
-            dx -= c2 * inverse_n
-        dx *= rstd
-        if dresidual_out_ptr is not None:
-            outside_at = row_start(token, row, head, dresidual_out_row_units * VEC, cols, HEADS) + col
-            dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask)
+            c1, c2 = sum_pair(products, total, 1, FAST)
+        for i in tl.static_range(CHUNKS):
+            dx = gs[i] - x_hats[i] * (c1 * inverse_n)
+            if not IS_RMS:
+                dx -= c2 * inverse_n
+            dx *= rstd
+            mask = row_mask & col_masks[i]
+            if dresidual_out_ptr is not None:
+                outside_row = row_start(token, row, head, dresidual_out_row_units * VEC, cols, HEADS)
+                dx += tl.load(dresidual_out_ptr + outside_row + columns[i], mask=mask, other=0.0).to(tl.float32)
+            store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask)
 
-    partial_at = row_of_token(program.to(tl.int64), head, heads, HEADS) * cols + col
-    if dweight_partial_ptr is not None:
-        tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
-    if dbias_partial_ptr is not None:
-        tl.store(dbias_partial_ptr + partial_at, tl.sum(dbias, 0, keep_dims=True), mask=col_mask)
+    partial_row = row_of_token(program.to(tl.int64), head, heads, HEADS) * cols
+    for i in tl.static_range(CHUNKS):
+        at = partial_row + columns[i]
+        if dweight_partial_ptr is not None:
+            tl.store(dweight_partial_ptr + at, tl.sum(dweights[i], 0, keep_dims=True), mask=col_masks[i])
+        if dbias_partial_ptr is not None:
+            tl.store(dbias_partial_ptr + at, tl.sum(dbiases[i], 0, keep_dims=True), mask=col_masks[i])
 
 
 @triton.jit(do_not_specialize=["partials", "cols"])

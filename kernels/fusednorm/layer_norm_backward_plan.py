@@ -72,7 +72,8 @@ def plan_backward(
             programs = tile_programs(x, config)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs)
             options |= {
-                "EVEN": cols == config.block_n,
+                "EVEN": cols == config.chunks * config.block_n,
+                "CHUNKS": config.chunks,
                 "ROWS": config.rows,
                 "STAGES": config.stages,
                 "AHEAD": config.ahead if strides[:2] == (cols, cols) and can_prefetch(vec, x, dy) else 0,

@@ -99,7 +99,7 @@ class ForwardPieces:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """Persistent programs over tiles of `rows` rows, `stages` - 1 tiles ahead in shared memory.
+    """Persistent programs over tiles of `rows` rows by `chunks` blocks, `stages` - 1 tiles ahead in shared memory.
 
     `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.  The tiles
     `ahead` turns on are asked into L2.
@@ -111,6 +111,7 @@ class BackwardTile:
     stages: int
     programs_per_sm: int
     hold_weight: bool
+    chunks: int = 1
     ahead: int = 0
 
 
@@ -293,8 +294,7 @@ def within_shared_memory(config: Tile, column_bytes: int) -> Tile:
     """
     if config.stages == 1:
         return config
-    columns = config.block_n * (config.chunks if isinstance(config, ForwardTile) else 1)
-    tile_bytes = config.rows * columns * column_bytes * config.programs_per_sm
+    tile_bytes = config.rows * config.chunks * config.block_n * column_bytes * config.programs_per_sm
     stages = max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes)
     return config if stages >= config.stages else replace(config, stages=stages)
 

@@ -60,7 +60,8 @@ def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, co
                 assert cols <= config.chunks * config.block_n
                 assert (config.chunks - 1) * config.block_n < cols
             case BackwardTile():
-                assert cols <= config.block_n < 2 * cols
+                assert cols <= config.chunks * config.block_n < 2 * cols
+                assert (config.chunks - 1) * config.block_n < cols
             case ForwardSweep():
                 assert 2 * config.block_n <= cols
             case ForwardPieces():

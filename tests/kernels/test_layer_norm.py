@@ -10,8 +10,9 @@ import fusednorm
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import reference
+from fusednorm import layer_norm_launch, reference
 from fusednorm.epilogue import ACTIVATIONS
+from fusednorm.layer_norm_launch import BackwardTile
 
 from tests.kernels.accuracy import assert_close_to_oracle
 
@@ -149,6 +150,16 @@ def test_forward_and_backward_match_the_oracle(op, dtype, cols, device, poisoned
 def test_rows_longer_than_a_tile_match_the_oracle(op, cols, device, poisoned):
     case = make_case(op, torch.float16, 3, cols, device)
     check_forward(case)
+    check_backward(case, saved=True)
+    check_backward(case, saved=False)
+
+
+@pytest.mark.parametrize("cols", [768, 700])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_backward_tiles_of_several_blocks_match_the_oracle(op, cols, device, poisoned, monkeypatch):
+    tile = BackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=1, hold_weight=True, chunks=3)
+    monkeypatch.setattr(layer_norm_launch, "choose_backward", lambda *_: tile)
+    case = make_case(op, torch.float32, 7, cols, device, residual=True, activation="silu")
     check_backward(case, saved=True)
     check_backward(case, saved=False)
 
