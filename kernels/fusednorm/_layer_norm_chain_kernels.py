@@ -54,7 +54,7 @@ def layer_norm_chain_held_kernel(
         x_at = row * (x_row_units * VEC) + col
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
-        chunks = chunks + (load_rows(x_ptr, None, x_at, x_at, row_mask & col_mask, "evict_first", FAST),)
+        chunks = chunks + (load_rows(x_ptr, None, x_at, x_at, row_mask & col_mask, "", FAST),)
 
     for norm in tl.static_range(NORMS):
         pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, False, FAST)
@@ -80,7 +80,7 @@ def layer_norm_chain_held_kernel(
     for i in tl.static_range(CHUNKS):
         y = chunks[i].to(y_ptr.dtype.element_ty)
         y_at = row * cols.to(tl.int64) + columns[i]
-        tl.store(y_ptr + y_at, y, mask=row_mask & col_masks[i], eviction_policy="evict_first")
+        tl.store(y_ptr + y_at, y, mask=row_mask & col_masks[i])
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def layer_norm_quantise_held_kernel(
             row * (x_row_units * VEC) + col,
             row * (residual_row_units * VEC) + col,
             row_mask & col_mask,
-            "evict_first",
+            "",
             FAST,
         )
         columns = columns + (col,)
@@ -137,7 +137,7 @@ def layer_norm_quantise_held_kernel(
             residual_out = chunks[i].to(residual_out_ptr.dtype.element_ty)
             at = row * cols.to(tl.int64) + columns[i]
             mask = row_mask & col_masks[i]
-            tl.store(residual_out_ptr + at, residual_out, mask=mask, eviction_policy="evict_first")
+            tl.store(residual_out_ptr + at, residual_out, mask=mask)
         y = _normalised(
             chunks[i],
             pivot,
@@ -168,7 +168,7 @@ def layer_norm_quantise_held_kernel(
     for i in tl.static_range(CHUNKS):
         y = (values[i] * inverse).to(y_ptr.dtype.element_ty)
         at = row * cols.to(tl.int64) + columns[i]
-        tl.store(y_ptr + at, y, mask=row_mask & col_masks[i], eviction_policy="evict_first")
+        tl.store(y_ptr + at, y, mask=row_mask & col_masks[i])
 
 
 @triton.jit(do_not_specialize=["col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
