@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._layer_norm_forward_kernels import finish
+from fusednorm._reductions import rounded_product
 from fusednorm._row_moments import column_mask, offset_weight, widened
 
 
@@ -88,7 +89,8 @@ def piece_moments(
     if not IS_RMS:
         for i in tl.static_range(len(chunks)):
             mean += tl.sum(chunk_of(chunks, residuals, i, FAST), 1, keep_dims=True)
-        mean = mean * inverse
+        # What the shift is about must be what is returned: contracted into the subtraction, it would be unrounded.
+        mean = rounded_product(mean, inverse, FAST)
     for i in tl.static_range(len(chunks)):
         d = chunk_of(chunks, residuals, i, FAST)
         if not IS_RMS:
@@ -98,7 +100,7 @@ def piece_moments(
             shift += tl.sum(d, 1, keep_dims=True)
         square += tl.sum(d * d, 1, keep_dims=True)
     if not IS_RMS:
-        square -= shift * shift * inverse
+        square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
         shift = shift * inverse
     return count, mean, shift, square
 
@@ -181,6 +183,7 @@ def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.const
         delta = (mean - rough) + shift
         shift = tl.sum(count * delta, 0, keep_dims=True) / n
         square = tl.sum(square + count * delta * delta, 0, keep_dims=True) - shift * shift * n
+        square = tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL)
         mean = rough
     elif EVEN:
         _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_even, keep_dims=True)

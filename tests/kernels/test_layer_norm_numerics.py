@@ -40,6 +40,12 @@ def test_rows_without_spread_give_the_bias(cols, device):
     torch.testing.assert_close(result.rstd, torch.full((2,), 1e-5**-0.5, device=device))
 
 
+@pytest.mark.parametrize("cols", [*COLS, 2048, 16384])
+def test_no_spread_of_large_values_is_no_negative_variance(cols, device):
+    x = torch.full((2, cols), 1.1e10, device=device)
+    assert layer_norm_forward(x, eps=1e-12).y.isfinite().all()
+
+
 @pytest.mark.parametrize("cols", COLS)
 def test_float16_near_its_largest_value(cols, device):
     x = (torch.rand(2, cols, device=device) * 4e3 + 6e4).half()
