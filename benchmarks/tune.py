@@ -1,6 +1,6 @@
 """Times every plausible launch configuration of a LayerNorm pass: what the tables of `layer_norm_launch` rest on.
 
-    python -m benchmarks.tune --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096,8192]
+    python -m benchmarks.tune --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096,8192] [--rows 1,16]
 
 Each configuration must agree with the table's own choice before it is timed.
 """
@@ -33,16 +33,17 @@ from benchmarks.workers import run_in_workers
 
 Config = layer_norm_launch.Forward | layer_norm_launch.Backward
 
-COLUMNS = ("pass", "cols", "dtype", "config", "ms", "of_copy")
+COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One pass over rows of one length, x of 256 MiB."""
+    """One pass over rows of one length; as many as make x 256 MiB unless `rows` says how many."""
 
     pass_: str
     cols: int
     dtype: str
+    rows: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -68,7 +69,7 @@ class Pass:
     """The tensors of a cell, and its launches under a configuration."""
 
     def __init__(self, cell: Cell, device: str) -> None:
-        rows, cols = sweep_rows(cell.cols, cell.dtype), cell.cols
+        rows, cols = cell.rows or sweep_rows(cell.cols, cell.dtype), cell.cols
         options: dict[str, Any] = {"device": device, "dtype": getattr(torch, cell.dtype)}
         fill = torch.empty if device == "meta" else torch.randn
         self._pass = cell.pass_
@@ -148,10 +149,11 @@ def _check(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
 def main() -> None:
     arguments = _arguments()
     cells = [
-        Cell(pass_, cols, dtype)
+        Cell(pass_, cols, dtype, rows)
         for pass_ in arguments.passes.split(",")
         for dtype in arguments.dtype.split(",")
         for cols in map(int, arguments.cols.split(","))
+        for rows in map(int, arguments.rows.split(","))
     ]
     work = {
         cell: [
@@ -177,11 +179,11 @@ def main() -> None:
             rows = time_cell(cell, configs, timer)
             for row in rows:
                 writer.writerow(
-                    [cell.pass_, cell.cols, cell.dtype, row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}"]
+                    [cell.pass_, cell.rows, cell.cols, cell.dtype, row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}"]
                 )
             file.flush()
             best = "; ".join(f"{row.of_copy:.3f} {row.name}" for row in rows[:4])
-            print(f"{cell.pass_} {cell.dtype} {cell.cols}: {best}", flush=True)
+            print(f"{cell.pass_} {cell.dtype} {cell.rows}x{cell.cols}: {best}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -190,6 +192,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pass", dest="passes", default=",".join(PASSES))
     parser.add_argument("--dtype", default="bfloat16,float32")
     parser.add_argument("--cols", default=",".join(map(str, ROW_LENGTHS + LONG_ROW_LENGTHS[:-1])))
+    parser.add_argument("--rows", default="0", help="0 is as many as make x 256 MiB")
     parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose repr it matches")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"
