@@ -13,22 +13,22 @@ from fusednorm.layer_norm_launch import (
     BackwardSlab,
     BackwardTile,
     Forward,
-    ForwardPieces,
+    ForwardParts,
     ForwardRow,
     ForwardShared,
     ForwardSweep,
     ForwardTile,
 )
 
-_TILE_REGISTERS = 72_000
+_TILE_REGISTERS = 82_000
 """Of a multiprocessor, by an estimate that is high for the larger tiles: a little over what there is."""
 
 _TILE_SHARED_BYTES = 220_000
 _SHARED_ROWS = 8192
 """Rows up to this many columns are not shared by programs."""
 
-_PIECED_ROWS = 1 << 18
-"""Rows up to this many columns are not the work of all programs at once."""
+_PARTED_ROWS = 1 << 18
+"""Rows up to this many columns are not taken in parts."""
 
 _MULTIPROCESSORS = 132
 """Of an H200: programs that share a row must all be resident."""
@@ -46,8 +46,8 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[Forward | Backw
         yield from forward_rows(cols, itemsize)
         if cols > _SHARED_ROWS:
             yield from forward_shared(cols, itemsize)
-        if cols > _PIECED_ROWS:
-            yield from forward_pieces(itemsize)
+        if cols > _PARTED_ROWS:
+            yield from forward_parts()
     else:
         yield from backward_tiles(cols, itemsize)
         if cols > _SHARED_ROWS:
@@ -106,7 +106,7 @@ def _tilings(slab: int, itemsize: int, tensors: int) -> Iterator[tuple[int, int,
             continue
         if registers <= _TILE_REGISTERS:
             yield rows, warps, 1, 0
-        for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6)):
+        for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6, 8, 12, 16)):
             shared = tensors * rows * slab * itemsize * (stages - 1) * per_sm
             if registers * per_sm <= _TILE_REGISTERS and least_shared <= shared <= _TILE_SHARED_BYTES:
                 yield rows, warps, stages, per_sm
@@ -123,13 +123,13 @@ def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
 def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
     """Chunks that a row fills but for the last; as many programs as leave a row's data its registers.
 
-    Rows over 16 KB also ask for later ones.
+    Rows over 4 KB also ask for later ones.
     """
     for chunks, warps in product(range(1, 17), (1, 2, 4, 8, 16, 32)):
         if cols <= chunks * 256 * warps < cols + 256 * warps:
             for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
                 if 24 + 2 * chunks * itemsize <= 2048 / (warps * per_sm) <= 176:
-                    for ahead_per_sm in (0, 1, 2) if cols * itemsize > 16384 else (0,):
+                    for ahead_per_sm in (0, 1, 2) if cols * itemsize > 4096 else (0,):
                         yield ForwardRow(chunks, warps, per_sm, ahead_per_sm)
 
 
@@ -141,9 +141,11 @@ def forward_shared(cols: int, itemsize: int) -> Iterator[ForwardShared]:
             yield ForwardShared(chunks, warps, per_sm, lag, ahead)
 
 
-def forward_pieces(itemsize: int) -> Iterator[ForwardPieces]:
-    """Pieces like the slabs of `forward_shared`."""
-    return (ForwardPieces(*slab) for slab in _slabs(itemsize))
+def forward_parts() -> Iterator[ForwardParts]:
+    """Pieces and slabs of 1 to 8 thousand columns."""
+    tiles = tuple((chunks, warps) for chunks, warps in product((1, 2, 4), (4, 8)))
+    for (chunks, warps), (slab_chunks, slab_warps), rows in product(tiles, tiles, (4, 16)):
+        yield ForwardParts(chunks, warps, slab_chunks, slab_warps, rows)
 
 
 def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:

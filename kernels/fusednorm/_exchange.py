@@ -103,7 +103,8 @@ def collect(slot_ptrs, tag):
 @triton.jit
 def leave(mailbox_ptr, last_tag):
     """The last program to leave hands the highest tag on; `last_tag` is the same number in every program."""
-    left = tl.atomic_add(mailbox_ptr + 1, 1, sem="acq_rel")
+    # Relaxed: what it must not overtake, reading the tag, is long done; the next launch waits for all of this one.
+    left = tl.atomic_add(mailbox_ptr + 1, 1, sem="relaxed")
     if left == tl.num_programs(0) - 1:
         tl.store(mailbox_ptr + 1, 0)
         tl.store(mailbox_ptr, last_tag.to(tl.int64))

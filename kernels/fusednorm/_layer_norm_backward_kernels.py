@@ -2,13 +2,14 @@
 
 With dz the gradient that reaches the affine step and g = dz * (weight + WEIGHT_OFFSET), dx = rstd * (g - c2 -
 x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for
-dweight and dbias stay in float32 registers, one partial row a program, and a last kernel folds the partials in
-fixed order: no atomics and no locks, so every run gives the same bits.
+dweight and dbias stay in float32 registers, one partial row a program, and `_layer_norm_fold_kernel` folds the
+partials in fixed order: no atomics and no locks, so every run gives the same bits.
 """
 
 import triton
 import triton.language as tl
 
+from fusednorm._layer_norm_fold_kernel import let_fold_start
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
@@ -58,6 +59,7 @@ def layer_norm_backward_tile_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY_FOLD: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -70,6 +72,7 @@ def layer_norm_backward_tile_kernel(
 
     With AHEAD > 0, for rows without gaps, tiles AHEAD turns on are asked into L2.
     """
+    let_fold_start(EARLY_FOLD)
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
@@ -208,36 +211,3 @@ def layer_norm_backward_tile_kernel(
             tl.store(dweight_partial_ptr + at, tl.sum(dweights[i], 0, keep_dims=True), mask=col_masks[i])
         if dbias_partial_ptr is not None:
             tl.store(dbias_partial_ptr + at, tl.sum(dbiases[i], 0, keep_dims=True), mask=col_masks[i])
-
-
-@triton.jit(do_not_specialize=["partials", "cols"])
-def fold_partials_kernel(
-    dweight_partial_ptr,
-    dbias_partial_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    partials,
-    cols,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Sum [partials, cols] float32 down the partials in fixed order, and cast; both gradients at once."""
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    lane = tl.arange(0, BLOCK_P)[:, None]
-    if dweight_ptr is not None:
-        dweight = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    if dbias_ptr is not None:
-        dbias = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    for first in range(0, partials, BLOCK_P):
-        mask = (first + lane < partials) & (col < cols)
-        at = (first + lane).to(tl.int64) * cols + col
-        if dweight_ptr is not None:
-            dweight += tl.load(dweight_partial_ptr + at, mask=mask, other=0.0)
-        if dbias_ptr is not None:
-            dbias += tl.load(dbias_partial_ptr + at, mask=mask, other=0.0)
-    if dweight_ptr is not None:
-        total = tl.sum(dweight, 0, keep_dims=True)
-        tl.store(dweight_ptr + col, total.to(dweight_ptr.dtype.element_ty), mask=col < cols)
-    if dbias_ptr is not None:
-        total = tl.sum(dbias, 0, keep_dims=True)
-        tl.store(dbias_ptr + col, total.to(dbias_ptr.dtype.element_ty), mask=col < cols)

@@ -1,12 +1,13 @@
 """Backward kernel of LayerNorm and RMSNorm for rows that several programs share.
 
-The formulas are in `_layer_norm_backward_kernels`, and so is the kernel that folds what is partial.
+The formulas are in `_layer_norm_backward_kernels`; `_layer_norm_fold_kernel` folds what is partial.
 """
 
 import triton
 import triton.language as tl
 
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
+from fusednorm._layer_norm_fold_kernel import let_fold_start
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair, total_pair
 from fusednorm._row_gradients import affine_gradient, store_input_gradient
@@ -107,6 +108,7 @@ def layer_norm_backward_shared_kernel(
     DEPTH: tl.constexpr,
     LAG: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY_FOLD: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -119,6 +121,7 @@ def layer_norm_backward_shared_kernel(
     by when the other members' parts have come, out of L1 or L2 for the gradients.  Programs are persistent; the
     launch must be cooperative.
     """
+    let_fold_start(EARLY_FOLD)
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
     group = tl.program_id(0) // members

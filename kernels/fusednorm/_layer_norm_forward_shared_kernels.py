@@ -1,4 +1,4 @@
-"""Forward kernels of LayerNorm and RMSNorm for rows that several programs share."""
+"""Forward kernel of LayerNorm and RMSNorm for rows that several programs share."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,6 @@ from fusednorm._row_pieces import (
     piece_moments,
     total_moments,
     write_chunk,
-    write_piece,
 )
 
 
@@ -107,11 +106,12 @@ def layer_norm_forward_shared_kernel(
         row = group + tl.minimum(turn, turns - 1) * groups
         x_at = row * x_row_size + first_col
         chunks = load_piece(x_ptr, x_at, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
-        residuals = load_piece(
-            residual_ptr, row * residual_row_size + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"
-        )
+        residual_at = row * residual_row_size + first_col
+        residuals = load_piece(residual_ptr, residual_at, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
         if AHEAD > 0 and turn + AHEAD < turns:
             prefetch(x_ptr + x_at + AHEAD * groups * x_row_size, slab_cols)
+            if residual_ptr is not None:
+                prefetch(residual_ptr + residual_at + AHEAD * groups * residual_row_size, slab_cols)
 
         if turn >= LAG:
             late_row = group + (turn - LAG) * groups
@@ -159,133 +159,4 @@ def layer_norm_forward_shared_kernel(
             slot = slot_of(mailbox_ptr, group, tag, member, members, DEPTH)
             post(slot, tag, slab_mean, slab_shift, slab_square)
 
-    leave(mailbox_ptr, last_tag)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "rows", "members", "slab_units", "col_units", "x_row_units", "residual_row_units",
-        "seed", "dropout_threshold",
-    ]
-)  # fmt: skip
-def layer_norm_forward_pieces_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    residual_out_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mailbox_ptr,
-    rows: tl.int64,
-    members,
-    slab_units,
-    col_units,
-    x_row_units: tl.int64,
-    residual_row_units: tl.int64,
-    eps: tl.float32,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
-    dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    EVEN: tl.constexpr,
-    EQUAL_SLABS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    IS_RMS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """A row belongs to `members` programs, a slab of whole pieces of CHUNKS * BLOCK_N columns each.
-
-    The last piece stays in registers while the members tell one another their moments; pieces before it are read
-    again, out of L2 as far as they are there.  What comes next is asked into L2 meanwhile.  Programs are
-    persistent; the launch must be cooperative.
-    """
-    cols = col_units * VEC
-    slab = slab_units * VEC
-    piece: tl.constexpr = CHUNKS * BLOCK_N
-    group = tl.program_id(0) // members
-    groups = tl.num_programs(0) // members
-    member = tl.program_id(0) % members
-    first_col = member * slab
-    slab_cols = tl.minimum(cols - first_col, slab)
-    last = (tl.cdiv(slab_cols, piece) - 1) * piece
-    start = first_tag(mailbox_ptr)
-    last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
-    other = tl.arange(0, SLOTS)
-    count_of_other = tl.minimum(tl.maximum(cols.to(tl.int64) - other.to(tl.int64) * slab, 0), slab).to(tl.float32)
-    lanes: tl.constexpr = BLOCK_N // GROUP
-
-    tag = start
-    for row in range(group, rows, groups):
-        x_row = row * (x_row_units * VEC) + first_col
-        residual_row = row * (residual_row_units * VEC) + first_col
-        y_row = row * cols.to(tl.int64) + first_col
-        count = tl.zeros((lanes, 1), tl.float32)
-        means = tl.zeros((lanes, 1), tl.float32)
-        shifts = tl.zeros((lanes, 1), tl.float32)
-        squares = tl.zeros((lanes, 1), tl.float32)
-        for at in range(0, last, piece):
-            if PREFETCH:
-                prefetch(x_ptr + x_row + at + piece, tl.minimum(slab_cols - at - piece, piece))
-            piece_count, piece_means, piece_shifts, piece_squares = piece_moments(
-                load_piece(x_ptr, x_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                load_piece(residual_ptr, residual_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                piece, True, BLOCK_N, GROUP, IS_RMS, FAST,
-            )  # fmt: skip
-            count, means, shifts, squares = merge(
-                count, means, shifts, squares, piece_count, piece_means, piece_shifts, piece_squares
-            )
-        left = slab_cols - last
-        chunks = load_piece(x_ptr, x_row + last, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first")
-        residuals = load_piece(residual_ptr, residual_row + last, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first")
-        piece_count, piece_means, piece_shifts, piece_squares = piece_moments(
-            chunks, residuals, left, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
-        )
-        count, means, shifts, squares = merge(
-            count, means, shifts, squares, piece_count, piece_means, piece_shifts, piece_squares
-        )
-        slab_mean, slab_shift, slab_square = total_moments(count, means, shifts, squares, EVEN, FAST)
-        slot = slot_of(mailbox_ptr, group, tag, member, members, 2)
-        post(slot, tag, slab_mean, slab_shift, slab_square)
-        if PREFETCH:
-            if last > 0:
-                prefetch(x_ptr + x_row + last - piece, piece)
-            elif row + groups < rows:
-                prefetch(x_ptr + x_row + groups * (x_row_units * VEC), left)
-        mean, shift, rstd = _row_moments(
-            mailbox_ptr, group, tag, members, other, count_of_other, cols, eps, 2, EQUAL_SLABS, IS_RMS
-        )
-        tag += 1
-        if member == 0:
-            if mean_ptr is not None:
-                tl.store(mean_ptr + row, mean + shift)
-            if rstd_ptr is not None:
-                tl.store(rstd_ptr + row, rstd)
-        if y_ptr is not None:
-            write_piece(
-                chunks, residuals, weight_ptr, bias_ptr, first_col + last,
-                y_ptr, residual_out_ptr, y_row + last, left, row, first_col + last, mean, shift, rstd,
-                seed, dropout_threshold, dropout_scale,
-                EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
-            )  # fmt: skip
-            for at in range(last - piece, -1, -piece):
-                if PREFETCH and at > 0:
-                    prefetch(x_ptr + x_row + at - piece, piece)
-                col = first_col + at
-                write_piece(
-                    load_piece(x_ptr, x_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_first"),
-                    load_piece(residual_ptr, residual_row + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_first"),
-                    weight_ptr, bias_ptr, col,
-                    y_ptr, residual_out_ptr, y_row + at, piece, row, col, mean, shift, rstd,
-                    seed, dropout_threshold, dropout_scale,
-                    True, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
-                )  # fmt: skip
     leave(mailbox_ptr, last_tag)

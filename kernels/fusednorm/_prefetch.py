@@ -22,3 +22,12 @@ def prefetch(ptr, count):
     """Bring `count` elements from `ptr` on, both multiples of 16 bytes, into L2, without waiting for them."""
     nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch_parameters(weight_ptr, bias_ptr, start, count):
+    """`prefetch` of `count` elements from `start` on of each that is not None."""
+    if weight_ptr is not None:
+        prefetch(weight_ptr + start, count)
+    if bias_ptr is not None:
+        prefetch(bias_ptr + start, count)

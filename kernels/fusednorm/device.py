@@ -19,8 +19,9 @@ def multiprocessor_count(device: torch.device) -> int:
 
 
 @cache
-def bulk_prefetch(device: torch.device) -> bool:
-    """Whether the device has the instruction of `_prefetch` (compute capability 9.0); meta, for inspection, has."""
+def since_hopper(device: torch.device) -> bool:
+    """Whether the device has what came with compute capability 9.0: bulk prefetches into L2, and launches of a
+    kernel before the one that it depends on ends.  Meta, for inspection, has."""
     if device.type != "cuda":
         return device.type == "meta"
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -58,20 +58,30 @@ def _start(launches: Iterable[Launch], index: int) -> None:
 
 
 @cache
-def _mailbox(device: torch.device, stream: int, words: int) -> torch.Tensor:
+def _zeros(device: torch.device, stream: int, words: int, purpose: str) -> torch.Tensor:
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
-def mailbox(device: torch.device, slots: int) -> torch.Tensor:
-    """The workspace of `_exchange` for a launch with as many slots in all.
+def _workspace(device: torch.device, words: int, purpose: str) -> torch.Tensor:
+    """At least that many 8-byte words: one workspace for each stream and purpose, zero when it is new.
 
-    One for each stream, zero when it is new; launches on a stream follow one another and leave it ready for the
-    next.  A launch that is captured into a graph gets one of its own, cleared at every replay.
+    Launches on a stream follow one another and leave it ready for the next.  A launch that is captured into a graph
+    gets one of its own, cleared at every replay.
     """
-    words = 1 << (2 + 4 * slots).bit_length()
+    words = 1 << words.bit_length()
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=device)
-    return _mailbox(device, torch.cuda.current_stream(device).cuda_stream, words)
+    return _zeros(device, torch.cuda.current_stream(device).cuda_stream, words, purpose)
+
+
+def mailbox(device: torch.device, slots: int) -> torch.Tensor:
+    """The workspace of `_exchange` for a launch with as many slots in all."""
+    return _workspace(device, 2 + 4 * slots, "mailbox")
+
+
+def counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least as many int64 counters, all 0, which a launch must leave at 0."""
+    return _workspace(device, count, "counters")
 
 
 def vector_units(*sizes: int) -> int:

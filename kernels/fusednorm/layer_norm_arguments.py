@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusednorm import layer_norm_launch as configs
 from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED, bulk_prefetch, multiprocessor_count
+from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.epilogue import dropout_threshold
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.launch import REGISTERS_PER_SM
@@ -74,20 +74,20 @@ def can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
     """Whether rows of the tensors in vectors of `vec` elements start and end on 16 bytes, and may be asked for."""
     return all(
         tensor is None
-        or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and bulk_prefetch(tensor.device))
+        or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and since_hopper(tensor.device))
         for tensor in tensors
     )
 
 
 def resident_options(
-    config: configs.ForwardShared | configs.ForwardPieces | configs.BackwardShared,
+    config: configs.ForwardShared | configs.BackwardShared,
 ) -> dict[str, object]:
     """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
     return {"maxnreg": registers_for(config), "launch_cooperative_grid": True}
 
 
 def registers_for(
-    config: configs.ForwardRow | configs.ForwardShared | configs.ForwardPieces | configs.BackwardShared,
+    config: configs.ForwardRow | configs.ForwardShared | configs.BackwardShared,
 ) -> int:
     """Registers that a thread may have for `programs_per_sm` programs to be resident."""
     return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)

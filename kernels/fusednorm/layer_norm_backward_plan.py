@@ -5,14 +5,15 @@ import triton
 from torch import Tensor
 
 from fusednorm import layer_norm_launch as configs
-from fusednorm._layer_norm_backward_kernels import fold_partials_kernel, layer_norm_backward_tile_kernel
+from fusednorm._layer_norm_backward_kernels import layer_norm_backward_tile_kernel
 from fusednorm._layer_norm_backward_shared_kernels import layer_norm_backward_shared_kernel
 from fusednorm._layer_norm_backward_slab_kernels import (
     layer_norm_backward_rows_kernel,
     layer_norm_backward_slab_kernel,
 )
+from fusednorm._layer_norm_fold_kernel import fold_partials_kernel
 from fusednorm.checks import Epilogue, has_heads
-from fusednorm.device import multiprocessor_count
+from fusednorm.device import multiprocessor_count, since_hopper
 from fusednorm.launch import Launch, mailbox, vector_units
 from fusednorm.layer_norm_arguments import (
     can_prefetch,
@@ -23,7 +24,7 @@ from fusednorm.layer_norm_arguments import (
     shared_options,
     tile_programs,
 )
-from fusednorm.layer_norm_forward_plan import forward_launch
+from fusednorm.layer_norm_forward_plan import forward_launches
 from fusednorm.results import Backward
 
 
@@ -58,11 +59,9 @@ def plan_backward(
     tensors = (dy, x, residual, dresidual_out, weight, bias)
     gradients = (out.dx, None if out.dresidual is out.dx else out.dresidual)
     sizes = (rows, cols // vec, *units)
-    options = {
-        "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps,
-        **shared,
-    }
+    folds = [t for t in (weight, bias) if t is not None]
+    options = {"BLOCK_N": config.block_n, "num_warps": config.num_warps, **shared}
+    early_fold = bool(folds) and since_hopper(x.device)
     match config:
         case configs.BackwardTile():
             pipelined = [t for t in (dy, x, residual, dresidual_out) if t is not None]
@@ -70,6 +69,7 @@ def plan_backward(
                 pipelined += [t for t in (weight, bias if epilogue.activation != "none" else None) if t is not None]
             config = configs.within_shared_memory(config, sum(t.element_size() for t in pipelined))
             programs = tile_programs(x, config)
+            most_partials = multiprocessor_count(x.device) * config.programs_per_sm
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs)
             options |= {
                 "EVEN": cols == config.chunks * config.block_n,
@@ -77,6 +77,7 @@ def plan_backward(
                 "ROWS": config.rows,
                 "STAGES": config.stages,
                 "AHEAD": config.ahead if strides[:2] == (cols, cols) and can_prefetch(vec, x, dy) else 0,
+                "EARLY_FOLD": early_fold,
                 "HOLD_WEIGHT": config.hold_weight,
                 "IS_RMS": is_rms,
                 "HEADS": heads,
@@ -92,12 +93,11 @@ def plan_backward(
                 statistics = configs.choose_statistics(
                     cols, x.element_size(), multiprocessor_count(x.device), residual is not None
                 )
-                launches.append(
-                    forward_launch(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
-                )
+                launches += forward_launches(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
             members = triton.cdiv(cols, config.block_n)
             resident = multiprocessor_count(x.device) * config.programs_per_sm
-            groups = min(rows, resident // members)
+            most_partials = resident // members
+            groups = min(rows, most_partials)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, groups)
             depth = triton.next_power_of_2(2 * config.lag)
             options |= {
@@ -106,6 +106,7 @@ def plan_backward(
                 "DEPTH": depth,
                 "LAG": config.lag,
                 "AHEAD": config.ahead if can_prefetch(vec, x, dy) else 0,
+                "EARLY_FOLD": early_fold,
                 "IS_RMS": is_rms,
                 **resident_options(config),
             }
@@ -114,11 +115,12 @@ def plan_backward(
                 *tensors, mean, rstd, *gradients, dweight_partial, dbias_partial, box, rows, members,
                 *sizes[1:], *dropout,
             )  # fmt: skip
-            launches.append(Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options))
+            launches += [Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options)]
         case configs.BackwardSlab():
             slabs = triton.cdiv(cols, config.block_n)
             resident = multiprocessor_count(x.device) * config.programs_per_sm
-            tiles = min(triton.cdiv(rows, config.rows), max(1, resident // slabs))
+            most_partials = max(1, resident // slabs)
+            tiles = min(triton.cdiv(rows, config.rows), most_partials)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, tiles)
             constants = x.new_empty((rows, 4), dtype=torch.float32)
             rows_arguments = (
@@ -139,19 +141,15 @@ def plan_backward(
                 Launch(layer_norm_backward_rows_kernel, (rows,), rows_arguments, rows_options),
                 Launch(layer_norm_backward_slab_kernel, (slabs, tiles), arguments, options),
             ]
-    parameter = bias if weight is None else weight
-    if parameter is not None:
-        size = parameter.numel()
+    if folds:
+        size = folds[0].numel()
+        tile = configs.choose_fold(most_partials)
         launches.append(
             Launch(
                 fold_partials_kernel,
-                (triton.cdiv(size, configs.FOLD_BLOCK_N),),
+                (triton.cdiv(size, tile["BLOCK_N"]), len(folds)),
                 (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, size),
-                {
-                    "BLOCK_P": configs.FOLD_BLOCK_P,
-                    "BLOCK_N": configs.FOLD_BLOCK_N,
-                    "num_warps": configs.FOLD_NUM_WARPS,
-                },
+                {**tile, "EARLY": early_fold} | ({"launch_pdl": True} if early_fold else {}),
             )
         )
     return launches

@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 import triton
 from torch import Tensor
 
@@ -10,14 +11,15 @@ from fusednorm._layer_norm_forward_kernels import (
     layer_norm_forward_sweep_kernel,
     layer_norm_forward_tile_kernel,
 )
-from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_kernel
-from fusednorm._layer_norm_forward_shared_kernels import (
-    layer_norm_forward_pieces_kernel,
-    layer_norm_forward_shared_kernel,
+from fusednorm._layer_norm_forward_parts_kernels import (
+    layer_norm_forward_parts_kernel,
+    layer_norm_forward_slabs_kernel,
 )
+from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_kernel
+from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_shared_kernel
 from fusednorm.checks import Epilogue, has_heads
-from fusednorm.device import multiprocessor_count
-from fusednorm.launch import ByRows, Launch, mailbox, vector_units
+from fusednorm.device import multiprocessor_count, since_hopper
+from fusednorm.launch import ByRows, Launch, counters, mailbox, vector_units
 from fusednorm.layer_norm_arguments import (
     can_prefetch,
     dropout_arguments,
@@ -52,10 +54,10 @@ def plan_forward(
         x.shape[-1], x.element_size(), multiprocessor_count(x.device), residual is not None, x.ndim == 3
     )
     outputs = (out.y, out.residual_out, out.mean, out.rstd)
-    return [forward_launch(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)]
+    return forward_launches(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)
 
 
-def forward_launch(
+def forward_launches(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -66,8 +68,25 @@ def forward_launch(
     is_rms: bool,
     config: configs.Forward,
     weight_offset: float = 0.0,
+) -> list[Launch]:
+    """`plan_forward` into y, residual_out, mean and rstd; y None for the statistics alone."""
+    if isinstance(config, configs.ForwardParts):
+        return _in_parts(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)
+    return [_in_one(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)]
+
+
+def _in_one(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    epilogue: Epilogue,
+    outputs: tuple[Tensor | None, ...],
+    is_rms: bool,
+    config: configs.ForwardTile | configs.ForwardRow | configs.ForwardSweep | configs.ForwardShared,
+    weight_offset: float,
 ) -> Launch:
-    """One forward launch; `outputs` are y, residual_out, mean and rstd, y None for the statistics alone."""
     rows, cols = x.shape[0], x.shape[-1]
     heads, strides = layout(config, cols, has_heads(weight, bias), x, residual)
     vec = vector_units(cols, *strides)
@@ -99,14 +118,15 @@ def forward_launch(
                 "EVEN": cols == config.chunks * config.block_n,
                 "CHUNKS": config.chunks,
                 "GROUP": 16 // x.element_size(),
-                "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias),
+                "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias, residual),
+                "ALONE": config.programs_per_sm == 1,
                 "maxnreg": registers_for(config),
             }
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
             return Launch(layer_norm_forward_row_kernel, grid(rows, x), arguments, options, _row_a_program(x))
         case configs.ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
-            options["PREFETCH"] = heads == "none" and can_prefetch(vec, x, weight, bias)
+            options["PREFETCH"] = heads == "none" and can_prefetch(vec, x, weight, bias, residual)
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
             return Launch(layer_norm_forward_sweep_kernel, grid(rows, x), arguments, options, _row_a_program(x))
         case configs.ForwardShared():
@@ -123,32 +143,92 @@ def forward_launch(
                 "GROUP": 16 // x.element_size(),
                 "DEPTH": depth,
                 "LAG": config.lag,
-                "AHEAD": config.ahead if can_prefetch(vec, x) else 0,
+                "AHEAD": config.ahead if can_prefetch(vec, x, residual) else 0,
                 **resident_options(config),
             }
             box = mailbox(x.device, depth * programs)
             arguments = (*tensors, box, rows, members, *sizes)
             return Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)
-        case configs.ForwardPieces():
-            piece = config.chunks * config.block_n
-            resident = multiprocessor_count(x.device) * config.programs_per_sm
-            slab = piece * triton.cdiv(cols, piece * resident)
-            members = triton.cdiv(cols, slab)
-            programs = min(rows, resident // members) * members
-            del options["HEADS"]
-            options |= {
-                "EVEN": cols % piece == 0,
-                **_slots(cols, slab, config),
-                "CHUNKS": config.chunks,
-                "GROUP": 16 // x.element_size(),
-                "PREFETCH": can_prefetch(vec, x),
-                **resident_options(config),
+
+
+def _in_parts(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    epilogue: Epilogue,
+    outputs: tuple[Tensor | None, ...],
+    is_rms: bool,
+    config: configs.ForwardParts,
+    weight_offset: float,
+) -> list[Launch]:
+    rows, cols = x.shape
+    y, residual_out, mean, rstd = outputs
+    _, strides = layout(config, cols, False, x, residual)
+    vec = vector_units(cols, *strides)
+    units = tuple(stride // vec for stride in strides)
+    shared = shared_options(vec, weight_offset, epilogue) | {"GROUP": 16 // x.element_size(), "IS_RMS": is_rms}
+    early = y is not None and since_hopper(x.device)
+    prefetches = can_prefetch(vec, x, residual)
+
+    piece = config.chunks * config.block_n
+    part = piece * triton.cdiv(cols, piece * configs.MAX_PARTS)
+    parts = triton.cdiv(cols, part)
+    slots = triton.next_power_of_2(parts)
+    parts_a_program = max(1, min(configs.MAX_PARTS_A_PROGRAM, rows * parts // configs.PARTS_PROGRAMS))
+    of_parts = x.new_empty((rows, parts, 4), dtype=torch.float32)
+    of_rows = None if y is None else x.new_empty((rows, 4), dtype=torch.float32)
+    statistics = Launch(
+        layer_norm_forward_parts_kernel,
+        (rows * triton.cdiv(parts, parts_a_program),),
+        (
+            x, residual, mean, rstd, of_rows, of_parts, counters(x.device, rows),
+            parts, parts_a_program, part // vec, cols // vec, *units, eps,
+        ),
+        {
+            "EVEN": cols % piece == 0,
+            "EQUAL_PARTS": cols == part * slots and slots <= 32 * config.num_warps,
+            "BLOCK_N": config.block_n,
+            "CHUNKS": config.chunks,
+            "SLOTS": slots,
+            "PREFETCH": prefetches,
+            "EARLY": early,
+            "num_warps": config.num_warps,
+            **{name: shared[name] for name in ("VEC", "GROUP", "IS_RMS", "FAST")},
+        },
+    )  # fmt: skip
+    if y is None:
+        return [statistics]
+
+    block = 256 * config.slab_num_warps
+    slab = config.slab_chunks * block
+    row_tiles = triton.cdiv(rows, config.rows)
+    return [
+        statistics,
+        Launch(
+            layer_norm_forward_slabs_kernel,
+            (triton.cdiv(cols, slab) * row_tiles,),
+            (
+                x, residual, weight, bias, y, residual_out, of_rows, rows, row_tiles, cols // vec, *units,
+                *dropout_arguments(epilogue),
+            ),
+            {
+                "EVEN": cols % slab == 0,
+                "BLOCK_N": block,
+                "CHUNKS": config.slab_chunks,
+                "ROWS": config.rows,
+                "PREFETCH": prefetches,
+                "EARLY": early,
+                "num_warps": config.slab_num_warps,
+                **shared,
             }
-            arguments = (*tensors, mailbox(x.device, 2 * programs), rows, members, slab // vec, *sizes)
-            return Launch(layer_norm_forward_pieces_kernel, (programs,), arguments, options)
+            | ({"launch_pdl": True} if early else {}),
+        ),
+    ]  # fmt: skip
 
 
-def _slots(cols: int, slab: int, config: configs.ForwardShared | configs.ForwardPieces) -> dict[str, object]:
+def _slots(cols: int, slab: int, config: configs.ForwardShared) -> dict[str, object]:
     """How the moments of programs that share a row are merged: a lane for each, all of equal weight or not."""
     slots = triton.next_power_of_2(triton.cdiv(cols, slab))
     return {"SLOTS": slots, "EQUAL_SLABS": cols == slab * slots and slots <= 32 * config.num_warps}

@@ -10,6 +10,12 @@ from typing import TypeVar
 
 from fusednorm.device import INTERPRETED
 
+MAX_PARTS = 1024
+"""Parts of a long row, whose moments one program merges."""
+
+PARTS_PROGRAMS, MAX_PARTS_A_PROGRAM = 2048, 8
+"""Programs over parts that are aimed at, a few for each place on the device, and parts that one of them takes."""
+
 SHARED_BYTES_PER_SM = 200 << 10
 """Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
 
@@ -81,19 +87,22 @@ class ForwardShared:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPieces:
-    """Programs that share a row, a slab of as few pieces each as `programs_per_sm` of them leave.
+class ForwardParts:
+    """A kernel for the moments of parts of rows, then one for slabs of up to `rows` rows.
 
-    A piece is `chunks` chunks of 8 columns a thread; the last one stays in registers.
+    A part is as few pieces of `chunks` chunks as MAX_PARTS a row allow, a slab is `slab_chunks` chunks; a chunk is
+    8 columns a thread, and either kernel has warps of its own.
     """
 
     chunks: int
     num_warps: int
-    programs_per_sm: int
+    slab_chunks: int
+    slab_num_warps: int
+    rows: int
 
     @property
     def block_n(self) -> int:
-        """Columns of a chunk."""
+        """Columns of a chunk of a part."""
         return 256 * self.num_warps
 
 
@@ -143,7 +152,7 @@ class BackwardSlab:
     programs_per_sm: int
 
 
-Forward = ForwardTile | ForwardRow | ForwardSweep | ForwardShared | ForwardPieces
+Forward = ForwardTile | ForwardRow | ForwardSweep | ForwardShared | ForwardParts
 Backward = BackwardTile | BackwardShared | BackwardSlab
 
 # Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
@@ -159,22 +168,23 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
         (1536, ForwardTile(1, 3, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
         (2048, ForwardRow(2, num_warps=4, programs_per_sm=12)),  # 1.00
-        (2560, ForwardTile(1, 5, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
-        (3072, ForwardTile(2, 3, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
+        (2560, ForwardRow(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
+        (3072, ForwardRow(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
         (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
-        (4096, ForwardRow(2, num_warps=8, programs_per_sm=6)),  # 0.98
-        (5120, ForwardRow(5, num_warps=4, programs_per_sm=4)),  # 0.98
-        (6144, ForwardRow(6, num_warps=4, programs_per_sm=5)),  # 0.97
-        (7168, ForwardRow(7, num_warps=4, programs_per_sm=4)),  # 0.96
-        (8192, ForwardSweep(4096, num_warps=8)),  # 0.98-0.99
-        (10240, ForwardRow(5, num_warps=8, programs_per_sm=3)),  # 0.97
-        (12288, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.97
-        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2, ahead_per_sm=2)),  # 0.98
-        (16383, ForwardRow(8, num_warps=8, programs_per_sm=2, ahead_per_sm=2)),  # 0.97
-        (16384, ForwardSweep(8192, num_warps=16)),  # 0.99
-        (20480, ForwardRow(5, num_warps=16, programs_per_sm=2)),  # 0.96
-        (24576, ForwardTile(1, 3, 8192, num_warps=16, stages=4, programs_per_sm=1)),  # 0.89
-        (32768, ForwardSweep(16384, num_warps=16)),  # 0.93
+        (4096, ForwardRow(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, ForwardRow(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (6144, ForwardRow(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (7168, ForwardRow(7, num_warps=4, programs_per_sm=5, ahead_per_sm=1)),  # 1.00
+        (8192, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (10240, ForwardRow(5, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (12288, ForwardRow(6, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (14336, ForwardRow(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (16384, ForwardRow(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (20480, ForwardRow(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (24576, ForwardRow(12, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (32768, ForwardRow(16, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.97
+        (49152, ForwardRow(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.94
+        (65536, ForwardRow(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.89
         (524288, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
         (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
     ),
@@ -188,18 +198,18 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (1024, ForwardTile(1, 1, 1024, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
         (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
         (2048, ForwardSweep(1024, num_warps=4)),  # 1.00
-        (2560, ForwardTile(1, 5, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
-        (3072, ForwardTile(1, 3, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
+        (2560, ForwardRow(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (3072, ForwardRow(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
-        (4096, ForwardSweep(2048, num_warps=8)),  # 1.00
-        (5120, ForwardTile(1, 5, 1024, num_warps=8, stages=1, programs_per_sm=0)),  # 1.00
-        (6144, ForwardTile(1, 3, 2048, num_warps=4, stages=1, programs_per_sm=0)),  # 0.99
-        (7168, ForwardTile(1, 7, 1024, num_warps=4, stages=1, programs_per_sm=0)),  # 0.97
-        (8192, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)),  # 0.99
-        (10240, ForwardRow(5, num_warps=8, programs_per_sm=2)),  # 0.96
-        (12288, ForwardRow(3, num_warps=16, programs_per_sm=2)),  # 0.96
-        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2)),  # 0.95
-        (16384, ForwardRow(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (4096, ForwardRow(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, ForwardRow(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
+        (6144, ForwardRow(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (7168, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (8192, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (10240, ForwardRow(5, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (12288, ForwardRow(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (16384, ForwardRow(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
         (20480, ForwardRow(5, num_warps=16, programs_per_sm=1)),  # 0.95
         (24576, ForwardRow(6, num_warps=16, programs_per_sm=1)),  # 0.95
         (32768, ForwardRow(8, num_warps=16, programs_per_sm=1)),  # 0.95
@@ -207,9 +217,9 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (2**31, ForwardShared(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
 }
-_FORWARD_PIECES = {
-    2: ForwardPieces(8, num_warps=16, programs_per_sm=1),
-    4: ForwardPieces(4, num_warps=16, programs_per_sm=1),
+_FORWARD_PARTS = {
+    2: ForwardParts(4, num_warps=8, slab_chunks=1, slab_num_warps=8, rows=16),
+    4: ForwardParts(4, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),
 }
 
 _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
@@ -217,29 +227,34 @@ _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
         (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
         (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
         (128, BackwardTile(16, 128, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True)),
-        (256, BackwardTile(8, 256, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True)),  # 0.88
-        (512, BackwardTile(4, 512, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),  # 0.95
+        (256, BackwardTile(2, 256, num_warps=1, stages=3, programs_per_sm=12, hold_weight=True)),  # 0.98
+        (512, BackwardTile(2, 512, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True, ahead=6)),  # 0.98
         (768, BackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.99
-        (1024, BackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=3, hold_weight=True)),  # 0.96
-        (2048, BackwardTile(1, 2048, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),  # 0.96
+        (1024, BackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
+        (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, ahead=6)),  # 0.99
         (3072, BackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.94
-        (4096, BackwardTile(2, 4096, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.95
+        (4096, BackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.98
+        (5120, BackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.94
         (7168, BackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.86-0.98
-        (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False)),  # 0.97
-        (12288, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.87
+        (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4)),  # 0.97
+        (
+            12288,
+            BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
+        ),  # 0.93
         (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.80-0.86
     ),
     4: (
         (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
         (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
         (128, BackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (256, BackwardTile(2, 256, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True)),  # 0.96
-        (512, BackwardTile(2, 512, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.97
+        (256, BackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
+        (512, BackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.99
         (768, BackwardTile(1, 1024, num_warps=4, stages=4, programs_per_sm=3, hold_weight=True)),  # 0.99
-        (1024, BackwardTile(4, 1024, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.98
-        (2048, BackwardTile(2, 2048, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.97
-        (4096, BackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.97-0.98
-        (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.93-0.96
+        (1024, BackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.99
+        (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 1.00
+        (4096, BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, ahead=3)),  # 0.98
+        (5120, BackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.96
+        (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
         (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.88-0.92
     ),
 }
@@ -250,8 +265,8 @@ _BACKWARD_SLAB = {
     4: BackwardSlab(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
 }
 
-FOLD_BLOCK_P, FOLD_BLOCK_N, FOLD_NUM_WARPS = 32, 32, 8
-"""Tile and warps of the kernel that folds partial dweight and dbias; narrow, so that short rows fill it."""
+FOLD_ELEMENTS, FOLD_MAX_PARTIALS, FOLD_MIN_COLS = 2048, 1024, 8
+"""Of the tile of the kernel that folds partial dweight and dbias: in one access where there are as few partials."""
 
 
 def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False) -> Forward:
@@ -268,8 +283,7 @@ def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: boo
         if residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
         if cols > choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors:
-            pieces = _FORWARD_PIECES[itemsize]
-            return replace(pieces, chunks=pieces.chunks // 2) if residual else pieces
+            return _FORWARD_PARTS[itemsize]
     return choice
 
 
@@ -311,3 +325,10 @@ def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool)
         if INTERPRETED or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
             return _BACKWARD_SLAB[itemsize]
     return choice
+
+
+def choose_fold(most_partials: int) -> dict[str, int]:
+    """Tile and warps of the fold of at most that many partials: all at once, in columns as narrow as a sector."""
+    block_p = min(1 << (most_partials - 1).bit_length(), FOLD_MAX_PARTIALS)
+    block_n = max(FOLD_MIN_COLS, FOLD_ELEMENTS // block_p)
+    return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}

@@ -8,7 +8,7 @@ from fusednorm.launch import REGISTERS_PER_SM
 from fusednorm.layer_norm_launch import (
     BackwardShared,
     BackwardTile,
-    ForwardPieces,
+    ForwardParts,
     ForwardRow,
     ForwardShared,
     ForwardSweep,
@@ -64,7 +64,7 @@ def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, co
                 assert (config.chunks - 1) * config.block_n < cols
             case ForwardSweep():
                 assert 2 * config.block_n <= cols
-            case ForwardPieces():
+            case ForwardParts():
                 assert config.chunks * config.block_n < cols
             case ForwardShared():
                 slab = config.chunks * config.block_n
@@ -83,7 +83,7 @@ def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_so_are_what_the_tables_leave_to_very_long_rows(itemsize):
-    assert launch._FORWARD_PIECES[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
+    assert launch._FORWARD_PARTS[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
     assert launch._BACKWARD_SLAB[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
 
 
@@ -92,7 +92,7 @@ def _held_words(config, itemsize):
     match config:
         case ForwardTile():
             elements = config.rows * config.chunks * config.block_n
-        case ForwardRow() | ForwardShared() | ForwardPieces():
+        case ForwardRow() | ForwardShared() | ForwardParts():
             elements = config.chunks * config.block_n
         case ForwardSweep():
             elements = config.block_n

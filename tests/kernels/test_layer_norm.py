@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import layer_norm_launch, reference
 from fusednorm.epilogue import ACTIVATIONS
-from fusednorm.layer_norm_launch import BackwardTile
+from fusednorm.layer_norm_launch import BackwardTile, ForwardParts
 
 from tests.kernels.accuracy import assert_close_to_oracle
 
@@ -152,6 +152,18 @@ def test_rows_longer_than_a_tile_match_the_oracle(op, cols, device, poisoned):
     check_forward(case)
     check_backward(case, saved=True)
     check_backward(case, saved=False)
+
+
+@pytest.mark.parametrize(("max_parts", "cols"), [(1024, 4096), (1024, 5000), (3, 8000), (2, 9001)])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_rows_taken_in_parts_match_the_oracle(op, max_parts, cols, device, poisoned, monkeypatch):
+    parts = ForwardParts(2, num_warps=2, slab_chunks=1, slab_num_warps=4, rows=2)
+    monkeypatch.setattr(layer_norm_launch, "choose_forward", lambda *_: parts)
+    monkeypatch.setattr(layer_norm_launch, "MAX_PARTS", max_parts)
+    for rows, programs in ((1, 2048), (3, 2)):
+        monkeypatch.setattr(layer_norm_launch, "PARTS_PROGRAMS", programs)
+        check_forward(make_case(op, torch.float16, rows, cols, device))
+        check_forward(make_case(op, torch.float32, rows, cols, device, residual=True, activation="silu"))
 
 
 @pytest.mark.parametrize("cols", [768, 700])

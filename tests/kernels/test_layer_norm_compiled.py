@@ -19,6 +19,9 @@ LENGTHS = {
 # and shared ones were measured at the number of programs that leaves them just too few.
 SPILLED = {"plain": 48, "fused": 64, "stream": 96}
 
+# Bytes of the widest load where it is not 16: five blocks of four columns a thread were faster than padding.
+WIDTHS = {("layer_norm_backward_tile_kernel", 5): 8}
+
 COMPILE = """
 import json, sys
 import torch
@@ -75,6 +78,6 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
         assert spilled <= SPILLED.get(variant, 0), what
         assert shared <= 227 << 10, what
         if "fold" not in kernel:
-            assert max(widest["ld"], widest["cp"]) == 16, what
+            assert max(widest["ld"], widest["cp"]) == WIDTHS.get((kernel, dict(options).get("CHUNKS")), 16), what
         if "fold" not in kernel and "rows" not in kernel:
             assert widest["st"] == 16, what
