@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fusednorm.device import INTERPRETED
+from fusednorm.launch import REGISTERS_PER_SM
 
 MAX_PARTS = 1024
 """Parts of a long row, whose moments one program merges."""
@@ -18,6 +19,10 @@ PARTS_PROGRAMS, MAX_PARTS_A_PROGRAM = 2048, 8
 
 SHARED_BYTES_PER_SM = 200 << 10
 """Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
+
+
+_REGISTERS_BESIDE = 48
+"""Of a thread, for all but the row that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +241,7 @@ _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
         (4096, BackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.98
         (5120, BackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.94
         (7168, BackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.86-0.98
-        (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4)),  # 0.97
+        (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4)),  # .97
         (
             12288,
             BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
@@ -274,9 +279,10 @@ def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: boo
 
     A residual needs more registers; programs that share rows know no heads.
     """
-    choice = next(choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
-    if isinstance(choice, ForwardRow) and residual and choice.num_warps * choice.programs_per_sm >= 32:
-        return replace(choice, programs_per_sm=choice.programs_per_sm - -(-choice.programs_per_sm // 4))
+    choices = (choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
+    choice = next(choices)
+    if isinstance(choice, ForwardRow) and residual:
+        choice = _with_residual(choice, itemsize) or next(c for c in choices if isinstance(c, ForwardShared))
     if isinstance(choice, ForwardShared):
         if INTERPRETED or heads:
             return _sweep(cols)
@@ -285,6 +291,16 @@ def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: boo
         if cols > choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors:
             return _FORWARD_PARTS[itemsize]
     return choice
+
+
+def _with_residual(choice: ForwardRow, itemsize: int) -> ForwardRow | None:
+    """`choice` with as many programs as leave registers for a residual, or None if not even one has them."""
+    if itemsize == 4:  # Only the sum is held.
+        fewer = choice.programs_per_sm - -(-choice.programs_per_sm // 4)
+        return replace(choice, programs_per_sm=fewer) if choice.num_warps * choice.programs_per_sm >= 32 else choice
+    registers = 2 * choice.chunks * 2 * itemsize + _REGISTERS_BESIDE
+    programs = REGISTERS_PER_SM // (32 * choice.num_warps * registers)
+    return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs)) if programs else None
 
 
 def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> Forward:

@@ -69,6 +69,7 @@ def test_a_run_writes_every_configuration_that_is_asked_for(monkeypatch, tmp_pat
     assert [row["config"] for row in rows] == ["ForwardSweep(1024, 4, 0)", "ForwardSweep(2048, 4, 0)"]
     assert rows[0] | {"config": ""} == {
         "pass": "forward",
+        "rows": "0",
         "cols": "4096",
         "dtype": "bfloat16",
         "config": "",
