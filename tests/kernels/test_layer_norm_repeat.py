@@ -10,6 +10,7 @@ from fusednorm.launcher import Launcher
 from fusednorm.results import Forward
 
 from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.norm_calls import Dispatched
 
 # Its driver stands in for one that is absent; test_launches_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -223,6 +224,29 @@ def test_a_watched_call_is_planned(repeating, monkeypatch):
     call()
     monkeypatch.setattr(prepared, "undisturbed", lambda: False)
     assert not repeating.is_repeated(call)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(adds, gradients, repeating):
+    x, weight = (t.clone().requires_grad_(gradients) for t in (torch.randn(3, COLS), WEIGHT))
+    residual = torch.randn(3, COLS) if adds else None
+
+    def differentiable():
+        if residual is None:
+            return fusednorm.layer_norm(x, weight, BIAS)
+        return fusednorm.add_layer_norm(x, residual, weight, BIAS)
+
+    assert not repeating.is_repeated(differentiable)
+    call(x.detach(), residual=residual, stats=gradients)
+    assert repeating.is_repeated(differentiable)
+    with Dispatched() as seen:
+        assert not repeating.is_repeated(differentiable)
+    assert seen.names == ["fusednorm::layer_norm"]
+    result = differentiable()
+    for tensor in (result,) if residual is None else result:
+        assert tensor.requires_grad == gradients
+    assert not repeating.is_repeated(lambda: fusednorm.layer_norm(x, weight, BIAS, dropout=0.5, seed=1))
 
 
 def test_a_call_on_another_device_than_the_current_one_is_launched_there(repeating, monkeypatch):
