@@ -1,33 +1,23 @@
-"""Differentiable operators: `layer_norm`, `rms_norm`, `group_norm`, and the same after a residual addition.
+"""Differentiable functions: `layer_norm`, `rms_norm`, `group_norm`, and the same after a residual addition.
 
-Each is a pair of `torch.library` operators with fakes, `fusednorm::<op>` and `fusednorm::<op>_backward`, so that
-torch.compile keeps them whole.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included.
-The functions and their operators stand in one file because they share one list of arguments.
+Whoever traces, transforms or watches torch's calls sees the operators of `operators`.  Where nobody does, they
+would cost the host several times what the passes do: a call goes to its pass at once, through a
+`torch.autograd.Function` where it is differentiated.
 """
 
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from fusednorm import group_norm_passes, layer_norm_passes, reference
+from fusednorm import operators
 from fusednorm.checks import FLOAT8
 from fusednorm.errors import KernelInputError
-from fusednorm.results import Backward, Forward
-
-OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
-
-_FORWARD_SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, "
-    "float weight_offset, str activation, float dropout, int seed) "
-    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
-)
-_BACKWARD_SCHEMA = (
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
-    "Tensor? dresidual_out, int num_groups, float eps, float weight_offset, str activation, float dropout, "
-    "int seed) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)"
-)
+from fusednorm.layer_norm_repeat import forward_again
 
 
 class Added(NamedTuple):
@@ -146,226 +136,86 @@ def _apply(
     dropout: float,
     seed: int | None,
 ) -> tuple[Tensor, Any]:
+    observed = _is_observed(x, weight, bias, residual)
+    differentiated = not observed and _is_differentiated(x, weight, bias, residual)
+    if not (observed or differentiated or dropout or seed or op == "group_norm"):
+        options = eps, weight_offset, activation, None, False, op == "rms_norm"
+        again = forward_again(x, weight, bias, residual, options)
+        if again is not None:
+            return again.y, again.residual_out
     if x.dtype == FLOAT8:
         raise KernelInputError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if dropout and seed is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
-    if _is_unobserved(x, weight, bias, residual):
-        result: Forward = getattr(_library(op, x), f"{op}_forward")(
-            *_leading(op, x, num_groups),
-            *_parameters(op, weight, bias),
-            eps=eps,
-            **_offset(op, weight_offset),
-            residual=residual,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-        )
-        return result.y, result.residual_out
-    operator = getattr(torch.ops.fusednorm, op)
-    y, _, _, residual_out = operator(
-        x, weight, bias, residual, num_groups, eps, weight_offset, activation, dropout, seed or 0
-    )
-    return y, residual_out
+    settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
+    if observed or not (x.is_cuda or x.is_cpu):
+        y, _, _, residual_out = getattr(torch.ops.fusednorm, op)(x, weight, bias, residual, *settings)
+        return y, residual_out
+    if differentiated:
+        y, residual_out = _apply_norm(x, weight, bias, residual, op, settings)
+        return y, residual_out
+    result = operators.run_forward(op, x, weight, bias, residual, *settings)
+    return result.y, result.residual_out
 
 
-def _is_unobserved(*tensors: Tensor | None) -> bool:
-    """Whether nobody differentiates, traces or transforms the call: then an operator would only cost time."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack()
-        or torch._C._get_tracing_state()
-    ):
-        return False
-    differentiates = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) is not Tensor and type(tensor) is not Parameter:
-            return False
-        if (differentiates and tensor.requires_grad) or not (tensor.is_cuda or tensor.is_cpu):
-            return False
-    return True
+class _Norm(torch.autograd.Function):
+    """The derivative of the operators, without their way through torch's dispatcher."""
 
-
-def _library(op: str, x: Tensor) -> Any:
-    """The module that computes `op` where x is."""
-    if x.device.type == "cpu":
-        return reference
-    return group_norm_passes if op == "group_norm" else layer_norm_passes
-
-
-def _leading(op: str, x: Tensor, num_groups: int) -> tuple[Any, ...]:
-    return (x, num_groups) if op == "group_norm" else (x,)
-
-
-def _parameters(op: str, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (weight,) if op == "rms_norm" else (weight, bias)
-
-
-def _offset(op: str, weight_offset: float) -> dict[str, float]:
-    return {} if op == "group_norm" else {"weight_offset": weight_offset}
-
-
-def _has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
-    """Whether the residual's gradient is a tensor of its own, and not dx."""
-    return residual is not None and residual.dtype != x.dtype and op != "group_norm"
-
-
-def _absent(x: Tensor) -> Tensor:
-    """What an operator returns for a result that was not asked for: it cannot return None."""
-    return x.new_empty(0)
-
-
-def _define(library: torch.library.Library, op: str) -> None:
-    """Define `op` and its backward with their kernels, fakes and derivative."""
-
+    @staticmethod
     def forward(
+        ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        num_groups: int,
-        eps: float,
-        weight_offset: float,
-        activation: str,
-        dropout: float,
-        seed: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        run = getattr(_library(op, x), f"{op}_forward")
-        result: Forward = run(
-            *_leading(op, x, num_groups),
-            *_parameters(op, weight, bias),
-            eps=eps,
-            **_offset(op, weight_offset),
-            residual=residual,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-            stats=True,
-        )
-        assert result.rstd is not None
-        mean, residual_out = (_absent(x) if t is None else t for t in (result.mean, result.residual_out))
-        return result.y, mean, result.rstd, residual_out
-
-    def backward(
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor,
-        residual: Tensor | None,
-        dresidual_out: Tensor | None,
-        num_groups: int,
-        eps: float,
-        weight_offset: float,
-        activation: str,
-        dropout: float,
-        seed: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        run = getattr(_library(op, x), f"{op}_backward")
-        statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
-        result: Backward = run(
-            dy,
-            *_leading(op, x, num_groups),
-            *_parameters(op, weight, bias),
-            eps=eps,
-            **_offset(op, weight_offset),
-            residual=residual,
-            dresidual_out=dresidual_out,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-            **statistics,
-        )
-        dresidual = result.dresidual if _has_own_gradient(residual, op, x) else None
-        dweight, dbias, dresidual = (
-            _absent(x) if t is None else t for t in (result.dweight, result.dbias, dresidual)
-        )
-        return result.dx, dweight, dbias, dresidual
-
-    def fake_forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, num_groups: int, *_: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        statistics_shape = (x.shape[0], num_groups) if op == "group_norm" else x.shape[:-1]
-        statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
-        mean = _absent(x) if op == "rms_norm" else torch.empty_like(rstd)
-        residual_out = _absent(x) if residual is None else _like(op, x if op == "group_norm" else residual)
-        return _like(op, x), mean, rstd, residual_out
-
-    def fake_backward(
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor,
-        residual: Tensor | None,
-        *_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dweight, dbias = (_absent(x) if p is None else torch.empty_like(p) for p in (weight, bias))
-        dresidual = _like(op, residual) if _has_own_gradient(residual, op, x) else _absent(x)
-        return _like(op, x), dweight, dbias, dresidual
-
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, residual, *ctx.settings = inputs
-        _, mean, rstd, _ = output
-        ctx.mark_non_differentiable(mean, rstd)
+        op: str,
+        settings: tuple[Any, ...],
+    ) -> tuple[Tensor, Tensor | None]:
+        _, eps, weight_offset, activation, dropout, seed = settings
+        result = None
+        if not (dropout or seed or op == "group_norm"):
+            options = eps, weight_offset, activation, None, True, op == "rms_norm"
+            result = forward_again(x, weight, bias, residual, options)
+        if result is None:
+            result = operators.run_forward(op, x, weight, bias, residual, *settings, stats=True)
+        ctx.op, ctx.settings = op, settings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, residual, None if op == "rms_norm" else mean, rstd)
+        ctx.save_for_backward(x, weight, bias, residual, result.mean, result.rstd)
+        return result.y, result.residual_out
 
-    def differentiate(
-        ctx: Any, dy: Tensor | None, dmean: None, drstd: None, dresidual_out: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        x, weight, bias, residual, mean, rstd = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
-        dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
-        dx, dweight, dbias, dresidual = getattr(torch.ops.fusednorm, f"{op}_backward")(
-            dy,
-            x,
-            weight,
-            bias,
-            mean,
-            rstd,
-            residual,
-            dsum,
-            *ctx.settings,
-        )
-        if not _has_own_gradient(residual, op, x):
-            dresidual = None if residual is None else dx.to(residual.dtype)
-        return (
-            dx,
-            None if weight is None else dweight,
-            None if bias is None else dbias,
-            dresidual,
-            *(None for _ in ctx.settings),
-        )
-
-    for name, schema, kernel, fake in (
-        (op, _FORWARD_SCHEMA, forward, fake_forward),
-        (f"{op}_backward", _BACKWARD_SCHEMA, backward, fake_backward),
-    ):
-        library.define(name + schema)
-        library.impl(name, kernel, "CPU")
-        library.impl(name, kernel, "CUDA")
-        torch.library.register_fake(f"fusednorm::{name}", fake, lib=library)
-    torch.library.register_autograd(f"fusednorm::{op}", differentiate, setup_context=remember, lib=library)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None) -> tuple[Any, ...]:
+        saved, op = ctx.saved_tensors, ctx.op
+        if _is_observed(dy, dresidual_out, *saved) or torch.is_grad_enabled():
+            run = getattr(torch.ops.fusednorm, f"{op}_backward")
+        else:
+            run = partial(operators.run_backward, op)
+        return *operators.gradients(op, run, saved, ctx.settings, dy, dresidual_out), None, None
 
 
-def _like(op: str, x: Tensor) -> Tensor:
-    return torch.empty_like(x) if op == "group_norm" else x.new_empty(x.shape)
+# `apply` less its care for functorch, of which there is none where this is called.
+_apply_norm: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_functorch_transform = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
 
 
-def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
-    if op == "group_norm":
-        return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
-    return gradient.contiguous()
+def _is_observed(*tensors: Tensor | None) -> bool:
+    """Whether somebody traces, transforms or watches the call, or a tensor is of a kind that does so itself."""
+    # First: while Dynamo traces, the others are not for it to see.
+    if is_compiling() or _dispatch_modes() or _function_modes() or _functorch_transform() or _tracing_state():
+        return True
+    for tensor in tensors:
+        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return True
+    return False
 
 
-_LIBRARY = torch.library.Library("fusednorm", "DEF")
-for _op in OPERATIONS:
-    _define(_LIBRARY, _op)
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

@@ -79,7 +79,9 @@ def layer_norm_forward(
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     options = eps, weight_offset, activation, out_dtype, stats, False
-    return _forward(x, weight, bias, residual, options, dropout, seed)
+    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    again = None if dropout or seed else forward_again(x, weight, bias, residual, options)
+    return _forward(x, weight, bias, residual, options, dropout, seed) if again is None else again
 
 
 def rms_norm_forward(
@@ -102,7 +104,9 @@ def rms_norm_forward(
     Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     options = eps, weight_offset, activation, out_dtype, stats, True
-    return _forward(x, weight, None, residual, options, dropout, seed)
+    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    again = None if dropout or seed else forward_again(x, weight, None, residual, options)
+    return _forward(x, weight, None, residual, options, dropout, seed) if again is None else again
 
 
 def layer_norm_backward(
@@ -189,10 +193,6 @@ def _forward(
     dropout: float,
     seed: int | None,
 ) -> Forward:
-    # A seed changes from call to call; one that nothing is drawn from is still checked.
-    repeatable = not (dropout or seed)
-    if repeatable and (again := forward_again(x, weight, bias, residual, options)) is not None:
-        return again
     eps, weight_offset, activation, out_dtype, stats, is_rms = options
     epilogue = Epilogue(activation, dropout, seed)
     check_eps(eps)
@@ -219,7 +219,7 @@ def _forward(
             x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset
         )
         run(x.device, launches)
-        if repeatable:
+        if not (dropout or seed):
             remember(launches, x, weight, bias, residual, options)
     return result
 

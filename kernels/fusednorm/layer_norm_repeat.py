@@ -34,17 +34,26 @@ class _Repeat:
     Attributes:
         kernel: what to launch.
         device: where, by its index.
-        cols: elements of a row.
         by_rows: how the launch follows from the number of rows.
         arguments: the kernel's after the tensors, and after the number of rows where that is one.
+        like_x: whether y has x's dtype and strides.
+        y, statistics: tensors of no elements, which those of a call are made from.
     """
 
     kernel: prepared.Prepared
     device: int
-    cols: int
     by_rows: ByRows
     arguments: tuple[Any, ...]
+    like_x: bool
+    y: Tensor
+    statistics: Tensor
 
+
+# Without torch's own care to initialise CUDA first: there is a CUDA tensor.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+# A named tuple's own constructor is written in Python.
+_as_forward = tuple.__new__
 
 _KNOWN: dict[tuple[Any, ...], _Repeat] = {}
 _LEARNING = Lock()
@@ -54,35 +63,39 @@ def forward_again(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: Options
 ) -> Forward | None:
     """The result of a call without dropout, or None unless its kind is known."""
+    shape = x.shape
     try:
-        known = _KNOWN.get(_kind(x, weight, bias, residual, options))
+        known = _KNOWN.get(_kind(x, shape, weight, bias, residual, options))
     except TypeError:  # An option without a hash; checks know better what is wrong with it.
         return None
     if known is None or not prepared.undisturbed():
         return None
-    if residual is not None and residual.shape != x.shape:
+    if residual is not None and residual.shape != shape:
         return None
-    rows = x.numel() // known.cols
+    *leading, cols = shape
+    rows = x.numel() // cols
     if not rows:
         return None
-    if torch.cuda.current_device() != known.device:
-        with torch.cuda.device(known.device):
+    device = known.device
+    if _current_device() != device:
+        with torch.cuda.device(device):
             return forward_again(x, weight, bias, residual, options)
 
-    _, _, _, out_dtype, stats, is_rms = options
-    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+    # Sizes one by one: torch reads a tuple of them several times slower.
+    y = torch.empty_like(x) if known.like_x else known.y.new_empty(*shape)
+    x_at, y_at = x.data_ptr(), y.data_ptr()
     weight_at = 0 if weight is None else weight.data_ptr()
     bias_at = 0 if bias is None else bias.data_ptr()
-    x_at, y_at = x.data_ptr(), y.data_ptr()
     addresses = x_at | weight_at | bias_at | y_at
     residual_out = mean = rstd = None
     residual_at = residual_out_at = mean_at = rstd_at = 0
     if residual is not None:
-        residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        residual_out = residual.new_empty(*shape)
         residual_at, residual_out_at = residual.data_ptr(), residual_out.data_ptr()
         addresses |= residual_at | residual_out_at
+    _, _, _, _, stats, is_rms = options
     if stats:
-        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        rstd = known.statistics.new_empty(*leading) if leading else known.statistics.new_empty(())
         rstd_at = rstd.data_ptr()
         if not is_rms:
             mean = torch.empty_like(rstd)
@@ -91,14 +104,26 @@ def forward_again(
     if addresses % 16:
         return None
 
-    kernel, by_rows = known.kernel, known.by_rows
+    kernel, by_rows, arguments = known.kernel, known.by_rows, known.arguments
+    programs = -(-rows // by_rows.tile)
+    if programs > by_rows.most:
+        programs = by_rows.most
+    if by_rows.argument:
+        arguments = (rows, *arguments)
+    call, head, packed = kernel.launcher
+    stream = kernel.stream_of(device)
     # A parameter that was None at the compile is no parameter of the compiled kernel: its zero goes nowhere.
-    tensors = (x_at, residual_at, weight_at, bias_at, y_at, residual_out_at, mean_at, rstd_at)
-    kernel.run(
-        by_rows.programs(rows), 1, 1, kernel.stream_of(known.device), kernel.function, kernel.metadata,
-        None, None, None, *tensors, *((rows,) if by_rows.argument else ()), *known.arguments,
-    )  # fmt: skip
-    return Forward(y, mean, rstd, residual_out)
+    if packed:
+        parameters = (
+            x_at, residual_at, weight_at, bias_at, y_at, residual_out_at, mean_at, rstd_at, *arguments
+        )  # fmt: skip
+        call(programs, 1, 1, stream, *head, parameters)
+    else:
+        call(
+            programs, 1, 1, stream, *head,
+            x_at, residual_at, weight_at, bias_at, y_at, residual_out_at, mean_at, rstd_at, *arguments,
+        )  # fmt: skip
+    return _as_forward(Forward, (y, mean, rstd, residual_out, None))
 
 
 def remember(
@@ -119,21 +144,39 @@ def remember(
     if kernel is None:
         return
     fixed = launch.arguments[_TENSORS + launch.by_rows.argument :] + kernel.constants
-    repeat = _Repeat(kernel, x.get_device(), x.shape[-1], launch.by_rows, fixed)
+    repeat = _Repeat(
+        kernel=kernel,
+        device=x.get_device(),
+        by_rows=launch.by_rows,
+        arguments=fixed,
+        like_x=options[3] in (None, x.dtype) and x.ndim == 2 and x.stride() == (x.shape[1], 1),
+        y=x.new_empty(0, dtype=options[3]),
+        statistics=x.new_empty(0, dtype=torch.float32),
+    )
     with _LEARNING:
         if len(_KNOWN) >= MAX_KINDS:
             del _KNOWN[next(iter(_KNOWN))]
-        _KNOWN[_kind(x, weight, bias, residual, options)] = repeat
+        _KNOWN[_kind(x, x.shape, weight, bias, residual, options)] = repeat
 
 
 def _kind(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: Options
+    x: Tensor,
+    shape: torch.Size,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    options: Options,
 ) -> tuple[Any, ...]:
+    cols = shape[-1] if shape else 0
+    strides: Any = x.stride()
+    # The stride from row to row means nothing to a single row; nor do most strides to a contiguous tensor.
+    if len(shape) != 2 or (shape[0] == 1 and strides[0] != cols):
+        strides = x.is_contiguous()
     return (
         x.dtype,
         x.device,
-        x.shape[-1:],
-        x.is_contiguous() or x.stride(),
+        cols,
+        strides,
         weight is None or (weight.dtype, weight.device, weight.shape, weight.is_contiguous()),
         bias is None or (bias.dtype, bias.device, bias.shape, bias.is_contiguous()),
         residual is None or (residual.dtype, residual.device, residual.is_contiguous() or residual.stride()),

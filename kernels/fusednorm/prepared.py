@@ -15,26 +15,23 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from fusednorm.device import INTERPRETED
+from fusednorm.launcher import Launcher, launcher_of
 
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A compiled kernel with all that its launcher takes besides grid, stream and arguments.
+    """A compiled kernel with all that its launch takes besides grid, stream and arguments.
 
     Attributes:
-        run: its launcher: grid, stream, function, metadata, three hooks, then every parameter.
-        function: the driver's handle.
-        metadata: warps, shared memory and so on, packed.
+        launcher: how it is launched.
         constants: its constexprs, the last of its parameters.
         stream_of: the current stream of a device's index, as the driver takes it.
-        kernel: what the handle lives as long as.
+        kernel: what the driver's handle lives as long as.
     """
 
-    run: Any
-    function: int
-    metadata: Any
+    launcher: Launcher
     constants: tuple[Any, ...]
     stream_of: Any
     kernel: Any
@@ -74,10 +71,9 @@ def start(
             _PREPARED[key] = _prepare(kernel, compiled, len(arguments), options)
         return
     x, y, z, *_ = (*grid, 1, 1)
-    prepared.run(
-        x, y, z, prepared.stream_of(device), prepared.function, prepared.metadata, None, None, None,
-        *values, *prepared.constants,
-    )  # fmt: skip
+    call, head, packed = prepared.launcher
+    parameters = (*values, *prepared.constants)
+    call(x, y, z, prepared.stream_of(device), *head, *((parameters,) if packed else parameters))
 
 
 def find(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], device: int) -> Prepared | None:
@@ -95,9 +91,8 @@ def _start_through_triton(
 def _prepare(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> Prepared:
     constants = tuple(options[parameter.name] for parameter in kernel.params[arguments:])
     run = compiled.run  # Loads the kernel: only now it has a handle.
-    return Prepared(
-        run, compiled.function, compiled.packed_metadata, constants, driver.active.get_current_stream, compiled
-    )
+    launcher = launcher_of(run, compiled.function, compiled.packed_metadata)
+    return Prepared(launcher, constants, driver.active.get_current_stream, compiled)
 
 
 def _described(

@@ -1,4 +1,4 @@
-"""The differentiable operators and modules, on the CPU where they run on the oracle and on a GPU on the kernels."""
+"""The differentiable functions and modules, on the CPU where they run on the oracle and on a GPU on the kernels."""
 
 import fusednorm
 import pytest
@@ -6,31 +6,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm.epilogue import ACTIVATIONS
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-
-def random(*shape, device="cpu", dtype=torch.float64):
-    return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-
-
-CALLS = {
-    "layer_norm": lambda x, w, b, r, **options: fusednorm.layer_norm(x, w, b, **options),
-    "rms_norm": lambda x, w, b, r, **options: fusednorm.rms_norm(x, w, **options),
-    "layer_norm around zero": lambda x, w, b, r: fusednorm.layer_norm(x, w, b, weight_offset=1.0),
-    "layer_norm of heads": lambda x, w, b, r: fusednorm.layer_norm(x, w, b),
-    "add_rms_norm of heads": lambda x, w, b, r: fusednorm.add_rms_norm(x, r, w),
-    "group_norm": lambda x, w, b, r, **options: fusednorm.group_norm(x, 2, w, b, **options),
-    "add_layer_norm": lambda x, w, b, r, **options: fusednorm.add_layer_norm(x, r, w, b, **options),
-    "add_rms_norm": lambda x, w, b, r, **options: fusednorm.add_rms_norm(x, r, w, **options),
-    "add_group_norm": lambda x, w, b, r, **options: fusednorm.add_group_norm(x, r, 2, w, b, **options),
-}
-
-
-def inputs(name, device="cpu", dtype=torch.float64):
-    shape = (2, 4, 3) if "group" in name else (2, 3, 4) if "heads" in name else (3, 4)
-    parameter = (3, 4) if "heads" in name else (4,)
-    return [random(*s, device=device, dtype=dtype) for s in (shape, parameter, parameter, shape)]
+from tests.kernels.norm_calls import CALLS, Dispatched, inputs
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -45,45 +23,6 @@ def test_gradients_through_activation_and_dropout_match_finite_differences(activ
         return fusednorm.add_layer_norm(x, r, w, b, activation=activation, dropout=0.3, seed=5)
 
     assert torch.autograd.gradcheck(call, inputs("add_layer_norm"))
-
-
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])
-def test_operators_keep_torchs_contract(op):
-    x, w, b, r = inputs(op, dtype=torch.float32)
-    bias = None if op == "rms_norm" else b
-    operator = getattr(torch.ops.fusednorm, op).default
-    torch.library.opcheck(operator, (x, w, bias, r, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
-    torch.library.opcheck(operator, (x, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
-    if op != "group_norm":
-        x, w, b, r = inputs("heads", dtype=torch.float32)
-        bias = None if op == "rms_norm" else b
-        torch.library.opcheck(operator, (x, w, bias, r, 0, 1e-5, 0.0, "none", 0.0, 0))
-    stream = r.detach().half().requires_grad_()
-    torch.library.opcheck(operator, (x, w, bias, stream, 2, 1e-5, 0.0, "none", 0.0, 0))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_compiles_whole_and_only_once_for_all_numbers_of_rows(name, device):
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def step(x, w, b, r):
-        result = CALLS[name](x, w, b, r)
-        return result.sum() if isinstance(result, torch.Tensor) else result.y.sum() + result.residual_out.sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
-    for rows in (5, 7, 9):
-        x, w, b, r = inputs(name, device, torch.float32)
-        x = torch.randn(rows, *x.shape[1:], device=device, requires_grad=True)
-        r = torch.randn_like(x)
-        torch.testing.assert_close(compiled(x, w, b, r), step(x, w, b, r))
-        compiled(x, w, b, r).backward()
-        assert x.grad.shape == x.shape
-    assert len(graphs) == 1
 
 
 def test_expanded_gradients_are_taken(device):
@@ -167,19 +106,6 @@ def test_modules_without_parameters(device):
     torch.testing.assert_close(module(x), F.layer_norm(x, (6,)))
 
 
-class Dispatched(TorchDispatchMode):
-    """Notes the operators of this library that torch dispatches."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "fusednorm":
-            self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_without_gradients_the_results_are_the_same(name, device):
     tensors = inputs(name, device, torch.float32)
@@ -194,33 +120,92 @@ def test_without_gradients_the_results_are_the_same(name, device):
             assert not got.requires_grad
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("name", CALLS)
-def test_operators_are_seen_by_whoever_looks(name, gradients, device):
-    tensors = inputs(name, device, torch.float32)
-    with torch.set_grad_enabled(gradients), Dispatched() as seen:
-        CALLS[name](*tensors)
-    assert seen.names == [f"fusednorm::{name.removeprefix('add_').split()[0]}"]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_shapes_are_found_without_data(name):
-    tensors = [t.detach().to("meta", torch.float32) for t in inputs(name)]
+def gradients(name, tensors, weights):
+    """Results, weighed and summed, and the gradient of every input."""
     result = CALLS[name](*tensors)
-    y = result if isinstance(result, torch.Tensor) else result.y
-    assert y.device.type == "meta"
-    assert y.shape == tensors[0].shape
+    results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    total = sum((t * w).sum() for t, w in zip(results, weights, strict=False))
+    return (*results, *torch.autograd.grad(total, tensors, allow_unused=True))
 
 
-def test_inference_compiles_whole_and_traces():
-    x, w, b, r = (t.detach().float() for t in inputs("add_layer_norm"))
+@pytest.mark.parametrize("name", CALLS)
+def test_a_watched_call_and_one_that_is_not_are_the_same(name, device):
+    tensors = inputs(name, device, torch.float32)
+    weights = torch.randn(2, *tensors[0].shape, device=device)
+    with Dispatched() as seen:
+        watched = gradients(name, tensors, weights)
+    assert len(seen.names) == 2
+    for got, want in zip(gradients(name, tensors, weights), watched, strict=True):
+        assert got is want is None or torch.equal(got, want)
+        assert got is None or got.dtype == want.dtype
 
-    def step(x, w, b, r):
-        return fusednorm.add_layer_norm(x, r, w, b).y
 
-    with torch.no_grad():
-        want = step(x, w, b, r)
-        torch._dynamo.reset()
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x, w, b, r), want)
-        assert "fusednorm.layer_norm" in make_fx(step)(x, w, b, r).code
+def test_only_the_backward_pass_may_be_watched(device):
+    x, w, b, r = inputs("add_layer_norm", device, torch.float32)
+    y, _ = fusednorm.add_layer_norm(x, r, w, b)
+    with Dispatched() as seen:
+        torch.autograd.grad(y.square().sum(), (x, w, b, r))
+    assert seen.names == ["fusednorm::layer_norm_backward"]
+
+
+def test_only_what_the_backward_pass_needs_is_saved(device):
+    x, w, b, r = inputs("add_layer_norm", device, torch.float32)
+    saved = []
+
+    def keep(tensor):
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        fusednorm.add_layer_norm(x, r, w, b)
+        fusednorm.rms_norm(x)
+        with torch.no_grad():
+            fusednorm.add_layer_norm(x, r, w, b)
+        fusednorm.layer_norm(x.detach())
+    assert saved == [(3, 4), (4,), (4,), (3, 4), (3,), (3,), (3, 4), (3,)]
+
+
+def test_a_second_derivative_warns_as_torch_does_of_operators_without_one():
+    x, w, b, _ = inputs("layer_norm")
+    (dx,) = torch.autograd.grad(fusednorm.layer_norm(x, w, b).square().sum(), x, create_graph=True)
+    with pytest.warns(UserWarning, match="fusednorm::layer_norm_backward: an autograd kernel was not registered"):
+        dx.sum().backward()
+
+
+def test_a_graph_is_gone_through_once(device):
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    y = fusednorm.layer_norm(x)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+def test_an_input_that_was_changed_is_not_differentiated(device):
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    h = x * 1
+    y = fusednorm.layer_norm(h)
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_dtype(dtype, device):
+    x, w, b, _ = inputs("layer_norm", device, torch.float32)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = fusednorm.layer_norm(x.to(dtype), w, b)
+    y.float().sum().backward()
+    assert y.dtype == dtype
+    assert (x.grad.dtype, w.grad.dtype, b.grad.dtype) == (torch.float32,) * 3
+
+
+def test_checkpointed_calls_are_differentiated(device):
+    x, w, b, _ = inputs("layer_norm", device, torch.float32)
+
+    def call(x):
+        return fusednorm.layer_norm(2 * x, w, b).square().sum()
+
+    want = torch.autograd.grad(call(x), (x, w, b))
+    got = torch.autograd.grad(checkpoint(call, x, use_reentrant=False), (x, w, b))
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)

@@ -128,6 +128,12 @@ def test_a_call_is_captured_into_a_graph(cols, device):
         assert torch.equal(backward.dx, case.backward(fusednorm, dy).dx)
 
 
+def test_a_known_call_goes_straight_to_the_driver(device):
+    make_case("layer_norm", torch.bfloat16, 1, 4096, device).forward(fusednorm)
+    (known,) = layer_norm_repeat._KNOWN.values()
+    assert known.kernel.launcher.call is known.kernel.kernel.run.launch
+
+
 def test_hooks_see_every_launch(device):
     case = make_case("layer_norm", torch.float32, 4, 4096, device)
     case.forward(fusednorm)

@@ -6,9 +6,11 @@ import torch
 from fusednorm import layer_norm_forward_plan, layer_norm_passes, layer_norm_repeat, prepared
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
+from fusednorm.launcher import Launcher
 from fusednorm.results import Forward
 
 from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.norm_calls import Dispatched
 
 # Its driver stands in for one that is absent; test_launches_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -22,13 +24,15 @@ class Repeating:
 
     def __init__(self):
         self.launched = []
+        self.packed = False
         self.constants = ("constants", "of", "the", "kernel")
 
     def find(self, kernel, arguments, options, device):
         def run(*everything):
             self.launched.append(everything)
 
-        return prepared.Prepared(run, 11, (4, 1, 0), self.constants, lambda device: 70 + device, None)
+        launcher = Launcher(run, (11, (4, 1, 0), None), self.packed)
+        return prepared.Prepared(launcher, self.constants, lambda device: 70 + device, None)
 
     def is_repeated(self, call):
         before = len(self.launched)
@@ -42,7 +46,7 @@ def repeating(monkeypatch):
     monkeypatch.setattr(prepared, "find", driver.find)
     monkeypatch.setattr(layer_norm_repeat, "_KNOWN", {})
     # The index of a CPU tensor's device.
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(layer_norm_repeat, "_current_device", lambda: -1)
     return driver
 
 
@@ -71,8 +75,35 @@ def test_a_repeated_launch_is_the_planned_one(adds, stats, rows, cols, repeating
     (plan,) = layer_norm_forward_plan.plan_forward(x, weight, bias, 1e-3, residual, Epilogue(), result, False)
     y, mean, rstd, residual_out, _ = result
     tensors = addresses(x, residual, weight, bias, y, residual_out, mean, rstd)
-    head = (*plan.grid, 1, 1, 69, 11, (4, 1, 0), None, None, None)
+    head = (*plan.grid, 1, 1, 69, 11, (4, 1, 0), None)
     assert repeating.launched == [(*head, *tensors, *plan.arguments[8:], *repeating.constants)]
+
+
+@pytest.mark.parametrize("cols", [COLS, 2048])
+def test_parameters_are_packed_where_the_launcher_wants_them_so(cols, repeating):
+    x, weight, bias = torch.randn(5, cols), torch.randn(cols), torch.randn(cols)
+    call(x, weight, bias)
+    call(x, weight, bias)
+    layer_norm_repeat._KNOWN.clear()
+    repeating.packed = True
+    call(x, weight, bias)
+    call(x, weight, bias)
+    one_by_one, packed = repeating.launched
+    assert packed[:7] == one_by_one[:7]
+    assert len(packed) == 8
+    # y is another one each time.
+    assert packed[7][:4] + packed[7][5:] == one_by_one[7:11] + one_by_one[12:]
+
+
+def test_the_stride_of_a_single_row_is_not_taken_for_that_of_many(repeating):
+    wide = torch.randn(5, 2 * COLS)
+    call(wide[:1, :COLS])
+    assert not repeating.is_repeated(lambda: call(wide[:, :COLS]))
+    assert repeating.is_repeated(lambda: call(wide[:, :COLS]))
+    assert repeating.is_repeated(lambda: call(wide[:1, :COLS]))
+    # After grid, stream, head, tensors and rows: columns and the stride of x, in the same units.
+    many, single = (launched[16:18] for launched in repeating.launched)
+    assert many == (single[0], 2 * single[1])
 
 
 @pytest.mark.parametrize("stats", [False, True])
@@ -195,6 +226,29 @@ def test_a_watched_call_is_planned(repeating, monkeypatch):
     assert not repeating.is_repeated(call)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(adds, gradients, repeating):
+    x, weight = (t.clone().requires_grad_(gradients) for t in (torch.randn(3, COLS), WEIGHT))
+    residual = torch.randn(3, COLS) if adds else None
+
+    def differentiable():
+        if residual is None:
+            return fusednorm.layer_norm(x, weight, BIAS)
+        return fusednorm.add_layer_norm(x, residual, weight, BIAS)
+
+    assert not repeating.is_repeated(differentiable)
+    call(x.detach(), residual=residual, stats=gradients)
+    assert repeating.is_repeated(differentiable)
+    with Dispatched() as seen:
+        assert not repeating.is_repeated(differentiable)
+    assert seen.names == ["fusednorm::layer_norm"]
+    result = differentiable()
+    for tensor in (result,) if residual is None else result:
+        assert tensor.requires_grad == gradients
+    assert not repeating.is_repeated(lambda: fusednorm.layer_norm(x, weight, BIAS, dropout=0.5, seed=1))
+
+
 def test_a_call_on_another_device_than_the_current_one_is_launched_there(repeating, monkeypatch):
     call()
     current = [3]
@@ -209,7 +263,7 @@ def test_a_call_on_another_device_than_the_current_one_is_launched_there(repeati
         def __exit__(self, *_):
             current[0] = self.before
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(layer_norm_repeat, "_current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     assert repeating.is_repeated(call)
     assert current == [3]

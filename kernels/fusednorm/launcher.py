@@ -1,0 +1,53 @@
+"""The driver's own launch function, under Triton's launcher of a compiled kernel.
+
+`CudaLauncher.__call__` allocates scratch memory where a kernel wants any, and otherwise passes on what it holds
+since it was made, in about as much Python as is left of a prepared launch.  What it passes differs between Triton
+3.6 and 3.7 to 3.9, so it is asked once, with a driver that only takes notes.
+"""
+
+from copy import copy
+from typing import Any, NamedTuple
+
+_GRID_AND_STREAM = (2, 3, 5, 7)
+_PARAMETERS = (object(), object())
+
+
+class Launcher(NamedTuple):
+    """How a compiled kernel is launched with no hook.
+
+    Attributes:
+        call: takes the grid's three sizes, the stream, `head`, and then every parameter of the kernel.
+        head: what is the same at each launch.
+        packed: whether the parameters come in one tuple.
+    """
+
+    call: Any
+    head: tuple[Any, ...]
+    packed: bool
+
+
+def launcher_of(run: Any, function: int, metadata: Any) -> Launcher:
+    """The shortest way to launch what Triton launches by `run(x, y, z, stream, function, metadata, ...)`."""
+    head = (function, metadata, None, None, None)
+    return _under(run, head) or Launcher(run, head, packed=False)
+
+
+def _under(run: Any, head: tuple[Any, ...]) -> Launcher | None:
+    """What `run` calls with the same at each launch, if that is all it does."""
+    if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
+        return None
+    # Triton's sanitizer keeps state for each launch.
+    if getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
+        return None
+    noted: list[tuple[Any, ...]] = []
+    asked = copy(run)
+    asked.launch = lambda *arguments: noted.append(arguments)
+    asked(*_GRID_AND_STREAM, *head, *_PARAMETERS)
+    if len(noted) != 1 or noted[0][:4] != _GRID_AND_STREAM:
+        return None
+    passed = noted[0][4:]
+    if passed[-1] == _PARAMETERS:
+        return Launcher(run.launch, passed[:-1], packed=True)
+    if passed[-2:] == _PARAMETERS:
+        return Launcher(run.launch, passed[:-2], packed=False)
+    return None

@@ -1,0 +1,228 @@
+"""`torch.library` operators with fakes and derivatives: what torch.compile, export and whoever watches torch see.
+
+`fusednorm::<op>` and `fusednorm::<op>_backward` for `layer_norm`, `rms_norm` and `group_norm` stay whole in a
+traced graph.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included; so they do in
+`run_forward` and `run_backward`, which the operators wrap and `autograd` calls where nobody watches.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from fusednorm import group_norm_passes, layer_norm_passes, reference
+from fusednorm.results import Backward, Forward
+
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+
+_FORWARD_SCHEMA = (
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, "
+    "float weight_offset, str activation, float dropout, int seed) "
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
+)
+_BACKWARD_SCHEMA = (
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
+    "Tensor? dresidual_out, int num_groups, float eps, float weight_offset, str activation, float dropout, "
+    "int seed) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)"
+)
+
+
+def run_forward(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_groups: int,
+    eps: float,
+    weight_offset: float,
+    activation: str,
+    dropout: float,
+    seed: int | None,
+    *,
+    stats: bool = False,
+) -> Forward:
+    """The forward pass of `op` where x is; what it does not take of the arguments is ignored."""
+    run: Callable[..., Forward] = getattr(_library(op, x), f"{op}_forward")
+    return run(
+        *_leading(op, x, num_groups),
+        *_parameters(op, weight, bias),
+        eps=eps,
+        **_offset(op, weight_offset),
+        residual=residual,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        stats=stats,
+    )
+
+
+def run_backward(
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    residual: Tensor | None,
+    dresidual_out: Tensor | None,
+    num_groups: int,
+    eps: float,
+    weight_offset: float,
+    activation: str,
+    dropout: float,
+    seed: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias of the backward pass of `op`, and dresidual if it is another tensor than dx."""
+    run: Callable[..., Backward] = getattr(_library(op, x), f"{op}_backward")
+    statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
+    dx, dweight, dbias, dresidual = run(
+        dy,
+        *_leading(op, x, num_groups),
+        *_parameters(op, weight, bias),
+        eps=eps,
+        **_offset(op, weight_offset),
+        residual=residual,
+        dresidual_out=dresidual_out,
+        activation=activation,
+        dropout=dropout,
+        seed=seed,
+        **statistics,
+    )
+    return dx, dweight, dbias, dresidual if _has_own_gradient(residual, op, x) else None
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Of x, weight, bias and residual."""
+
+
+def gradients(
+    op: str,
+    run: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]],
+    saved: tuple[Any, ...],
+    settings: tuple[Any, ...],
+    dy: Tensor | None,
+    dresidual_out: Tensor | None,
+) -> Gradients:
+    """The derivative of `op` by `run`, its operator or `run_backward`.
+
+    `saved` is x, weight, bias, residual, mean and rstd of the forward pass, `settings` its arguments after those.
+    """
+    x, weight, bias, residual, mean, rstd = saved
+    dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
+    dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
+    dx, dweight, dbias, dresidual = run(dy, x, weight, bias, mean, rstd, residual, dsum, *settings)
+    if not _has_own_gradient(residual, op, x):
+        dresidual = None if residual is None else dx.to(residual.dtype)
+    return dx, None if weight is None else dweight, None if bias is None else dbias, dresidual
+
+
+def _library(op: str, x: Tensor) -> Any:
+    """The module that computes `op` where x is."""
+    if x.device.type == "cpu":
+        return reference
+    return group_norm_passes if op == "group_norm" else layer_norm_passes
+
+
+def _leading(op: str, x: Tensor, num_groups: int) -> tuple[Any, ...]:
+    return (x, num_groups) if op == "group_norm" else (x,)
+
+
+def _parameters(op: str, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (weight,) if op == "rms_norm" else (weight, bias)
+
+
+def _offset(op: str, weight_offset: float) -> dict[str, float]:
+    return {} if op == "group_norm" else {"weight_offset": weight_offset}
+
+
+def _has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
+    """Whether the residual's gradient is a tensor of its own, and not dx."""
+    return residual is not None and residual.dtype != x.dtype and op != "group_norm"
+
+
+def _absent(x: Tensor) -> Tensor:
+    """What an operator returns for a result that was not asked for: it cannot return None."""
+    return x.new_empty(0)
+
+
+def _define(library: torch.library.Library, op: str) -> None:
+    """Define `op` and its backward with their kernels, fakes and derivative."""
+
+    def forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        result = run_forward(op, x, *arguments, stats=True)
+        assert result.rstd is not None
+        mean, residual_out = (_absent(x) if t is None else t for t in (result.mean, result.residual_out))
+        return result.y, mean, result.rstd, residual_out
+
+    def backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dx, *others = run_backward(op, dy, x, *arguments)
+        dweight, dbias, dresidual = (_absent(x) if t is None else t for t in others)
+        return dx, dweight, dbias, dresidual
+
+    def fake_forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, num_groups: int, *_: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        statistics_shape = (x.shape[0], num_groups) if op == "group_norm" else x.shape[:-1]
+        statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
+        mean = _absent(x) if op == "rms_norm" else torch.empty_like(rstd)
+        residual_out = _absent(x) if residual is None else _like(op, x if op == "group_norm" else residual)
+        return _like(op, x), mean, rstd, residual_out
+
+    def fake_backward(
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor,
+        residual: Tensor | None,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dweight, dbias = (_absent(x) if p is None else torch.empty_like(p) for p in (weight, bias))
+        dresidual = _like(op, residual) if _has_own_gradient(residual, op, x) else _absent(x)
+        return _like(op, x), dweight, dbias, dresidual
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, residual, *ctx.settings = inputs
+        _, mean, rstd, _ = output
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, residual, None if op == "rms_norm" else mean, rstd)
+
+    def differentiate(
+        ctx: Any, dy: Tensor | None, dmean: None, drstd: None, dresidual_out: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        settings = tuple(ctx.settings)
+        run = getattr(torch.ops.fusednorm, f"{op}_backward")
+        of_tensors = gradients(op, run, ctx.saved_tensors, settings, dy, dresidual_out)
+        return *of_tensors, *(None for _ in settings)
+
+    for name, schema, kernel, fake in (
+        (op, _FORWARD_SCHEMA, forward, fake_forward),
+        (f"{op}_backward", _BACKWARD_SCHEMA, backward, fake_backward),
+    ):
+        library.define(name + schema)
+        library.impl(name, kernel, "CPU")
+        library.impl(name, kernel, "CUDA")
+        torch.library.register_fake(f"fusednorm::{name}", fake, lib=library)
+    torch.library.register_autograd(f"fusednorm::{op}", differentiate, setup_context=remember, lib=library)
+
+
+def _like(op: str, x: Tensor) -> Tensor:
+    return torch.empty_like(x) if op == "group_norm" else x.new_empty(x.shape)
+
+
+def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
+    if op == "group_norm":
+        return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
+    return gradient.contiguous()
+
+
+_LIBRARY = torch.library.Library("fusednorm", "DEF")
+for _op in OPERATIONS:
+    _define(_LIBRARY, _op)

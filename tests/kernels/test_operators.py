@@ -1,0 +1,106 @@
+"""The operators as torch.compile, tracers and modes see them, on the CPU and on a GPU."""
+
+import fusednorm
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from tests.kernels.norm_calls import CALLS, Dispatched, inputs
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])
+def test_operators_keep_torchs_contract(op):
+    x, w, b, r = inputs(op, dtype=torch.float32)
+    bias = None if op == "rms_norm" else b
+    operator = getattr(torch.ops.fusednorm, op).default
+    torch.library.opcheck(operator, (x, w, bias, r, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
+    torch.library.opcheck(operator, (x, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
+    if op != "group_norm":
+        x, w, b, r = inputs("heads", dtype=torch.float32)
+        bias = None if op == "rms_norm" else b
+        torch.library.opcheck(operator, (x, w, bias, r, 0, 1e-5, 0.0, "none", 0.0, 0))
+    stream = r.detach().half().requires_grad_()
+    torch.library.opcheck(operator, (x, w, bias, stream, 2, 1e-5, 0.0, "none", 0.0, 0))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_whole_and_only_once_for_all_numbers_of_rows(name, device):
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(x, w, b, r):
+        result = CALLS[name](x, w, b, r)
+        return result.sum() if isinstance(result, torch.Tensor) else result.y.sum() + result.residual_out.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
+    for rows in (5, 7, 9):
+        x, w, b, r = inputs(name, device, torch.float32)
+        x = torch.randn(rows, *x.shape[1:], device=device, requires_grad=True)
+        r = torch.randn_like(x)
+        torch.testing.assert_close(compiled(x, w, b, r), step(x, w, b, r))
+        compiled(x, w, b, r).backward()
+        assert x.grad.shape == x.shape
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_are_seen_by_whoever_looks(name, gradients, device):
+    tensors = inputs(name, device, torch.float32)
+    with torch.set_grad_enabled(gradients), Dispatched() as seen:
+        CALLS[name](*tensors)
+    assert seen.names == [f"fusednorm::{name.removeprefix('add_').split()[0]}"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_shapes_are_found_without_data(name):
+    tensors = [t.detach().to("meta", torch.float32) for t in inputs(name)]
+    result = CALLS[name](*tensors)
+    y = result if isinstance(result, torch.Tensor) else result.y
+    assert y.device.type == "meta"
+    assert y.shape == tensors[0].shape
+
+
+def test_inference_compiles_whole_and_traces():
+    x, w, b, r = (t.detach().float() for t in inputs("add_layer_norm"))
+
+    def step(x, w, b, r):
+        return fusednorm.add_layer_norm(x, r, w, b).y
+
+    with torch.no_grad():
+        want = step(x, w, b, r)
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, w, b, r), want)
+        assert "fusednorm.layer_norm" in make_fx(step)(x, w, b, r).code
+
+
+class Noting(TorchFunctionMode):
+    """Notes the functions of torch that are called."""
+
+    def __init__(self):
+        self.called = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.called.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_function_modes_see_the_operator(gradients, device):
+    x, w, b, _ = inputs("layer_norm", device, torch.float32)
+    with torch.set_grad_enabled(gradients), Noting() as noting:
+        fusednorm.layer_norm(x, w, b)
+    assert "fusednorm.layer_norm" in noting.called
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_trace_before_dispatch_holds_the_operator(gradients):
+    x = torch.randn(3, 4, requires_grad=gradients)
+    trace = make_fx(lambda x: fusednorm.layer_norm(x), pre_dispatch=True)(x)
+    assert "fusednorm.layer_norm" in trace.code
