@@ -8,6 +8,7 @@ in `_layer_norm_forward_kernels`.
 import triton
 import triton.language as tl
 
+from fusednorm._prefetch import prefetch_row_ahead
 from fusednorm._row_moments import column_mask, lane_moments, load_rows, slab_moments, widened
 
 
@@ -22,12 +23,13 @@ def _normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, FAST: tl
     return y
 
 
-@triton.jit(do_not_specialize=["rows", "col_units", "x_row_units"])
+@triton.jit(do_not_specialize=["ahead", "rows", "col_units", "x_row_units"])
 def layer_norm_chain_held_kernel(
     x_ptr,
     y_ptr,
     weight_ptrs,
     bias_ptrs,
+    ahead,
     rows: tl.int64,
     col_units,
     x_row_units: tl.int64,
@@ -38,9 +40,13 @@ def layer_norm_chain_held_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PREFETCH: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from norm to norm."""
+    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from norm to norm.
+
+    With PREFETCH, ROWS 1, the row of the program `ahead` programs on is asked into L2.
+    """
     cols = col_units * VEC
     n = cols.to(tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -56,6 +62,8 @@ def layer_norm_chain_held_kernel(
         col_masks = col_masks + (col_mask,)
         chunks = chunks + (load_rows(x_ptr, None, x_at, x_at, row_mask & col_mask, "", FAST),)
 
+    if PREFETCH:
+        prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
         pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, False, FAST)
         rstd = 1.0 / tl.sqrt(square / n + eps)
@@ -147,12 +155,13 @@ def _sweep_moments(
     return lane_moments(pivot, sum_1, sum_2, count, cols.to(tl.float32), FAST)
 
 
-@triton.jit(do_not_specialize=["col_units", "x_row_units"])
+@triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units"])
 def layer_norm_chain_sweep_kernel(
     x_ptr,
     y_ptr,
     weight_ptrs,
     bias_ptrs,
+    ahead,
     col_units,
     x_row_units: tl.int64,
     eps: tl.float32,
@@ -161,6 +170,7 @@ def layer_norm_chain_sweep_kernel(
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
+    PREFETCH: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """One row a program: a sweep for each norm's moments, which applies the norms before it, then one that writes.
@@ -171,6 +181,8 @@ def layer_norm_chain_sweep_kernel(
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
     x_row = row * (x_row_units * VEC)
     y_row = row * cols.to(tl.int64)
+    if PREFETCH:
+        prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     roughs = ()
     shifts = ()
     rstds = ()

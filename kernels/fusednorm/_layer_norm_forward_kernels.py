@@ -7,7 +7,7 @@ known multiple of VEC and the compiler emits 128-bit accesses without specialisi
 import triton
 import triton.language as tl
 
-from fusednorm._prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters
+from fusednorm._prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
 from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm._row_moments import (
     column_mask,
@@ -201,10 +201,8 @@ def layer_norm_forward_sweep_kernel(
             # Nothing else hides this program's latency: everything that it reads at once.
             prefetch(x_ptr + tl.program_id(0).to(tl.int64) * (x_row_units * VEC), cols)
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
-        elif ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
-            prefetch(x_ptr + (tl.program_id(0).to(tl.int64) + ahead) * (x_row_units * VEC), cols)
-            if residual_ptr is not None:
-                prefetch(residual_ptr + (tl.program_id(0).to(tl.int64) + ahead) * (residual_row_units * VEC), cols)
+        else:
+            prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     rough, shift, variance = sweep_moments(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
     )

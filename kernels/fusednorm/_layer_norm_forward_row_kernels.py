@@ -3,18 +3,9 @@
 import triton
 import triton.language as tl
 
-from fusednorm._prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters
+from fusednorm._prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
 from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm._row_pieces import load_piece, piece_moments, total_moments, write_piece
-
-
-@triton.jit
-def _prefetch_row(x_ptr, residual_ptr, token, ahead, x_row_size, residual_row_size, cols):
-    """Ask for the row of the program `ahead` programs on, unless that is 0 or there is none."""
-    if ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
-        prefetch(x_ptr + (token + ahead) * x_row_size, cols)
-        if residual_ptr is not None:
-            prefetch(residual_ptr + (token + ahead) * residual_row_size, cols)
 
 
 @triton.jit(
@@ -71,7 +62,7 @@ def layer_norm_forward_row_kernel(
             # Nothing else hides the latency of the parameters.
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
         elif not ALONE:
-            _prefetch_row(x_ptr, residual_ptr, token, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
+            prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     count, mean, shift, square = piece_moments(chunks, residuals, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST)
     mean, shift, square = total_moments(count, mean, shift, square, EVEN, FAST)
     rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
@@ -81,7 +72,7 @@ def layer_norm_forward_row_kernel(
         tl.store(rstd_ptr + row, rstd)
     if PREFETCH and ALONE:
         # Before, it would come between this row and its statistics, with no other program to fill the gap.
-        _prefetch_row(x_ptr, residual_ptr, token, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
+        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     write_piece(
         chunks, residuals, weight_ptr, bias_ptr, own,
         y_ptr, residual_out_ptr, row * cols.to(tl.int64), cols, row, 0,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._layer_norm_forward_kernels import finish
+from fusednorm._prefetch import prefetch_row_ahead
 from fusednorm._reductions import maximum
 from fusednorm._row_moments import column_mask, load_rows, offset_weight, slab_moments, sweep_moments, widened
 
@@ -69,7 +70,15 @@ def _scale_of(largest):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+    do_not_specialize=[
+        "ahead",
+        "rows",
+        "col_units",
+        "x_row_units",
+        "residual_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
 )
 def layer_norm_quantise_held_kernel(
     x_ptr,
@@ -81,6 +90,7 @@ def layer_norm_quantise_held_kernel(
     mean_ptr,
     rstd_ptr,
     scale_ptr,
+    ahead,
     rows: tl.int64,
     col_units,
     x_row_units: tl.int64,
@@ -94,13 +104,17 @@ def layer_norm_quantise_held_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PREFETCH: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from moments to y."""
+    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from moments to y.
+
+    With PREFETCH, ROWS 1, the row of the program `ahead` programs on is asked into L2.
+    """
     cols = col_units * VEC
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = row < rows
@@ -122,6 +136,8 @@ def layer_norm_quantise_held_kernel(
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         chunks = chunks + (h,)
+    if PREFETCH:
+        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     n = cols.to(tl.float32)
     pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
     rstd = 1.0 / tl.sqrt(square / n + eps)
@@ -171,7 +187,9 @@ def layer_norm_quantise_held_kernel(
         tl.store(y_ptr + at, y, mask=row_mask & col_masks[i])
 
 
-@triton.jit(do_not_specialize=["col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"])
+@triton.jit(
+    do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+)
 def layer_norm_quantise_sweep_kernel(
     x_ptr,
     residual_ptr,
@@ -182,6 +200,7 @@ def layer_norm_quantise_sweep_kernel(
     mean_ptr,
     rstd_ptr,
     scale_ptr,
+    ahead,
     col_units,
     x_row_units: tl.int64,
     residual_row_units: tl.int64,
@@ -193,6 +212,7 @@ def layer_norm_quantise_sweep_kernel(
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
+    PREFETCH: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -211,6 +231,8 @@ def layer_norm_quantise_sweep_kernel(
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
+    if PREFETCH:
+        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     rough, shift, variance = sweep_moments(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
     )

@@ -31,3 +31,14 @@ def prefetch_parameters(weight_ptr, bias_ptr, start, count):
         prefetch(weight_ptr + start, count)
     if bias_ptr is not None:
         prefetch(bias_ptr + start, count)
+
+
+@triton.jit
+def prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_size, residual_row_size, cols):
+    """A program a row: ask for the row of the program `ahead` programs on, unless that is 0 or there is none."""
+    program = tl.program_id(0)
+    if ahead > 0 and program + ahead < tl.num_programs(0):
+        row = program.to(tl.int64) + ahead
+        prefetch(x_ptr + row * x_row_size, cols)
+        if residual_ptr is not None:
+            prefetch(residual_ptr + row * residual_row_size, cols)

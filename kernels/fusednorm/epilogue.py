@@ -59,14 +59,15 @@ def _sigmoid_pair(z, FAST: tl.constexpr):
 def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     """act(z) in float32, elementwise."""
     if ACTIVATION == "relu":
-        # Not tl.maximum: a NaN must come through.
-        return tl.where(z < 0.0, 0.0, z)
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
         return z * sigmoid(z, FAST)
     elif ACTIVATION == "gelu":
         return 0.5 * z * (1.0 + tl.erf(z * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
-        return z * sigmoid((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI), FAST)
+        # sigmoid(2 u), with the factors of u and of the exponent's base in two constants.
+        slope = z * z * (-2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * _LOG2E) + (-2.0 * _SQRT_2_OVER_PI * _LOG2E)
+        return z * _reciprocal(1.0 + tl.exp2(z * slope), FAST)
     else:
         return z
 

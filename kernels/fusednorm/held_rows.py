@@ -43,6 +43,10 @@ _HELD = (
 )
 
 
+HELD_AHEAD_PER_SM = 2
+"""Of tiles of one row: how many turns of the device ahead a row is asked into L2."""
+
+
 def choose_held(cols: int) -> HeldRows | None:
     """The configuration for rows of `cols` columns, None where they are too long to hold."""
     return next((held for limit, held in _HELD if cols <= limit), None)

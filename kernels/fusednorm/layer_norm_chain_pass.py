@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fusednorm._layer_norm_chain_kernels import layer_norm_chain_held_kernel, layer_norm_chain_sweep_kernel
 from fusednorm.checks import as_rows, check_eps, check_parameter, check_tensor
-from fusednorm.device import INTERPRETED
+from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
-from fusednorm.held_rows import HeldRows, choose_held
+from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
 from fusednorm.launch import Launch, run, vector_units
-from fusednorm.layer_norm_arguments import row_strides
+from fusednorm.layer_norm_arguments import can_prefetch, row_strides
 from fusednorm.layer_norm_launch import ForwardSweep
 
 MAX_NORMS = 8
@@ -20,7 +20,10 @@ MAX_NORMS = 8
 
 # Rows that are not held, by bytes of an element of x: one access a thread in each chunk, which leaves registers for
 # the parameters of several norms.
-_SWEPT = {2: ForwardSweep(4096, num_warps=16), 4: ForwardSweep(2048, num_warps=16)}
+_SWEPT = {
+    2: ForwardSweep(4096, num_warps=16, ahead_per_sm=1),
+    4: ForwardSweep(2048, num_warps=16, ahead_per_sm=1),
+}
 
 Parameters = tuple[Tensor | None, ...]
 
@@ -96,6 +99,7 @@ def plan_chain(x: Tensor, weights: Parameters, biases: Parameters, eps: float, y
         "VEC": vec,
         "FAST": not INTERPRETED,
     }
+    multiprocessors = multiprocessor_count(x.device)
     match config:
         case HeldRows():
             options |= {
@@ -103,8 +107,12 @@ def plan_chain(x: Tensor, weights: Parameters, biases: Parameters, eps: float, y
                 "CHUNKS": config.chunks,
                 "EVEN": cols == config.chunks * config.block_n,
             }
+            options["PREFETCH"] = config.rows == 1 and can_prefetch(vec, x)
             programs = triton.cdiv(rows, config.rows)
-            return [Launch(layer_norm_chain_held_kernel, (programs,), (*tensors, rows, *sizes), options)]
+            arguments = (*tensors, HELD_AHEAD_PER_SM * multiprocessors, rows, *sizes)
+            return [Launch(layer_norm_chain_held_kernel, (programs,), arguments, options)]
         case ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
-            return [Launch(layer_norm_chain_sweep_kernel, (rows,), (*tensors, *sizes), options)]
+            options["PREFETCH"] = can_prefetch(vec, x)
+            arguments = (*tensors, config.ahead_per_sm * multiprocessors, *sizes)
+            return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options)]

@@ -295,11 +295,10 @@ def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: boo
 
 def _with_residual(choice: ForwardRow, itemsize: int) -> ForwardRow | None:
     """`choice` with as many programs as leave registers for a residual, or None if not even one has them."""
-    if itemsize == 4:  # Only the sum is held.
-        fewer = choice.programs_per_sm - -(-choice.programs_per_sm // 4)
-        return replace(choice, programs_per_sm=fewer) if choice.num_warps * choice.programs_per_sm >= 32 else choice
     registers = 2 * choice.chunks * 2 * itemsize + _REGISTERS_BESIDE
     programs = REGISTERS_PER_SM // (32 * choice.num_warps * registers)
+    if itemsize == 4:
+        programs = max(1, programs)  # In float32 the sum takes the row's place.
     return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs)) if programs else None
 
 

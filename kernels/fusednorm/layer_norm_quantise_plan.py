@@ -8,18 +8,19 @@ from fusednorm._layer_norm_quantise_kernels import (
     layer_norm_quantise_sweep_kernel,
 )
 from fusednorm.checks import Epilogue
+from fusednorm.device import multiprocessor_count
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.held_rows import HeldRows, choose_held
+from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
 from fusednorm.launch import Launch, vector_units
-from fusednorm.layer_norm_arguments import dropout_arguments, row_strides, shared_options
+from fusednorm.layer_norm_arguments import can_prefetch, dropout_arguments, row_strides, shared_options
 from fusednorm.layer_norm_launch import ForwardSweep
 from fusednorm.results import Forward
 
 # Rows that are not held, by bytes of an element of x.  Two programs a multiprocessor, one of which reads while the
 # other reduces, as long as all rows under way fit L2 with room to spare; then one.
 _SWEPT: dict[int, tuple[tuple[int, ForwardSweep], ...]] = {
-    2: ((65536, ForwardSweep(8192, num_warps=16)), (2**31, ForwardSweep(16384, num_warps=32))),
-    4: ((32768, ForwardSweep(4096, num_warps=16)), (2**31, ForwardSweep(8192, num_warps=32))),
+    2: ((65536, ForwardSweep(8192, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(16384, num_warps=32))),
+    4: ((32768, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(8192, num_warps=32))),
 }
 
 
@@ -51,6 +52,7 @@ def plan_quantise(
         "num_warps": config.num_warps,
         **shared_options(vec, weight_offset, epilogue),
     }
+    multiprocessors = multiprocessor_count(x.device)
     match config:
         case HeldRows():
             options |= {
@@ -58,11 +60,15 @@ def plan_quantise(
                 "CHUNKS": config.chunks,
                 "EVEN": cols == config.chunks * config.block_n,
             }
+            options["PREFETCH"] = config.rows == 1 and can_prefetch(vec, x, residual)
             programs = triton.cdiv(rows, config.rows)
-            return [Launch(layer_norm_quantise_held_kernel, (programs,), (*tensors, rows, *sizes), options)]
+            arguments = (*tensors, HELD_AHEAD_PER_SM * multiprocessors, rows, *sizes)
+            return [Launch(layer_norm_quantise_held_kernel, (programs,), arguments, options)]
         case ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": group}
-            return [Launch(layer_norm_quantise_sweep_kernel, (rows,), (*tensors, *sizes), options)]
+            options["PREFETCH"] = can_prefetch(vec, x, residual)
+            arguments = (*tensors, config.ahead_per_sm * multiprocessors, *sizes)
+            return [Launch(layer_norm_quantise_sweep_kernel, (rows,), arguments, options)]
 
 
 def _choose_swept(cols: int, itemsize: int) -> ForwardSweep:
