@@ -123,13 +123,13 @@ def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
 def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
     """Chunks that a row fills but for the last; as many programs as leave a row's data its registers.
 
-    Rows over 4 KB also ask for later ones.
+    Rows of 4 KB and more also ask for later ones.
     """
     for chunks, warps in product(range(1, 17), (1, 2, 4, 8, 16, 32)):
         if cols <= chunks * 256 * warps < cols + 256 * warps:
             for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
                 if 24 + 2 * chunks * itemsize <= 2048 / (warps * per_sm) <= 176:
-                    for ahead_per_sm in (0, 1, 2) if cols * itemsize > 4096 else (0,):
+                    for ahead_per_sm in (0, 1, 2) if cols * itemsize >= 4096 else (0,):
                         yield ForwardRow(chunks, warps, per_sm, ahead_per_sm)
 
 

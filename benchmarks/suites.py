@@ -2,8 +2,8 @@
 
 The suites of LayerNorm and RMSNorm: `plain`, `residual`, `activation` and `dropout` sweep the row length with x of
 256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks, `features` over a few lengths of every
-other variant; `few_rows`, `small` and `tutorial` name their rows.  `layer_norm` is all of these.  `first` is a
-short look at everything.
+other variant; `few_rows`, `small`, `tutorial` and `published` name their rows.  `layer_norm` is all of these.
+`first` is a short look at everything.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +23,19 @@ FEW_ROW_LENGTHS = (1024, 4096, 8192, 16384)
 HEADS = ((32, 64), (32, 128), (32, 256))
 FEW_ROWS = (*product((1, 16, 64), (1 << 20, 1 << 22)), (1, 1 << 25))
 SMALL_SHAPES = ((1, 4096), (64, 1024), (128, 4096), (512, 2048), (16, 8192))
+PUBLISHED_SHAPES = (
+    (131072, 256),
+    (32768, 1024),
+    (32768, 4096),
+    (16384, 8192),
+    (8192, 16384),
+    (4096, 32768),
+    (2048, 65536),
+    (1024, 131072),
+    (256, 262144),
+)
+"""That QuACK publishes, and others after it: the same rows in every dtype, so x is twice as large in float32."""
+
 TUTORIAL_SHAPES = tuple((4096, cols) for cols in range(1024, 15873, 512))
 GROUP_SHAPES = (
     (2, 320, 64, 64),
@@ -113,6 +126,7 @@ _ROW_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
     "few_rows": lambda: shapes(FEW_ROWS, DTYPES, passes=("forward",)),
     "small": lambda: shapes(SMALL_SHAPES, ("bfloat16",), passes=("forward",)),
     "tutorial": _tutorial,
+    "published": lambda: shapes(PUBLISHED_SHAPES, ("bfloat16", "float32"), ops=("layer_norm",)),
 }
 
 SUITES: dict[str, Callable[[], Iterable[Cell]]] = {

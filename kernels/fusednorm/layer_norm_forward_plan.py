@@ -51,7 +51,12 @@ def plan_forward(
     `config` overrides the table's choice, for benchmarks and compile checks.
     """
     config = config or configs.choose_forward(
-        x.shape[-1], x.element_size(), multiprocessor_count(x.device), residual is not None, x.ndim == 3
+        x.shape[-1],
+        x.element_size(),
+        multiprocessor_count(x.device),
+        residual is not None,
+        x.ndim == 3,
+        x.shape[0] == 1,
     )
     outputs = (out.y, out.residual_out, out.mean, out.rstd)
     return forward_launches(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)

@@ -5,6 +5,7 @@ the same whatever came with it, and rows never cause a compile.  All row lengths
 share its configuration, so the number of compiled kernels is bounded.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -172,7 +173,7 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (768, ForwardTile(2, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
         (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
         (1536, ForwardTile(1, 3, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
-        (2048, ForwardRow(2, num_warps=4, programs_per_sm=12)),  # 1.00
+        (2048, ForwardRow(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
         (2560, ForwardRow(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
         (3072, ForwardRow(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
         (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
@@ -202,7 +203,7 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
         (1024, ForwardTile(1, 1, 1024, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
         (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
-        (2048, ForwardSweep(1024, num_warps=4)),  # 1.00
+        (2048, ForwardRow(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (2560, ForwardRow(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
         (3072, ForwardRow(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
@@ -215,16 +216,30 @@ _FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (12288, ForwardRow(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
         (14336, ForwardRow(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
         (16384, ForwardRow(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (20480, ForwardRow(5, num_warps=16, programs_per_sm=1)),  # 0.95
-        (24576, ForwardRow(6, num_warps=16, programs_per_sm=1)),  # 0.95
-        (32768, ForwardRow(8, num_warps=16, programs_per_sm=1)),  # 0.95
+        (20480, ForwardRow(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
+        (24576, ForwardRow(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
+        (32768, ForwardRow(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
         (524288, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.86-0.92
         (2**31, ForwardShared(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
 }
+# Rows beyond what resident programs share, and a single one from SINGLE_ROW_COLS on: parts like the slabs of the
+# last entry above, so that a row has the same bits either way.
 _FORWARD_PARTS = {
-    2: ForwardParts(4, num_warps=8, slab_chunks=1, slab_num_warps=8, rows=16),
-    4: ForwardParts(4, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),
+    2: ForwardParts(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
+    4: ForwardParts(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
+}
+SINGLE_ROW_COLS = 524289
+"""Columns from which a row that comes alone is taken in parts."""
+
+# In place of the entry for rows of first to last columns that are no multiple of 16 bytes: narrow accesses, no
+# prefetch, so more warps.
+_FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Forward], ...]] = {
+    2: (
+        (513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=12)),  # 0.47 (1001)
+        (32769, 65536, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.36 (50257)
+    ),
+    4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),),  # 0.77 (1001)
 }
 
 _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
@@ -237,10 +252,11 @@ _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
         (768, BackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.99
         (1024, BackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
         (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, ahead=6)),  # 0.99
-        (3072, BackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.94
+        (2560, BackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.98
+        (3072, BackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=2, hold_weight=True, ahead=3)),  # 0.98
         (4096, BackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.98
         (5120, BackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.94
-        (7168, BackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.86-0.98
+        (7168, BackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.97
         (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4)),  # .97
         (
             12288,
@@ -254,14 +270,39 @@ _BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
         (128, BackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
         (256, BackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
         (512, BackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.99
-        (768, BackwardTile(1, 1024, num_warps=4, stages=4, programs_per_sm=3, hold_weight=True)),  # 0.99
+        (768, BackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True, chunks=3)),  # 1.02
         (1024, BackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.99
         (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 1.00
+        (
+            2560,
+            BackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, chunks=5, ahead=4),
+        ),  # 0.99
+        (
+            3072,
+            BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3),
+        ),  # 0.99
         (4096, BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, ahead=3)),  # 0.98
         (5120, BackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.96
+        (
+            6144,
+            BackwardTile(1, 2048, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3),
+        ),  # 0.97
+        (
+            7168,
+            BackwardTile(1, 1024, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=7, ahead=3),
+        ),  # 0.97
         (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
         (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.88-0.92
     ),
+}
+
+_BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Backward], ...]] = {
+    2: (
+        (513, 1024, BackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),
+    ),  # 0.62 (1001)
+    4: (
+        (513, 1024, BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True)),
+    ),  # 0.84 (1001)
 }
 
 # Where programs cannot wait for one another, or a row is too long for all of them together.
@@ -274,12 +315,30 @@ FOLD_ELEMENTS, FOLD_MAX_PARTIALS, FOLD_MIN_COLS = 2048, 1024, 8
 """Of the tile of the kernel that folds partial dweight and dbias: in one access where there are as few partials."""
 
 
-def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False) -> Forward:
+Config = TypeVar("Config", Forward, Backward)
+
+
+def _choices(
+    cols: int,
+    itemsize: int,
+    table: dict[int, tuple[tuple[int, Config], ...]],
+    unaligned: dict[int, tuple[tuple[int, int, Config], ...]],
+) -> Iterator[Config]:
+    """The entry for rows of `cols` columns, and those for longer ones."""
+    if cols * itemsize % 16:
+        yield from (choice for first, last, choice in unaligned[itemsize] if first <= cols <= last)
+    yield from (choice for limit, choice in table[itemsize] if cols <= limit)
+
+
+def choose_forward(
+    cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
+) -> Forward:
     """The forward configuration for rows of `cols` elements of `itemsize` bytes.
 
-    A residual needs more registers; programs that share rows know no heads.
+    A residual needs more registers; programs that share rows know no heads.  A `single` row may be taken in another
+    way than several, for the same bits.
     """
-    choices = (choice for limit, choice in _FORWARD[itemsize] if cols <= limit)
+    choices = _choices(cols, itemsize, _FORWARD, _FORWARD_UNALIGNED)
     choice = next(choices)
     if isinstance(choice, ForwardRow) and residual:
         choice = _with_residual(choice, itemsize) or next(c for c in choices if isinstance(c, ForwardShared))
@@ -288,7 +347,8 @@ def choose_forward(cols: int, itemsize: int, multiprocessors: int, residual: boo
             return _sweep(cols)
         if residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
-        if cols > choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors:
+        shared = choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors
+        if cols > shared or (single and cols >= SINGLE_ROW_COLS):
             return _FORWARD_PARTS[itemsize]
     return choice
 
@@ -333,7 +393,7 @@ def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool)
 
     A pass that is not `plain`, with a residual, an activation or dropout, needs more registers.
     """
-    choice = next(choice for limit, choice in _BACKWARD[itemsize] if cols <= limit)
+    choice = next(_choices(cols, itemsize, _BACKWARD, _BACKWARD_UNALIGNED))
     if isinstance(choice, BackwardShared):
         if not plain:
             choice = replace(choice, programs_per_sm=choice.programs_per_sm - 1)

@@ -5,6 +5,7 @@ import torch
 from fusednorm import layer_norm_passes
 from fusednorm.device import INTERPRETED
 from fusednorm.errors import KernelInputError
+from fusednorm.layer_norm_launch import SINGLE_ROW_COLS
 
 _OPERATIONS = ("layer_norm", "rms_norm")
 
@@ -21,7 +22,7 @@ def warmup(
     backward: bool = True,
     device: torch.device | None = None,
 ) -> None:
-    """Compile what `op` runs on aligned rows of `cols` elements, however many they will be, and run it on one row.
+    """Compile what `op` runs on aligned rows of `cols` elements, however many, by running it on one or two of them.
 
     Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
     them with a weight, and with a bias where `op` has one.  A call with other options, without parameters, or with
@@ -46,19 +47,21 @@ def warmup(
     if cols < 1:
         raise KernelInputError(f"cols must be at least 1, got {cols}")
     device = device or torch.device("cpu" if INTERPRETED else "cuda")
-    x = torch.zeros(1, cols, dtype=dtype, device=device)
     parameters = [torch.zeros(cols, dtype=parameter_dtype or dtype, device=device)] * (1 + (op == "layer_norm"))
     forward = getattr(layer_norm_passes, f"{op}_forward")
     differentiate = getattr(layer_norm_passes, f"{op}_backward")
-    options = {
-        "residual": x if residual else None,
-        "activation": activation,
-        "dropout": dropout,
-        "seed": 0 if dropout else None,
-    }
-    forward(x, *parameters, **options)
-    result = forward(x, *parameters, stats=True, **options)
-    if backward:
-        statistics = {"rstd": result.rstd} if op == "rms_norm" else {"mean": result.mean, "rstd": result.rstd}
-        differentiate(x, x, *parameters, **options)
-        differentiate(x, x, *parameters, **statistics, **options)
+    # A very long row that comes alone is taken in another way than several.
+    for rows in (1, 2) if cols >= SINGLE_ROW_COLS else (1,):
+        x = torch.zeros(rows, cols, dtype=dtype, device=device)
+        options = {
+            "residual": x if residual else None,
+            "activation": activation,
+            "dropout": dropout,
+            "seed": 0 if dropout else None,
+        }
+        forward(x, *parameters, **options)
+        result = forward(x, *parameters, stats=True, **options)
+        if backward:
+            statistics = {"rstd": result.rstd} if op == "rms_norm" else {"mean": result.mean, "rstd": result.rstd}
+            differentiate(x, x, *parameters, **options)
+            differentiate(x, x, *parameters, **statistics, **options)

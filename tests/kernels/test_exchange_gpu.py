@@ -74,3 +74,15 @@ def test_a_captured_launch_can_be_replayed(share, device):
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(y, layer_norm_forward(x).y)
+
+
+@pytest.mark.parametrize("cols", [launch.SINGLE_ROW_COLS + 7, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_very_long_row_has_the_same_bits_alone_and_among_others(dtype, cols, device):
+    x, weight = torch.randn(4, cols, device=device).to(dtype), torch.randn(cols, device=device).to(dtype)
+    together = layer_norm_forward(x, weight, weight, stats=True)
+    for row in range(4):
+        alone = layer_norm_forward(x[row : row + 1], weight, weight, stats=True)
+        assert torch.equal(alone.y[0], together.y[row])
+        assert torch.equal(alone.mean[0], together.mean[row])
+        assert torch.equal(alone.rstd[0], together.rstd[row])

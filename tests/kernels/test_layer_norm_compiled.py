@@ -19,8 +19,8 @@ LENGTHS = {
 # and shared ones were measured at the number of programs that leaves them just too few.
 SPILLED = {"plain": 48, "fused": 64, "stream": 96}
 
-# Bytes of the widest load where it is not 16: five blocks of four columns a thread were faster than padding.
-WIDTHS = {("layer_norm_backward_tile_kernel", 5): 8}
+# Bytes of the widest access where it is not 16, by dtype and blocks: odd numbers of narrow blocks beat padding.
+NARROW_BLOCKS = {("bfloat16", 5): 8, ("float32", 7): 8}
 
 COMPILE = """
 import json, sys
@@ -77,7 +77,9 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
         what = f"{variant} {kernel} {options}: {registers} registers, {spilled} spilled, {shared} shared, {widest}"
         assert spilled <= SPILLED.get(variant, 0), what
         assert shared <= 227 << 10, what
+        of_blocks = "backward_tile" in kernel and (dtype, dict(options)["CHUNKS"])
+        width = NARROW_BLOCKS.get(of_blocks, 16)
         if "fold" not in kernel:
-            assert max(widest["ld"], widest["cp"]) == WIDTHS.get((kernel, dict(options).get("CHUNKS")), 16), what
+            assert max(widest["ld"], widest["cp"]) == width, what
         if "fold" not in kernel and "rows" not in kernel:
-            assert widest["st"] == 16, what
+            assert widest["st"] >= width, what
