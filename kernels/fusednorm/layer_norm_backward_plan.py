@@ -91,7 +91,7 @@ def plan_backward(
                 mean = None if is_rms else torch.empty_like(rstd)
                 outputs = (None, None, mean, rstd)
                 statistics = configs.choose_statistics(
-                    cols, x.element_size(), multiprocessor_count(x.device), residual is not None
+                    cols, x.dtype, multiprocessor_count(x.device), residual is not None
                 )
                 launches += forward_launches(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
             members = triton.cdiv(cols, config.block_n)

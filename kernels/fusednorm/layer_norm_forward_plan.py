@@ -52,7 +52,7 @@ def plan_forward(
     """
     config = config or configs.choose_forward(
         x.shape[-1],
-        x.element_size(),
+        x.dtype,
         multiprocessor_count(x.device),
         residual is not None,
         x.ndim == 3,
