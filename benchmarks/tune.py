@@ -1,4 +1,4 @@
-"""Times every plausible launch configuration of a LayerNorm pass: what the tables of `layer_norm_launch` rest on.
+"""Times every plausible launch configuration of a LayerNorm pass: what `layer_norm_tables` rests on.
 
     python -m benchmarks.tune --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096,8192] [--rows 1,16]
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fusednorm import layer_norm_backward_plan, layer_norm_forward_plan, layer_norm_launch, traffic
+from fusednorm import layer_norm_backward_plan, layer_norm_configs, layer_norm_forward_plan, traffic
 from fusednorm.checks import Epilogue
 from fusednorm.launch import Launch, run
-from fusednorm.layer_norm_launch import BackwardTile
+from fusednorm.layer_norm_configs import BackwardTile
 from fusednorm.results import Backward, Forward
 
 from benchmarks.candidates import candidates
@@ -31,7 +31,7 @@ from benchmarks.suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 from benchmarks.timing import Timer
 from benchmarks.workers import run_in_workers
 
-Config = layer_norm_launch.Forward | layer_norm_launch.Backward
+Config = layer_norm_configs.Forward | layer_norm_configs.Backward
 
 COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")
 
@@ -82,12 +82,12 @@ class Pass:
     def plan(self, config: Config | None = None) -> list[Launch]:
         """Into `results`; under the table's own choice when None."""
         if self._pass == "forward":
-            assert config is None or isinstance(config, layer_norm_launch.Forward)
+            assert config is None or isinstance(config, layer_norm_configs.Forward)
             out = Forward(*self.results)
             return layer_norm_forward_plan.plan_forward(
                 self.x, self.weight, self.bias, EPS, None, Epilogue(), out, False, config
             )
-        assert config is None or isinstance(config, layer_norm_launch.Backward)
+        assert config is None or isinstance(config, layer_norm_configs.Backward)
         inputs = (self.dy, self.x, self.weight, self.bias, EPS, self.mean, self.rstd, None, None, Epilogue())
         return layer_norm_backward_plan.plan_backward(*inputs, Backward(*self.results), False, config)
 

@@ -5,7 +5,7 @@ import sys
 import triton
 from torch import Tensor
 
-from fusednorm import layer_norm_launch as configs
+from fusednorm import layer_norm_configs as configs
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.epilogue import dropout_threshold

@@ -4,7 +4,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fusednorm import layer_norm_launch as configs
+from fusednorm import layer_norm_configs as configs
+from fusednorm import layer_norm_launch
 from fusednorm._layer_norm_backward_kernels import layer_norm_backward_tile_kernel
 from fusednorm._layer_norm_backward_shared_kernels import layer_norm_backward_shared_kernel
 from fusednorm._layer_norm_backward_slab_kernels import (
@@ -50,7 +51,8 @@ def plan_backward(
     """
     rows, cols = x.shape[0], x.shape[-1]
     plain = residual is None and epilogue.activation == "none" and not epilogue.dropout
-    config = config or configs.choose_backward(cols, x.element_size(), multiprocessor_count(x.device), plain)
+    multiprocessors = multiprocessor_count(x.device)
+    config = config or layer_norm_launch.choose_backward(cols, x.element_size(), multiprocessors, plain)
     heads, strides = layout(config, cols, has_heads(weight, bias), dy, x, residual, dresidual_out)
     vec = vector_units(cols, *strides)
     units = tuple(stride // vec for stride in strides)
@@ -67,9 +69,9 @@ def plan_backward(
             pipelined = [t for t in (dy, x, residual, dresidual_out) if t is not None]
             if not config.hold_weight:
                 pipelined += [t for t in (weight, bias if epilogue.activation != "none" else None) if t is not None]
-            config = configs.within_shared_memory(config, sum(t.element_size() for t in pipelined))
+            config = layer_norm_launch.within_shared_memory(config, sum(t.element_size() for t in pipelined))
             programs = tile_programs(x, config)
-            most_partials = multiprocessor_count(x.device) * config.programs_per_sm
+            most_partials = multiprocessors * config.programs_per_sm
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, programs)
             options |= {
                 "EVEN": cols == config.chunks * config.block_n,
@@ -90,12 +92,12 @@ def plan_backward(
                 rstd = x.new_empty(rows, dtype=torch.float32)
                 mean = None if is_rms else torch.empty_like(rstd)
                 outputs = (None, None, mean, rstd)
-                statistics = configs.choose_statistics(
-                    cols, x.dtype, multiprocessor_count(x.device), residual is not None
+                statistics = layer_norm_launch.choose_statistics(
+                    cols, x.dtype, multiprocessors, residual is not None
                 )
                 launches += forward_launches(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
             members = triton.cdiv(cols, config.block_n)
-            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            resident = multiprocessors * config.programs_per_sm
             most_partials = resident // members
             groups = min(rows, most_partials)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, groups)
@@ -118,7 +120,7 @@ def plan_backward(
             launches += [Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options)]
         case configs.BackwardSlab():
             slabs = triton.cdiv(cols, config.block_n)
-            resident = multiprocessor_count(x.device) * config.programs_per_sm
+            resident = multiprocessors * config.programs_per_sm
             most_partials = max(1, resident // slabs)
             tiles = min(triton.cdiv(rows, config.rows), most_partials)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, tiles)
@@ -143,7 +145,7 @@ def plan_backward(
             ]
     if folds:
         size = folds[0].numel()
-        tile = configs.choose_fold(most_partials)
+        tile = layer_norm_launch.choose_fold(most_partials)
         launches.append(
             Launch(
                 fold_partials_kernel,

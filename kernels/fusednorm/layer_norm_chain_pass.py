@@ -13,7 +13,7 @@ from fusednorm.errors import KernelInputError
 from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
 from fusednorm.launch import Launch, run, vector_units
 from fusednorm.layer_norm_arguments import can_prefetch, row_strides
-from fusednorm.layer_norm_launch import ForwardSweep
+from fusednorm.layer_norm_configs import ForwardSweep
 
 MAX_NORMS = 8
 """Norms in a chain; each number of them is a kernel of its own, with that many norms in its code."""

@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fusednorm import layer_norm_launch as configs
+from fusednorm import layer_norm_configs as configs
+from fusednorm import layer_norm_launch
 from fusednorm._layer_norm_forward_kernels import (
     layer_norm_forward_sweep_kernel,
     layer_norm_forward_tile_kernel,
@@ -50,7 +51,7 @@ def plan_forward(
 
     `config` overrides the table's choice, for benchmarks and compile checks.
     """
-    config = config or configs.choose_forward(
+    config = config or layer_norm_launch.choose_forward(
         x.shape[-1],
         x.dtype,
         multiprocessor_count(x.device),
@@ -107,7 +108,7 @@ def _in_one(
     match config:
         case configs.ForwardTile():
             column_bytes = x.element_size() + (0 if residual is None else residual.element_size())
-            config = configs.within_shared_memory(config, column_bytes)
+            config = layer_norm_launch.within_shared_memory(config, column_bytes)
             options |= {
                 "CHUNKS": config.chunks,
                 "EVEN": cols == config.chunks * config.block_n,
@@ -178,10 +179,10 @@ def _in_parts(
     prefetches = can_prefetch(vec, x, residual)
 
     piece = config.chunks * config.block_n
-    part = piece * triton.cdiv(cols, piece * configs.MAX_PARTS)
+    part = piece * triton.cdiv(cols, piece * layer_norm_launch.MAX_PARTS)
     parts = triton.cdiv(cols, part)
     slots = triton.next_power_of_2(parts)
-    parts_a_program = max(1, min(configs.MAX_PARTS_A_PROGRAM, rows * parts // configs.PARTS_PROGRAMS))
+    parts_a_program = layer_norm_launch.choose_parts_a_program(rows * parts)
     of_parts = x.new_empty((rows, parts, 4), dtype=torch.float32)
     of_rows = None if y is None else x.new_empty((rows, 4), dtype=torch.float32)
     statistics = Launch(

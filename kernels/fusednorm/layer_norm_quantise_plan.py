@@ -13,7 +13,7 @@ from fusednorm.errors import UnsupportedShapeError
 from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
 from fusednorm.launch import Launch, vector_units
 from fusednorm.layer_norm_arguments import can_prefetch, dropout_arguments, row_strides, shared_options
-from fusednorm.layer_norm_launch import ForwardSweep
+from fusednorm.layer_norm_configs import ForwardSweep
 from fusednorm.results import Forward
 
 # Rows that are not held, by bytes of an element of x.  Two programs a multiprocessor, one of which reads while the

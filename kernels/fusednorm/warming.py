@@ -5,7 +5,7 @@ import torch
 from fusednorm import layer_norm_passes
 from fusednorm.device import INTERPRETED
 from fusednorm.errors import KernelInputError
-from fusednorm.layer_norm_launch import SINGLE_ROW_COLS
+from fusednorm.layer_norm_tables import SINGLE_ROW_COLS
 
 _OPERATIONS = ("layer_norm", "rms_norm")
 

@@ -3,9 +3,10 @@
 from itertools import product
 
 import pytest
-from fusednorm import layer_norm_launch as launch
+from fusednorm import layer_norm_configs as configs
+from fusednorm import layer_norm_tables as tables
 from fusednorm.launch import REGISTERS_PER_SM
-from fusednorm.layer_norm_launch import (
+from fusednorm.layer_norm_configs import (
     BackwardShared,
     BackwardTile,
     ForwardParts,
@@ -36,7 +37,7 @@ def test_there_are_some_and_each_once(pass_, cols, itemsize):
     assert found
     assert len(found) == len(set(found))
     assert {type(config) for config in found} <= set(
-        (launch.Forward if pass_ == "forward" else launch.Backward).__args__
+        (configs.Forward if pass_ == "forward" else configs.Backward).__args__
     )
 
 
@@ -76,15 +77,15 @@ def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, co
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
-    table = (launch._FORWARD if pass_ == "forward" else launch._BACKWARD)[itemsize]
+    table = (tables.FORWARD if pass_ == "forward" else tables.BACKWARD)[itemsize]
     for limit, config in table:
         assert config in set(candidates(pass_, min(limit, LONGEST_TIMED), itemsize)), (limit, config)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_so_are_what_the_tables_leave_to_very_long_rows(itemsize):
-    assert launch._FORWARD_PARTS[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
-    assert launch._BACKWARD_SLAB[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
+    assert tables.FORWARD_PARTS[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
+    assert tables.BACKWARD_SLAB[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
 
 
 def _held_words(config, itemsize):

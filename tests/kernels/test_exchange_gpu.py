@@ -4,7 +4,8 @@ import pytest
 import torch
 from fusednorm import layer_norm_forward
 from fusednorm import layer_norm_launch as launch
-from fusednorm.layer_norm_launch import BackwardShared, ForwardShared
+from fusednorm.layer_norm_configs import BackwardShared, ForwardShared
+from fusednorm.layer_norm_tables import SINGLE_ROW_COLS
 
 from tests.kernels.test_layer_norm import check_backward, check_forward, make_case
 
@@ -76,7 +77,7 @@ def test_a_captured_launch_can_be_replayed(share, device):
         assert torch.equal(y, layer_norm_forward(x).y)
 
 
-@pytest.mark.parametrize("cols", [launch.SINGLE_ROW_COLS + 7, 1 << 20])
+@pytest.mark.parametrize("cols", [SINGLE_ROW_COLS + 7, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_very_long_row_has_the_same_bits_alone_and_among_others(dtype, cols, device):
     x, weight = torch.randn(4, cols, device=device).to(dtype), torch.randn(cols, device=device).to(dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import layer_norm_launch, reference
 from fusednorm.epilogue import ACTIVATIONS
-from fusednorm.layer_norm_launch import BackwardTile, ForwardParts
+from fusednorm.layer_norm_configs import BackwardTile, ForwardParts
 
 from tests.kernels.accuracy import assert_close_to_oracle
 

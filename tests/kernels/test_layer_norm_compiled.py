@@ -25,7 +25,7 @@ NARROW_BLOCKS = {("bfloat16", 5): 8, ("float16", 5): 8, ("float32", 7): 8}
 COMPILE = """
 import json, sys
 import torch
-from fusednorm import layer_norm_launch as launch
+from fusednorm import layer_norm_tables as tables
 from fusednorm.layer_norm_backward_plan import plan_backward
 from fusednorm.layer_norm_forward_plan import plan_forward
 from fusednorm.checks import Epilogue
@@ -34,8 +34,8 @@ from fusednorm.results import Backward, Forward
 
 dtype = getattr(torch, sys.argv[1])
 other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-tables = launch._FORWARD[dtype.itemsize] + launch._BACKWARD[dtype.itemsize]
-entries = sorted({min(limit // 8 * 8, 1 << 20) for limit, _ in tables})
+both = tables.FORWARD[dtype.itemsize] + tables.BACKWARD[dtype.itemsize]
+entries = sorted({min(limit // 8 * 8, 1 << 20) for limit, _ in both})
 cells = [
     (variant, cols)
     for variant, lengths in json.loads(sys.argv[2]).items()

@@ -290,7 +290,7 @@ ROWS = """
 import json
 import torch
 from fusednorm import layer_norm_backward_plan, layer_norm_forward_plan, prepared
-from fusednorm import layer_norm_launch as launch
+from fusednorm import layer_norm_tables as tables
 from fusednorm.checks import Epilogue
 from fusednorm.results import Backward, Forward
 
@@ -306,7 +306,7 @@ def plan(rows, cols, dtype, residual, stats):
 
 shapes, wrong = 0, []
 for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
-    lengths = [min(limit, 50257) for limit, _ in (*launch._FORWARD[itemsize], *launch._BACKWARD[itemsize])]
+    lengths = [min(limit, 50257) for limit, _ in (*tables.FORWARD[itemsize], *tables.BACKWARD[itemsize])]
     for cols in sorted({cols - less for cols in lengths for less in (0, 3)}):
         for residual, stats in ((False, False), (False, True), (True, True)):
             shapes += 1
