@@ -53,7 +53,7 @@ def plan_forward(
     """
     config = config or layer_norm_launch.choose_forward(
         x.shape[-1],
-        x.dtype,
+        x.element_size(),
         multiprocessor_count(x.device),
         residual is not None,
         x.ndim == 3,

@@ -7,10 +7,7 @@ share its configuration, so the number of compiled kernels is bounded.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import TypeVar
-
-import torch
 
 from fusednorm import layer_norm_tables as tables
 from fusednorm.device import INTERPRETED
@@ -61,18 +58,14 @@ def _choices(
 
 
 def choose_forward(
-    cols: int, dtype: torch.dtype, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
+    cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
 ) -> Forward:
-    """The forward configuration for rows of `cols` elements of a dtype.
+    """The forward configuration for rows of `cols` elements of `itemsize` bytes.
 
     A residual needs more registers; programs that share rows know no heads.  A `single` row may be taken in another
     way than several, for the same bits.
     """
-    itemsize = dtype.itemsize
     choices = _choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
-    if dtype == torch.float16:
-        instead = (choice for first, last, choice in tables.FORWARD_FLOAT16 if first <= cols <= last)
-        choices = chain(instead, choices)
     choice = next(choices)
     if isinstance(choice, ForwardRow) and residual:
         choice = _with_residual(choice, itemsize) or next(c for c in choices if isinstance(c, ForwardShared))
@@ -96,9 +89,9 @@ def _with_residual(choice: ForwardRow, itemsize: int) -> ForwardRow | None:
     return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs)) if programs else None
 
 
-def choose_statistics(cols: int, dtype: torch.dtype, multiprocessors: int, residual: bool) -> Forward:
+def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> Forward:
     """The configuration for mean and rstd alone."""
-    choice = choose_forward(cols, dtype, multiprocessors, residual)
+    choice = choose_forward(cols, itemsize, multiprocessors, residual)
     return _sweep(cols) if isinstance(choice, ForwardTile | ForwardRow) else choice
 
 
