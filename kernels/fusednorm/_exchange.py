@@ -144,15 +144,25 @@ def post_pairs(slot_ptrs, tag, a, b, mask):
 
 @triton.jit
 def collect_pairs(slot_ptrs, tag):
-    """What `post_pairs` put into each slot of a tile in the round `tag`, two float32 tiles; waits until it is there."""
-    return tl.inline_asm_elementwise(
-        COLLECT_PAIR,
-        "=&r,=&r,l,r",
-        [slot_ptrs.to(tl.int64), tag],
-        dtype=(tl.float32, tl.float32),
-        is_pure=False,
-        pack=1,
-    )
+    """What `post_pairs` put into each slot of a tile in the round `tag`, two float32 tiles; waits until it is there.
+
+    The loop runs once: what comes out of a loop is kept, where the compiler would else repeat the waiting for every
+    layout in which the results are used.
+    """
+    a = tl.zeros(slot_ptrs.shape, tl.float32)
+    b = tl.zeros(slot_ptrs.shape, tl.float32)
+    turn = tag
+    while turn == tag:
+        a, b = tl.inline_asm_elementwise(
+            COLLECT_PAIR,
+            "=&r,=&r,l,r",
+            [slot_ptrs.to(tl.int64), tag],
+            dtype=(tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+        turn += 1
+    return a, b
 
 
 @triton.jit

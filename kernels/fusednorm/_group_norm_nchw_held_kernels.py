@@ -84,9 +84,9 @@ def group_norm_nchw_held_kernel(
         if writer == 0:
             tl.store(mean_ptr + row, mean + rest)
             tl.store(rstd_ptr + row, rstd)
-    affine = load_chunk_affine(parameters, row, 0, walk, 0, BLOCK, GROUP, PARAMETERS)
+    affine = load_chunk_affine(parameters, row, 0, walk, 0, BLOCK, GROUP, PARAMETERS, False)
     write_chunks(
         chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, 0, length, length, walk,
         mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
-        FULL, BLOCK, GROUP, PARAMETERS, SHARED, "", ACTIVATION, DROPOUT, FAST,
+        FULL, BLOCK, GROUP, PARAMETERS, False, SHARED, "", ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

@@ -75,7 +75,10 @@ def lane_moments(
 
 
 @triton.jit
-def _channel(first, walk, i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
+def _channel(
+    first, walk, i: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters."""
     if PARAMETERS == "element":
         at = first + i * BLOCK + _element(BLOCK, GROUP)
@@ -84,13 +87,13 @@ def _channel(first, walk, i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.conste
     else:
         at = first // GROUP + i * (BLOCK // GROUP)
     # Past the end, where nothing is written.
-    return tl.minimum(quotient(at, walk[2], walk[3], walk[4], False), walk[1] - 1)
+    return tl.minimum(quotient(at, walk[2], walk[3], walk[4], WIDE), walk[1] - 1)
 
 
 @triton.jit
 def load_chunk_affine(
     parameters, row, first, walk,
-    i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
+    i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """`load_affine` of chunk i of a piece that starts `first` elements into the group `row`.
 
@@ -98,8 +101,9 @@ def load_chunk_affine(
         walk: groups of a sample, channels of a group, and what divides by a channel's length: in elements where
             PARAMETERS is "element", else in vectors.
         PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element".
+        WIDE: whether `first` is 64-bit.
     """
-    channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS)
+    channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS, WIDE)
     return load_affine(parameters, (row % walk[0]).to(tl.int32) * walk[1] + channel, row * walk[1] + channel)
 
 
@@ -107,7 +111,7 @@ def load_chunk_affine(
 def write_chunks(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, first, length, group_length, walk,
     mean, rest, rstd, dropout, writer, writers,
-    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +128,7 @@ def write_chunks(
     for i in tl.static_range(len(chunks)):
         current = affine
         if PARAMETERS != "piece" and i + 1 < len(chunks):
-            affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS)
+            affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS, WIDE)
         if SHARED:
             if i & (writers - 1) == writer:
                 _write_chunk(

@@ -108,7 +108,7 @@ def group_norm_nchw_shared_kernel(
         if LAG > 0 and turn >= LAG:
             late_row = team + (turn - LAG) * teams
             late_at = late_row * length + first
-            affine = load_chunk_affine(parameters, late_row, first, walk, 0, BLOCK, GROUP, PARAMETERS)
+            affine = load_chunk_affine(parameters, late_row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
             late = load_chunks(x_ptr, late_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_first")
             late_residuals = load_chunks(
                 residual_ptr, late_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_first"
@@ -124,7 +124,7 @@ def group_norm_nchw_shared_kernel(
             write_chunks(
                 late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_row, first,
                 slab_length, length, walk, mean, rest, rstd, dropout, 0, 1,
-                FULL, BLOCK, GROUP, PARAMETERS, False, "evict_first", ACTIVATION, DROPOUT, FAST,
+                FULL, BLOCK, GROUP, PARAMETERS, False, False, "evict_first", ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip
 
         if turn < turns:
@@ -137,7 +137,7 @@ def group_norm_nchw_shared_kernel(
             tag = start + turn.to(tl.uint32)
             post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
-                affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS)
+                affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
                 mean, rest, rstd = _group_moments(
                     mailbox_ptr, team, tag, members, other, count_of_other, length, eps, DEPTH, EQUAL
                 )
@@ -148,7 +148,7 @@ def group_norm_nchw_shared_kernel(
                 write_chunks(
                     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, first,
                     slab_length, length, walk, mean, rest, rstd, dropout, 0, 1,
-                    FULL, BLOCK, GROUP, PARAMETERS, False, "", ACTIVATION, DROPOUT, FAST,
+                    FULL, BLOCK, GROUP, PARAMETERS, False, False, "", ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
 
     leave(mailbox_ptr, last_tag)

@@ -16,6 +16,18 @@ from fusednorm.epilogue import activate_to, dropout_keep
 
 
 @triton.jit
+def columns_of(block, block_units, column_units, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
+    """The columns [1, CV, VEC] of a block, and which of its vectors exist: all when EVEN."""
+    unit = tl.arange(0, CV)[None, :, None]
+    column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, None, :]
+    if EVEN:
+        mask = tl.full(unit.shape, True, tl.int1)
+    else:
+        mask = unit < tl.minimum(block_units, column_units - block * block_units)
+    return column, mask
+
+
+@triton.jit
 def load_rows(
     ptr, base, at, stride, rows, column_mask,
     FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from fusednorm._exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
 from fusednorm._group_norm_nhwc_pieces import (
+    columns_of,
     fold_to_groups,
     load_columns,
     load_rows,
@@ -14,18 +15,6 @@ from fusednorm._group_norm_nhwc_pieces import (
     write_rows,
 )
 from fusednorm._prefetch import touch_rows
-
-
-@triton.jit
-def _columns_of(block, block_units, column_units, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """The columns [1, CV, VEC] of a block, and which of its vectors exist: all when EVEN."""
-    unit = tl.arange(0, CV)[None, :, None]
-    column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, None, :]
-    if EVEN:
-        mask = tl.full(unit.shape, True, tl.int1)
-    else:
-        mask = unit < tl.minimum(block_units, column_units - block * block_units)
-    return column, mask
 
 
 @triton.jit
@@ -90,7 +79,7 @@ def group_norm_nhwc_held_kernel(
     block = unit % blocks
     c = column_units * VEC
     block_units = block_groups * channels // VEC
-    column, column_mask = _columns_of(block, block_units, column_units, CV, VEC, EVEN)
+    column, column_mask = columns_of(block, block_units, column_units, CV, VEC, EVEN)
     at = tl.arange(0, ROWS)[:, None, None].to(tl.int64) * c + column
     stride = c.to(tl.int64)
     base = sample * hw * c
@@ -205,7 +194,7 @@ def group_norm_nhwc_shared_kernel(
         unit = team + tl.minimum(turn, turns - 1) * teams
         sample = (unit // blocks).to(tl.int64)
         block = unit % blocks
-        column, column_mask = _columns_of(block, block_units, column_units, CV, VEC, EVEN)
+        column, column_mask = columns_of(block, block_units, column_units, CV, VEC, EVEN)
         base = (sample * hw + first_row) * stride
         chunks = load_rows(
             x_ptr, base, row + column, stride, rows, column_mask, FULL, ROWS, CHUNKS, "evict_last" if LAG else ""
@@ -232,7 +221,7 @@ def group_norm_nhwc_shared_kernel(
             late_unit = team + tl.maximum(turn - LAG, 0) * teams
             late_sample = (late_unit // blocks).to(tl.int64)
             late_block = late_unit % blocks
-            late_column, late_mask = _columns_of(late_block, block_units, column_units, CV, VEC, EVEN)
+            late_column, late_mask = columns_of(late_block, block_units, column_units, CV, VEC, EVEN)
             late_base = (late_sample * hw + first_row) * stride
 
         if LAG == 0 or turn >= LAG:

@@ -35,6 +35,8 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
             slabs = 1 if config.lag == 0 else 2
             members = config.members(sample, size)
             return configs.with_room(config, slabs * config.chunks * tile.vec * held, extra, multiprocessors, members)
+        case configs.ForwardPieces():
+            return configs.with_room(config, config.chunks * 16 * held // size, extra, multiprocessors, 1)
         case _:
             return config
 
@@ -53,8 +55,8 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
         **_contiguous_options(call, config, chunks),
         "FULL": sample.group_length // config.block,
         "PREFETCH": can_prefetch(call.group_vec, call.x),
-        "PARAMETERS": _parameters(call, config.block, config.block * chunks),
-        "SHARED": config.writers > 1,
+        "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
+        "SHARED": writers > 1,
         "maxnreg": configs.registers_for(config),
         **epilogue_options(call.epilogue),
     }
@@ -81,7 +83,7 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(call.group_vec, call.x) else 0,
-        "PARAMETERS": _parameters(call, config.block, slab),
+        "PARAMETERS": parameters_mode(call, config.block, slab),
         "maxnreg": configs.registers_for(config),
         "launch_cooperative_grid": True,
         **epilogue_options(call.epilogue),
@@ -101,10 +103,10 @@ def block_launch(call: ForwardCall, config: configs.ForwardBlock) -> Launch:
         blocks, config.block_groups, call.eps, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
-        **_block_options(call, config, tile),
+        **block_options(call, config, tile),
         "CHUNKS": triton.cdiv(sample.hw, tile.rows),
         "FULL": sample.hw // tile.rows,
-        "SHARED": config.writers > 1,
+        "SHARED": writers > 1,
         "maxnreg": configs.registers_for(config),
         **epilogue_options(call.epilogue),
     }
@@ -121,7 +123,7 @@ def shared_block_launch(call: ForwardCall, config: configs.ForwardSharedBlock) -
     depth = triton.next_power_of_2(max(2, 2 * config.lag))
     programs = min(units, multiprocessor_count(call.x.device) * config.programs_per_sm // members) * members
     options = {
-        **_block_options(call, config, tile),
+        **block_options(call, config, tile),
         "CHUNKS": config.chunks,
         "FULL": config.chunks if sample.hw % (config.chunks * tile.rows) == 0 else 0,
         "SLOTS": triton.next_power_of_2(members),
@@ -161,7 +163,7 @@ def _contiguous_options(
     }
 
 
-def _parameters(call: ForwardCall, block: int, piece: int) -> str:
+def parameters_mode(call: ForwardCall, block: int, piece: int) -> str:
     """What has one channel and so one value of each parameter."""
     if call.sample.hw % piece == 0:
         return "piece"
@@ -170,8 +172,8 @@ def _parameters(call: ForwardCall, block: int, piece: int) -> str:
     return "vector" if call.sample.hw % (16 // call.x.element_size()) == 0 else "element"
 
 
-def _block_options(
-    call: ForwardCall, config: configs.ForwardBlock | configs.ForwardSharedBlock, tile: configs.BlockTile
+def block_options(
+    call: ForwardCall, config: configs.ForwardBlock | configs.ForwardSharedBlock | configs.ForwardPieces, tile: configs.BlockTile
 ) -> dict[str, object]:
     sample = call.sample
     columns = config.block_groups * sample.channels

@@ -130,6 +130,19 @@ class ForwardSharedBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardPieces:
+    """Moments of pieces of `chunks` chunks of 16 bytes a thread, their fold, then y of as large pieces.
+
+    Pieces are of a group, or, channels-last, of a block of `block_groups` groups' columns of a sample.
+    """
+
+    chunks: int
+    num_warps: int
+    programs_per_sm: int
+    block_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardSlab:
     """`slab_groups` groups a program in `width` columns; tiles of `rows` positions, `unroll` a step."""
 
@@ -163,9 +176,14 @@ Forward = (
     | ForwardSplit
     | ForwardBlock
     | ForwardSharedBlock
+    | ForwardPieces
     | ForwardSlab
     | ForwardColumns
 )
+
+
+Resident = ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock | ForwardPieces
+Held = TypeVar("Held", ForwardHeld, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +295,11 @@ def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumn
     return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
 
 
-def registers_for(config: ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock) -> int:
+def registers_for(config: Resident) -> int:
     """Registers that a thread may have for `programs_per_sm` programs to be resident."""
     return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
 
 
-Held = TypeVar("Held", ForwardHeld, ForwardShared, ForwardBlock, ForwardSharedBlock)
 
 
 def with_room(config: Held, held_bytes: int, extra: int, multiprocessors: int, members: int) -> Held | None:

@@ -34,6 +34,7 @@ from fusednorm.group_norm_forward_held_plan import (
     shared_block_launch,
     shared_launch,
 )
+from fusednorm.group_norm_forward_split_plan import pieces_launches
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import Launch
 from fusednorm.results import Forward
@@ -72,6 +73,8 @@ def plan_forward(
             return [block_launch(call, block)]
         case configs.ForwardSharedBlock() as shared_block:
             return [shared_block_launch(call, shared_block)]
+        case configs.ForwardPieces() as pieces:
+            return pieces_launches(call, pieces)
         case configs.ForwardTile() as tile:
             return _tile(call, tile)
         case configs.ForwardSweep() as sweep:

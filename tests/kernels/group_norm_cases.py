@@ -17,12 +17,14 @@ from tests.kernels.accuracy import assert_close_to_oracle
 CONTIGUOUS = {
     "tile": (None, None),
     "held": (forward_launch.ForwardHeld(1, 1), None),
+    "pieces": (forward_launch.ForwardPieces(3, 1, 1), None),
     "sweep": (forward_launch.ForwardSweep(16, 4), launch.BackwardSweep(4, 4, 8, 4)),
     "split": (forward_launch.ForwardSplit(16, 32, 32, 4), launch.BackwardSplit(8, 4, 8, 4)),
 }
 CHANNELS_LAST = {
     "block": (None, None),
-    "slab": (forward_launch.ForwardSlab(2, 16, 4, 2, 2), None),
+    "column pieces": (forward_launch.ForwardPieces(3, 1, 1, block_groups=2), None),
+    "slab": (forward_launch.ForwardSlab(1, 16, 4, 2, 2), None),
     "columns": (forward_launch.ForwardColumns(8, 4, 2, 16, 8, 24, 4), launch.BackwardColumns(8, 4, 24, 4)),
 }
 
