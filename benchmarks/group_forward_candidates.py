@@ -83,9 +83,7 @@ def shared(sample: Sample, itemsize: int) -> Iterator[ForwardShared]:
 
 def blocks(sample: Sample, itemsize: int) -> Iterator[ForwardBlock]:
     """Blocks of columns in the registers of one program."""
-    for groups, warps, programs_per_sm in product(
-        block_groups(sample, itemsize)[:4], (4, 8, 16), (1, 2, 3, 4, 6)
-    ):
+    for groups, warps, programs_per_sm in product(block_groups(sample, itemsize)[:4], (4, 8, 16), (1, 2, 3, 4, 6)):
         chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
         config = ForwardBlock(groups, warps, programs_per_sm)
         if chunks <= 20 and _fits(config, chunks * 4, sums=16):
@@ -120,7 +118,9 @@ def pieces(sample: Sample, itemsize: int, groups: int) -> Iterator[ForwardPieces
 
 
 def _fits(
-    config: ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock | ForwardPieces, held: int, sums: int = 0
+    config: ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock | ForwardPieces,
+    held: int,
+    sums: int = 0,
 ) -> bool:
     """Whether the registers hold what a thread does and some 20 to 90 more, at 8 warps a multiprocessor or more."""
     rest = registers_for(config) - held - sums

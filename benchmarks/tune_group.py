@@ -175,7 +175,8 @@ def kernels_of(work: dict[Cell, list[Config]]) -> list[tuple[Cell, Config]]:
         of = Pass(cell, "meta")
         for config in configs:
             key = tuple(
-                (step.kernel.fn.__name__, cell.dtype, tuple(sorted(step.options.items()))) for step in of.plan(config)
+                (step.kernel.fn.__name__, cell.dtype, tuple(sorted(step.options.items())))
+                for step in of.plan(config)
             )
             sets.setdefault(key, (cell, config))
     return list(sets.values())

@@ -94,6 +94,7 @@ def group_norm_nchw_shared_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     dropout = (seed, dropout_threshold, dropout_scale)
 
+    tag = start
     for turn in range(0, turns + LAG):
         # The group whose moments are taken; after the last turn, the last one again, for nothing.
         row = team + tl.minimum(turn, turns - 1) * teams
@@ -114,7 +115,7 @@ def group_norm_nchw_shared_kernel(
                 residual_ptr, late_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_first"
             )
             mean, rest, rstd = _group_moments(
-                mailbox_ptr, team, start + (turn - LAG).to(tl.uint32), members, other, count_of_other,
+                mailbox_ptr, team, tag - LAG, members, other, count_of_other,
                 length, eps, DEPTH, EQUAL,
             )  # fmt: skip
             if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -128,13 +129,8 @@ def group_norm_nchw_shared_kernel(
             )  # fmt: skip
 
         if turn < turns:
-            count, means, rests, squares = lane_moments(
-                chunks, residuals, slab_length, FULL, BLOCK, GROUP, FAST
-            )
-            slab_mean, slab_rest, slab_square = total_moments(
-                count, means, rests, squares, FULL == CHUNKS, FAST
-            )
-            tag = start + turn.to(tl.uint32)
+            count, means, rests, squares = lane_moments(chunks, residuals, slab_length, FULL, BLOCK, GROUP, FAST)
+            slab_mean, slab_rest, slab_square = total_moments(count, means, rests, squares, FULL == CHUNKS, FAST)
             post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
                 affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
@@ -150,5 +146,6 @@ def group_norm_nchw_shared_kernel(
                     slab_length, length, walk, mean, rest, rstd, dropout, 0, 1,
                     FULL, BLOCK, GROUP, PARAMETERS, False, False, "", ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
+        tag += 1
 
     leave(mailbox_ptr, last_tag)

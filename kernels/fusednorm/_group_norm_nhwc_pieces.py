@@ -78,7 +78,7 @@ def run_moments(
             d = tl.where(row + i * ROWS < rows, d, 0.0)
         sum_1 += tl.sum(d, 2, keep_dims=True)
         sum_2 += tl.sum(d * d, 2, keep_dims=True)
-    if FULL == len(chunks):
+    if len(chunks) == FULL:
         count = tl.full((ROWS, 1, 1), FULL * width, tl.float32)
         total = FULL * ROWS * width + tl.zeros((1, 1, 1), tl.float32)
     else:
@@ -173,17 +173,14 @@ def write_rows(
     """
     a, b = slope_and_offset(affine, rstd, tl.zeros_like(rstd))
     for i in tl.static_range(len(chunks)):
+        mask = column_mask
         if SHARED:
-            if i & (writers - 1) == writer:
-                _write_chunk(
-                    chunk_of(chunks, residuals, i, FAST), y_ptr, residual_out_ptr, base, at, stride, rows, column_mask,
-                    mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT, FAST,
-                )  # fmt: skip
-        else:
-            _write_chunk(
-                chunk_of(chunks, residuals, i, FAST), y_ptr, residual_out_ptr, base, at, stride, rows, column_mask,
-                mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT, FAST,
-            )  # fmt: skip
+            # A branch for each chunk is too much for the compiler.
+            mask = (i & (writers - 1) == writer) & column_mask
+        _write_chunk(
+            chunk_of(chunks, residuals, i, FAST), y_ptr, residual_out_ptr, base, at, stride, rows, mask,
+            mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
 
 
 @triton.jit

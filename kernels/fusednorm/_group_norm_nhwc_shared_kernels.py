@@ -189,6 +189,7 @@ def group_norm_nhwc_shared_kernel(
     dropout = (seed, dropout_threshold, dropout_scale)
     row = tl.arange(0, ROWS)[:, None, None].to(tl.int64) * stride
 
+    tag = start
     for turn in range(0, turns + LAG):
         # The block whose moments are taken; after the last turn, the last one again, for nothing.
         unit = team + tl.minimum(turn, turns - 1) * teams
@@ -241,14 +242,21 @@ def group_norm_nhwc_shared_kernel(
                 )  # fmt: skip
             else:
                 _post_moments(
-                    mailbox_ptr, chunks, residuals, start + turn.to(tl.uint32), team, member, members, rows,
+                    mailbox_ptr, chunks, residuals, tag, team, member, members, rows,
                     belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
                 )  # fmt: skip
-            tag = start + (turn - LAG).to(tl.uint32)
+            late_tag = tag - LAG
             slots = pair_slot_of(
-                mailbox_ptr, team, tag, tl.where(other < members, other, 0), members, group[None, :], GROUPS, DEPTH
+                mailbox_ptr,
+                team,
+                late_tag,
+                tl.where(other < members, other, 0),
+                members,
+                group[None, :],
+                GROUPS,
+                DEPTH,
             )
-            means, squares = collect_pairs(slots, tag)
+            means, squares = collect_pairs(slots, late_tag)
             mean, square = merge_members(means, squares, count_of_other, length, FAST)
             rstd = 1.0 / tl.sqrt(square / length + eps)
             first_group = late_block * block_groups
@@ -265,9 +273,10 @@ def group_norm_nhwc_shared_kernel(
 
         if LAG > 0 and turn < turns:
             _post_moments(
-                mailbox_ptr, chunks, residuals, start + turn.to(tl.uint32), team, member, members, rows,
+                mailbox_ptr, chunks, residuals, tag, team, member, members, rows,
                 belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
             )  # fmt: skip
+        tag += 1
 
     leave(mailbox_ptr, last_tag)
 

@@ -14,7 +14,6 @@ from fusednorm._group_norm_nhwc_pieces import (
     fold_to_groups,
     load_columns,
     load_rows,
-    of_runs,
     run_moments,
     write_rows,
 )

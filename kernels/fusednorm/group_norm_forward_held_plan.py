@@ -1,12 +1,14 @@
 """Launches of the forward passes of GroupNorm that keep x in registers or share its groups between programs."""
 
+from dataclasses import replace
+
 import triton
 
 from fusednorm import group_norm_forward_launch as configs
 from fusednorm._group_norm_nchw_held_kernels import group_norm_nchw_held_kernel
 from fusednorm._group_norm_nchw_shared_kernels import group_norm_nchw_shared_kernel
 from fusednorm._group_norm_nhwc_shared_kernels import group_norm_nhwc_held_kernel, group_norm_nhwc_shared_kernel
-from fusednorm.device import multiprocessor_count
+from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.group_norm_forward_call import ForwardCall, dropout_arguments, epilogue_options
 from fusednorm.launch import Launch, mailbox
 from fusednorm.layer_norm_arguments import can_prefetch
@@ -34,7 +36,9 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
             tile = configs.block_tile(sample, config.block_groups, config.num_warps, size)
             slabs = 1 if config.lag == 0 else 2
             members = config.members(sample, size)
-            return configs.with_room(config, slabs * config.chunks * tile.vec * held, extra, multiprocessors, members)
+            return configs.with_room(
+                config, slabs * config.chunks * tile.vec * held, extra, multiprocessors, members
+            )
         case configs.ForwardPieces():
             return configs.with_room(config, config.chunks * 16 * held // size, extra, multiprocessors, 1)
         case _:
@@ -57,7 +61,8 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
         "PREFETCH": can_prefetch(call.group_vec, call.x),
         "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
         "SHARED": writers > 1,
-        "maxnreg": configs.registers_for(config),
+        # Shared groups are few: a program has its multiprocessor to itself.
+        "maxnreg": configs.registers_for(replace(config, programs_per_sm=1) if writers > 1 else config),
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nchw_held_kernel, (rows * writers,), arguments, options)
@@ -78,7 +83,8 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
     options = {
         **_contiguous_options(call, config, config.chunks),
         "FULL": config.chunks if sample.group_length % slab == 0 else 0,
-        "EQUAL": sample.group_length == slab * slots and slots <= 32 * config.num_warps,
+        # A full tree of the compiler's; the interpreter goes from slot to slot.
+        "EQUAL": sample.group_length == slab * slots and slots <= 32 * config.num_warps and not INTERPRETED,
         "SLOTS": slots,
         "DEPTH": depth,
         "LAG": config.lag,
@@ -107,7 +113,8 @@ def block_launch(call: ForwardCall, config: configs.ForwardBlock) -> Launch:
         "CHUNKS": triton.cdiv(sample.hw, tile.rows),
         "FULL": sample.hw // tile.rows,
         "SHARED": writers > 1,
-        "maxnreg": configs.registers_for(config),
+        # Shared groups are few: a program has its multiprocessor to itself.
+        "maxnreg": configs.registers_for(replace(config, programs_per_sm=1) if writers > 1 else config),
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nhwc_held_kernel, (units * writers,), arguments, options)
@@ -129,7 +136,7 @@ def shared_block_launch(call: ForwardCall, config: configs.ForwardSharedBlock) -
         "SLOTS": triton.next_power_of_2(members),
         "DEPTH": depth,
         "LAG": config.lag,
-        "AHEAD": config.ahead,
+        "AHEAD": 0 if INTERPRETED else config.ahead,
         "maxnreg": configs.registers_for(config),
         "launch_cooperative_grid": True,
         **epilogue_options(call.epilogue),
@@ -173,7 +180,9 @@ def parameters_mode(call: ForwardCall, block: int, piece: int) -> str:
 
 
 def block_options(
-    call: ForwardCall, config: configs.ForwardBlock | configs.ForwardSharedBlock | configs.ForwardPieces, tile: configs.BlockTile
+    call: ForwardCall,
+    config: configs.ForwardBlock | configs.ForwardSharedBlock | configs.ForwardPieces,
+    tile: configs.BlockTile,
 ) -> dict[str, object]:
     sample = call.sample
     columns = config.block_groups * sample.channels

@@ -242,7 +242,7 @@ MAX_BLOCK_COLUMNS = 256
 USUAL_REGISTERS = 20
 """Registers of a thread beside what it holds, at the least."""
 
-_BLOCK_CHUNKS = 16
+_BLOCK_CHUNKS = 14
 """Accesses that a thread holds at most."""
 
 
@@ -300,8 +300,6 @@ def registers_for(config: Resident) -> int:
     return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
 
 
-
-
 def with_room(config: Held, held_bytes: int, extra: int, multiprocessors: int, members: int) -> Held | None:
     """`config` with as few resident programs as leave a thread registers for what it holds; None if none do.
 
@@ -334,9 +332,9 @@ def _warps(elements: int, a_thread: int) -> int:
 
 
 def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
-    """Numbers of groups whose columns, from 64 bytes on, may make a block; those that waste the fewest lanes first."""
+    """Numbers of groups whose columns, from 64 bytes on, may make a block; what wastes the fewest lanes first."""
     whole = lcm(sample.channels, 16 // itemsize) // sample.channels
-    counts = [count for count in range(whole, sample.groups + 1, whole)] or [sample.groups]
+    counts = list(range(whole, sample.groups + 1, whole)) or [sample.groups]
     counts = [count for count in counts if count * sample.channels <= MAX_BLOCK_COLUMNS]
     wide = [count for count in counts if count * sample.channels * itemsize >= MIN_RUN_BYTES] or counts[-1:]
 

@@ -31,7 +31,9 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
     return _contiguous_pieces(call, config, mean, rstd)
 
 
-def _contiguous_pieces(call: ForwardCall, config: configs.ForwardPieces, mean: Tensor, rstd: Tensor) -> list[Launch]:
+def _contiguous_pieces(
+    call: ForwardCall, config: configs.ForwardPieces, mean: Tensor, rstd: Tensor
+) -> list[Launch]:
     sample, size = call.sample, call.x.element_size()
     block = 32 * config.num_warps * 16 // size
     piece = config.chunks * block
