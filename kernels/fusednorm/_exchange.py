@@ -144,7 +144,7 @@ def post_pairs(slot_ptrs, tag, a, b, mask):
 
 @triton.jit
 def collect_pairs(slot_ptrs, tag):
-    """What `post_pairs` put into each slot of a tile in the round `tag`, two float32 tiles; waits until it is there.
+    """What `post_pairs` put into each slot of a tile in the round `tag`, two float32 tiles; waits for all of it.
 
     The loop runs once: what comes out of a loop is kept, where the compiler would else repeat the waiting for every
     layout in which the results are used.

@@ -11,7 +11,7 @@ from fusednorm._row_pieces import total_moments
 @triton.jit(
     do_not_specialize=[
         "writers", "ahead", "group_units", "groups", "channels", "channel_length", "magic", "division_shift",
-        "seed", "dropout_threshold",
+        "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nchw_held_kernel(
@@ -33,6 +33,7 @@ def group_norm_nchw_held_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     division_shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -63,7 +64,7 @@ def group_norm_nchw_held_kernel(
         writer = 0
     length = group_units * VEC
     base = row * length
-    walk = (groups, channels, channel_length, magic, division_shift)
+    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
 
     chunks = load_chunks(x_ptr, base, length, FULL, BLOCK, CHUNKS, GROUP, "")

@@ -100,6 +100,7 @@ def _store_normalised(
     channel_length,
     magic,
     shift,
+    scale_stride,
     seed,
     dropout_threshold,
     dropout_scale,
@@ -122,7 +123,7 @@ def _store_normalised(
         channel = group * channels + quotient(unit, channel_length, magic, shift, WIDE)
     else:
         channel = group * channels + quotient(at, channel_length, magic, shift, WIDE)
-    sample_channel = sample * groups * channels + channel
+    sample_channel = sample * scale_stride + channel
     weight, bias = load_masked_affine(parameters, channel, sample_channel, mask)
     y = activate_to((h - mean) * (weight * rstd) + bias, y_ptr.dtype.element_ty, ACTIVATION, FAST)
     if DROPOUT:
@@ -151,6 +152,7 @@ def _normalise_run(
     channel_length,
     magic,
     shift,
+    scale_stride,
     seed,
     dropout_threshold,
     dropout_scale,
@@ -178,8 +180,8 @@ def _normalise_run(
         h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, mask, "evict_first")
         _store_normalised(
             h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
-            group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for step in range(0, full):
@@ -187,12 +189,23 @@ def _normalise_run(
         h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, whole, "evict_first")
         _store_normalised(
             h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
-            group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "group_units", "groups", "channels", "channel_length", "magic", "shift"])
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "group_units",
+        "groups",
+        "channels",
+        "channel_length",
+        "magic",
+        "shift",
+        "scale_stride",
+    ]
+)
 def group_norm_nchw_tile_kernel(
     x_ptr,
     residual_ptr,
@@ -211,6 +224,7 @@ def group_norm_nchw_tile_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -252,12 +266,15 @@ def group_norm_nchw_tile_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     _store_normalised(
         h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
-        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
         VEC, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift"])
+@triton.jit(
+    do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride"]
+)
 def group_norm_nchw_sweep_kernel(
     x_ptr,
     residual_ptr,
@@ -275,6 +292,7 @@ def group_norm_nchw_sweep_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -298,7 +316,8 @@ def group_norm_nchw_sweep_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     _normalise_run(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
-        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
         VEC, UNITS, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
@@ -340,7 +359,8 @@ def group_norm_nchw_stats_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "group_units", "groups", "channels", "channel_length", "magic", "shift", "splits", "split_units",
+        "group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride", "splits",
+        "split_units",
         "programs_a_group", "program_units",
     ]
 )  # fmt: skip
@@ -363,6 +383,7 @@ def group_norm_nchw_apply_kernel(
     channel_length: tl.int64,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     splits: tl.int32,
     split_units: tl.int64,
     programs_a_group: tl.int32,
@@ -411,6 +432,7 @@ def group_norm_nchw_apply_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     _normalise_run(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
-        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
         VEC, UNITS, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

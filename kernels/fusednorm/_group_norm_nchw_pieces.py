@@ -98,13 +98,15 @@ def load_chunk_affine(
     """`load_affine` of chunk i of a piece that starts `first` elements into the group `row`.
 
     Args:
-        walk: groups of a sample, channels of a group, and what divides by a channel's length: in elements where
-            PARAMETERS is "element", else in vectors.
+        walk: groups of a sample, channels of a group, what divides by a channel's length (in elements where
+            PARAMETERS is "element", else in vectors), and what leads from sample to sample of scale and shift.
         PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element".
         WIDE: whether `first` is 64-bit.
     """
     channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS, WIDE)
-    return load_affine(parameters, (row % walk[0]).to(tl.int32) * walk[1] + channel, row * walk[1] + channel)
+    sample = row.to(tl.int32) // walk[0]
+    channel += (row.to(tl.int32) - sample * walk[0]) * walk[1]
+    return load_affine(parameters, channel, sample * walk[5] + channel)
 
 
 @triton.jit
@@ -133,8 +135,8 @@ def write_chunks(
             if i & (writers - 1) == writer:
                 _write_chunk(
                     chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
-                    length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout, element,
-                    i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
+                    length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout,
+                    element, i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
         else:
             _write_chunk(

@@ -30,7 +30,7 @@ def _group_moments(
 @triton.jit(
     do_not_specialize=[
         "rows", "members", "group_units", "groups", "channels", "channel_length", "magic", "division_shift",
-        "seed", "dropout_threshold",
+        "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nchw_shared_kernel(
@@ -53,6 +53,7 @@ def group_norm_nchw_shared_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     division_shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -90,7 +91,7 @@ def group_norm_nchw_shared_kernel(
     turns = tl.cdiv(rows - team, teams)
     other = tl.arange(0, SLOTS)
     count_of_other = tl.minimum(tl.maximum(length - other * slab, 0), slab).to(tl.float32)
-    walk = (groups, channels, channel_length, magic, division_shift)
+    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     dropout = (seed, dropout_threshold, dropout_scale)
 

@@ -182,7 +182,7 @@ def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, 
     return column, mask
 
 
-@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs", "scale_stride"])
 def group_norm_nhwc_slab_kernel(
     x_ptr,
     residual_ptr,
@@ -201,6 +201,7 @@ def group_norm_nhwc_slab_kernel(
     slab_groups: tl.int32,
     slabs: tl.int32,
     eps: tl.float32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -241,7 +242,7 @@ def group_norm_nhwc_slab_kernel(
         tl.store(rstd_ptr + group, rstd, mask=first_of_group)
 
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    weight, bias = load_masked_affine(parameters, column, sample * c + column, column_mask)
+    weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
     _normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         tl.reshape(mean, (1, CV, VEC)), tl.reshape(rstd, (1, CV, VEC)) * weight, bias,
@@ -289,7 +290,9 @@ def group_norm_nhwc_stats_kernel(
     tl.store(square_part_ptr + run * c + column, square, mask=column_mask)
 
 
-@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks"])
+@triton.jit(
+    do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks", "scale_stride"]
+)
 def group_norm_nhwc_apply_kernel(
     x_ptr,
     residual_ptr,
@@ -308,6 +311,7 @@ def group_norm_nhwc_apply_kernel(
     runs: tl.int32,
     run_rows: tl.int64,
     blocks: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -335,7 +339,7 @@ def group_norm_nhwc_apply_kernel(
         residual_out_ptr += base
 
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    weight, bias = load_masked_affine(parameters, column, sample * c + column, column_mask)
+    weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
     scale = load_statistic(rstd_ptr, group, column_mask) * weight
     _normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,

@@ -26,7 +26,8 @@ def _store_statistics(mean_ptr, rstd_ptr, mean, rstd, at, mask):
 
 @triton.jit(
     do_not_specialize=[
-        "writers", "hw", "column_units", "groups", "channels", "blocks", "block_groups", "seed", "dropout_threshold"
+        "writers", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
+        "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nhwc_held_kernel(
@@ -48,6 +49,7 @@ def group_norm_nhwc_held_kernel(
     blocks: tl.int32,
     block_groups: tl.int32,
     eps: tl.float32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -93,8 +95,8 @@ def group_norm_nhwc_held_kernel(
     affine = (
         load_columns(weight_ptr, column, column_mask),
         load_columns(bias_ptr, column, column_mask),
-        load_columns(scale_ptr, sample * c + column, column_mask),
-        load_columns(shift_ptr, sample * c + column, column_mask),
+        load_columns(scale_ptr, sample * scale_stride + column, column_mask),
+        load_columns(shift_ptr, sample * scale_stride + column, column_mask),
     )
     run_mean, run_square = run_moments(chunks, residuals, hw, FULL, ROWS, KEEP, FAST)
     width: tl.constexpr = VEC // KEEP
@@ -117,7 +119,7 @@ def group_norm_nhwc_held_kernel(
 @triton.jit(
     do_not_specialize=[
         "units", "members", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
-        "seed", "dropout_threshold",
+        "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nhwc_shared_kernel(
@@ -141,6 +143,7 @@ def group_norm_nhwc_shared_kernel(
     blocks: tl.int32,
     block_groups: tl.int32,
     eps: tl.float32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -229,8 +232,8 @@ def group_norm_nhwc_shared_kernel(
             affine = (
                 load_columns(weight_ptr, late_column, late_mask),
                 load_columns(bias_ptr, late_column, late_mask),
-                load_columns(scale_ptr, late_sample * c + late_column, late_mask),
-                load_columns(shift_ptr, late_sample * c + late_column, late_mask),
+                load_columns(scale_ptr, late_sample * scale_stride + late_column, late_mask),
+                load_columns(shift_ptr, late_sample * scale_stride + late_column, late_mask),
             )
             if LAG > 0:
                 late = load_rows(

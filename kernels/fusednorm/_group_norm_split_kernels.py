@@ -56,7 +56,7 @@ def group_norm_nchw_split_moments_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "group_units", "groups", "channels", "channel_length", "magic", "division_shift", "splits",
+        "group_units", "groups", "channels", "channel_length", "magic", "division_shift", "scale_stride", "splits",
         "seed", "dropout_threshold",
     ]
 )  # fmt: skip
@@ -77,6 +77,7 @@ def group_norm_nchw_split_apply_kernel(
     channel_length: tl.int64,
     magic: tl.int64,
     division_shift: tl.int32,
+    scale_stride: tl.int64,
     splits: tl.int32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -101,7 +102,7 @@ def group_norm_nchw_split_apply_kernel(
     if not WIDE:
         first = first.to(tl.int32)
     at = row * length + first
-    walk = (groups, channels, channel_length, magic, division_shift)
+    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     chunks = load_chunks(x_ptr, at, left, FULL, BLOCK, CHUNKS, GROUP, "evict_first")
     residuals = load_chunks(residual_ptr, at, left, FULL, BLOCK, CHUNKS, GROUP, "evict_first")
@@ -166,7 +167,8 @@ def group_norm_nhwc_split_moments_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "hw", "column_units", "groups", "channels", "blocks", "block_groups", "splits", "seed", "dropout_threshold"
+        "hw", "column_units", "groups", "channels", "blocks", "block_groups", "splits",
+        "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nhwc_split_apply_kernel(
@@ -187,6 +189,7 @@ def group_norm_nhwc_split_apply_kernel(
     blocks: tl.int32,
     block_groups: tl.int32,
     splits: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -217,8 +220,8 @@ def group_norm_nhwc_split_apply_kernel(
     affine = (
         load_columns(weight_ptr, column, column_mask),
         load_columns(bias_ptr, column, column_mask),
-        load_columns(scale_ptr, sample * c + column, column_mask),
-        load_columns(shift_ptr, sample * c + column, column_mask),
+        load_columns(scale_ptr, sample * scale_stride + column, column_mask),
+        load_columns(shift_ptr, sample * scale_stride + column, column_mask),
     )
     group = sample * groups + column // channels
     mean = tl.load(mean_ptr + group, mask=column_mask, other=0.0)

@@ -69,6 +69,12 @@ class ForwardCall:
         return self.out.mean, self.out.rstd
 
     @property
+    def scale_stride(self) -> int:
+        """Elements from sample to sample of scale and of shift."""
+        tensor = self.shift if self.scale is None else self.scale
+        return self.sample.c if tensor is None else tensor.stride(0)
+
+    @property
     def group_vec(self) -> int:
         """Elements of one access where groups are contiguous."""
         return vector_width(self.x.element_size(), self.sample.group_length)
@@ -79,10 +85,12 @@ class ForwardCall:
 
     @property
     def channel_walk(self) -> tuple[int, ...]:
-        """Groups, channels, and what finds the channel of an element or vector."""
-        aligned = self.sample.hw % self.group_vec == 0
-        length = self.sample.hw // self.group_vec if aligned else self.sample.hw
-        return self.sample.groups, self.sample.channels, *_division(length)
+        """`walk` of kernels that find the channel of each vector of `group_vec` elements, where it has one."""
+        return self.walk(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
+
+    def walk(self, unit: int) -> tuple[int, ...]:
+        """Groups, channels, what finds the channel of a unit of elements, and the stride of scale and shift."""
+        return self.sample.groups, self.sample.channels, *_division(self.sample.hw // unit), self.scale_stride
 
     def contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
         """Constexprs of the kernels that walk contiguous groups."""

@@ -53,7 +53,7 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
     chunks = triton.cdiv(sample.group_length, config.block)
     arguments = (
         *call.tensors, *call.statistics, writers, config.ahead_per_sm * multiprocessors if writers == 1 else 0,
-        call.group_units, *call.channel_walk, call.eps, *dropout_arguments(call.epilogue),
+        call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         **_contiguous_options(call, config, chunks),
@@ -78,7 +78,7 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
     programs = min(rows, multiprocessor_count(call.x.device) * config.programs_per_sm // members) * members
     arguments = (
         *call.tensors, *call.statistics, mailbox(call.x.device, depth * programs), rows, members,
-        call.group_units, *call.channel_walk, call.eps, *dropout_arguments(call.epilogue),
+        call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         **_contiguous_options(call, config, config.chunks),
@@ -106,7 +106,7 @@ def block_launch(call: ForwardCall, config: configs.ForwardBlock) -> Launch:
     tile = configs.block_tile(sample, config.block_groups, config.num_warps, call.x.element_size())
     arguments = (
         *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups, sample.channels,
-        blocks, config.block_groups, call.eps, *dropout_arguments(call.epilogue),
+        blocks, config.block_groups, call.eps, call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         **block_options(call, config, tile),
@@ -145,7 +145,8 @@ def shared_block_launch(call: ForwardCall, config: configs.ForwardSharedBlock) -
     box = mailbox(call.x.device, -(-depth * programs * int(options["GROUPS"]) // 2))
     arguments = (
         *call.tensors, *call.statistics, box, units, members, sample.hw, sample.c // tile.vec,
-        sample.groups, sample.channels, blocks, config.block_groups, call.eps, *dropout_arguments(call.epilogue),
+        sample.groups, sample.channels, blocks, config.block_groups, call.eps,
+        call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     return Launch(group_norm_nhwc_shared_kernel, (programs,), arguments, options)
 
@@ -168,6 +169,12 @@ def _contiguous_options(
         "GROUP": 16 // call.x.element_size(),
         "num_warps": config.num_warps,
     }
+
+
+def piece_walk(call: ForwardCall) -> tuple[int, ...]:
+    """`ForwardCall.walk` in 16 bytes, or in elements where these may be of two channels."""
+    vector = 16 // call.x.element_size()
+    return call.walk(vector if call.sample.hw % vector == 0 else 1)
 
 
 def parameters_mode(call: ForwardCall, block: int, piece: int) -> str:

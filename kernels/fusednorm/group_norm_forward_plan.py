@@ -174,7 +174,7 @@ def _slab(call: ForwardCall, config: configs.ForwardSlab) -> list[Launch]:
     slabs = triton.cdiv(sample.groups, config.slab_groups)
     arguments = (
         *call.tensors, *call.statistics, sample.hw, sample.c // vec, sample.groups, sample.channels,
-        config.slab_groups, slabs, call.eps, *dropout_arguments(call.epilogue),
+        config.slab_groups, slabs, call.eps, call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         "VEC": vec,
@@ -200,7 +200,7 @@ def _columns(call: ForwardCall, config: configs.ForwardColumns) -> list[Launch]:
     tile = _column_tile(sample, call.x.element_size(), config)
     arguments = (
         *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
-        runs, config.run_rows, blocks, *dropout_arguments(call.epilogue),
+        runs, config.run_rows, blocks, call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {"ROWS": config.apply_rows, **tile, **epilogue_options(call.epilogue)}
     return [

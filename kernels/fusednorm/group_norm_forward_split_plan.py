@@ -14,7 +14,7 @@ from fusednorm._group_norm_split_kernels import (
 )
 from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, dropout_arguments, empty_statistics, epilogue_options
-from fusednorm.group_norm_forward_held_plan import block_options, parameters_mode
+from fusednorm.group_norm_forward_held_plan import block_options, parameters_mode, piece_walk
 from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
 from fusednorm.launch import Launch
 
@@ -51,7 +51,7 @@ def _contiguous_pieces(
     }
     moments = (call.x, call.residual, parts[0], parts[1], call.group_units, sample.groups, splits)
     apply = (
-        *call.tensors, mean, rstd, call.group_units, *call.channel_walk, splits, *dropout_arguments(call.epilogue)
+        *call.tensors, mean, rstd, call.group_units, *piece_walk(call), splits, *dropout_arguments(call.epilogue)
     )  # fmt: skip
     apply_options = {
         **options,
@@ -86,7 +86,7 @@ def _column_pieces(call: ForwardCall, config: configs.ForwardPieces, mean: Tenso
     for name in ("KEEP", "GROUPS"):
         del apply_options[name]
     moments = (call.x, call.residual, parts[0], parts[1], *walk)
-    apply = (*call.tensors, mean, rstd, *walk, *dropout_arguments(call.epilogue))
+    apply = (*call.tensors, mean, rstd, *walk, call.scale_stride, *dropout_arguments(call.epilogue))
     return [
         Launch(group_norm_nhwc_split_moments_kernel, grid, moments, {**options, "FAST": not INTERPRETED}),
         _fold(call, parts, mean, rstd, piece * sample.channels, sample.group_length),
