@@ -56,8 +56,29 @@ setp.gt.u32 lost, polls, 0x2000000;
 setp.ne.u32 waiting, tag_a, 0;
 @waiting bra again;
 }"""
+
+# One 16-byte load for a pair: both words of it bear the tag or are asked for again.
+_COLLECT_PAIR = """{
+.reg .pred waiting, lost;
+.reg .b32 tag_a, tag_b, polls;
+.reg .b64 word_a, word_b;
+mov.u32 polls, 0;
+again:
+ld.relaxed.gpu.global.v2.b64 {word_a, word_b}, [$2];
+mov.b64 {$0, tag_a}, word_a;
+mov.b64 {$1, tag_b}, word_b;
+xor.b32 tag_a, tag_a, $3;
+xor.b32 tag_b, tag_b, $3;
+or.b32 tag_a, tag_a, tag_b;
+add.u32 polls, polls, 1;
+setp.gt.u32 lost, polls, 0x2000000;
+@lost trap;
+setp.ne.u32 waiting, tag_a, 0;
+@waiting bra again;
+}"""
 POST: tl.constexpr = tl.constexpr(_POST)
 COLLECT: tl.constexpr = tl.constexpr(_COLLECT)
+COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
 
 @triton.jit
@@ -98,6 +119,50 @@ def collect(slot_ptrs, tag):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _tagged(value, tag):
+    """A float32 and its tag in one 8-byte word."""
+    bits = value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return (bits | (tag.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def pair_slot_of(mailbox_ptr, team, tag, member, members, pair, pairs, DEPTH: tl.constexpr):
+    """Where a member of a team posts one of its `pairs` pairs in the round `tag`; tiles of numbers broadcast."""
+    turn = (tag & (DEPTH - 1)).to(tl.int32)
+    return mailbox_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * 2
+
+
+@triton.jit
+def post_pairs(slot_ptrs, tag, a, b, mask):
+    """Tell the other members a pair for each slot of a tile; exchanges, so that each is written once and whole."""
+    tl.atomic_xchg(slot_ptrs, _tagged(a, tag), mask=mask, sem="relaxed", scope="gpu")
+    tl.atomic_xchg(slot_ptrs + 1, _tagged(b, tag), mask=mask, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def collect_pairs(slot_ptrs, tag):
+    """What `post_pairs` put into each slot of a tile in the round `tag`, two float32 tiles; waits for all of it.
+
+    The loop runs once: what comes out of a loop is kept, where the compiler would else repeat the waiting for every
+    layout in which the results are used.
+    """
+    a = tl.zeros(slot_ptrs.shape, tl.float32)
+    b = tl.zeros(slot_ptrs.shape, tl.float32)
+    turn = tag
+    while turn == tag:
+        a, b = tl.inline_asm_elementwise(
+            COLLECT_PAIR,
+            "=&r,=&r,l,r",
+            [slot_ptrs.to(tl.int64), tag],
+            dtype=(tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+        turn += 1
+    return a, b
 
 
 @triton.jit

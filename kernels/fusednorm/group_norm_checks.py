@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from fusednorm.checks import check_shape, check_tensor
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 
@@ -52,4 +53,30 @@ def check_layout(name: str, tensor: Tensor | None, channels_last: bool) -> None:
         raise UnsupportedShapeError(
             f"{name} must be {'channels-last' if channels_last else 'contiguous'} as x is, "
             f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
+
+
+def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor) -> None:
+    """Each [N, C] on x's device, or None; rows of contiguous channels, as far apart in one as in the other.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: channels that are not contiguous, or strides that differ.
+    """
+    strides = set()
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.device != x.device:
+            raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
+        check_shape(name, tensor, x.shape[:2])
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise UnsupportedShapeError(
+                f"the channels of {name} must be contiguous, got strides {list(tensor.stride())}"
+            )
+        strides.add(tensor.stride(0))
+    if len(strides) > 1 and x.shape[0] > 1:
+        raise UnsupportedShapeError(
+            f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
         )

@@ -59,59 +59,6 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardTile:
-    """`rows` whole groups a program, each padded to `units` vectors, in registers."""
-
-    rows: int
-    units: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardSweep:
-    """One group a program, swept twice in tiles of `units` vectors."""
-
-    units: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardSplit:
-    """Statistics over parts of `split_units` vectors, then runs of `program_units`; tiles of `units`."""
-
-    units: int
-    split_units: int
-    program_units: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardSlab:
-    """`slab_groups` groups a program in `width` columns; tiles of `rows` positions, `unroll` a step."""
-
-    slab_groups: int
-    width: int
-    rows: int
-    unroll: int
-    num_warps: int
-    max_registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardColumns:
-    """Blocks of `width` columns: statistics over `split_rows` positions in tiles of `rows`, `unroll` a step,
-    then runs of `run_rows` in tiles of `apply_rows`."""
-
-    width: int
-    rows: int
-    unroll: int
-    split_rows: int
-    apply_rows: int
-    run_rows: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
 class BackwardTile:
     """`rows` whole groups a program, padded to `channels` x `positions` elements, in registers."""
 
@@ -162,7 +109,6 @@ class BackwardColumns:
     num_warps: int
 
 
-Forward = ForwardTile | ForwardSweep | ForwardSplit | ForwardSlab | ForwardColumns
 Backward = BackwardTile | BackwardSweep | BackwardSplit | BackwardSlab | BackwardColumns
 
 FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
@@ -181,34 +127,6 @@ def vector_width(itemsize: int, *sizes: int) -> int:
     while any(size % vec for size in sizes):
         vec //= 2
     return vec
-
-
-@lru_cache(maxsize=4096)
-def choose_forward(sample: Sample, itemsize: int) -> Forward:
-    """The forward configuration for samples of elements of `itemsize` bytes."""
-    if sample.channels_last:
-        return _slab_forward(sample, itemsize) or _columns_forward(sample, itemsize)
-    vec = vector_width(itemsize, sample.group_length)
-    units = sample.group_length // vec
-    padded = next_power_of_2(units)
-    # A tile of 32 KB is 32 elements a thread of 16 warps; much padding would cost more than a second sweep.
-    if padded * vec * itemsize <= 32 * 1024 and (units * 8 >= padded * 5 or padded * vec <= 4096):
-        rows = min(64, max(1, 2048 // (padded * vec)))
-        return ForwardTile(rows, padded, _warps(rows * padded * vec, 32 if padded * vec > 8192 else 16))
-    if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
-        return ForwardSweep(_sweep_units(vec), 16)
-    return split_forward(sample, itemsize)
-
-
-@lru_cache(maxsize=4096)
-def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumns:
-    """The forward configuration that splits groups, whatever their size."""
-    if sample.channels_last:
-        return _columns_forward(sample, itemsize)
-    vec = vector_width(itemsize, sample.group_length)
-    tile = _sweep_units(vec)
-    tiles = -(-sample.group_length // (vec * tile * _max_splits(sample.groups)))
-    return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
 
 
 @lru_cache(maxsize=4096)
@@ -275,18 +193,6 @@ def _slab_warps(hw: int, width: int) -> int:
     return max(_warps(hw * width, 64), min(16, width * width // 1024))
 
 
-def _slab_forward(sample: Sample, itemsize: int) -> ForwardSlab | None:
-    groups = _slab_groups(sample, itemsize)
-    if groups is None:
-        return None
-    columns = groups * sample.channels
-    vec = vector_width(itemsize, sample.c, columns)
-    width = max(vec, next_power_of_2(columns))
-    num_warps = _slab_warps(sample.hw, width)
-    rows = max(1, 32 * num_warps * vec // width)
-    return ForwardSlab(groups, width, rows, 2, num_warps, 64 if num_warps == 16 and width <= 32 else None)
-
-
 def _slab_backward(sample: Sample, itemsize: int) -> BackwardSlab | None:
     groups = _slab_groups(sample, itemsize)
     if groups is None:
@@ -307,15 +213,6 @@ def _column_width(sample: Sample, itemsize: int, vec: int) -> int:
     if sample.c * itemsize < 32:
         widths = [int(next_power_of_2(sample.c))]
     return min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
-
-
-def _columns_forward(sample: Sample, itemsize: int) -> ForwardColumns:
-    vec = vector_width(itemsize, sample.c)
-    width = _column_width(sample, itemsize, vec)
-    rows = max(1, 32 * 8 * vec // width)
-    step = rows * 4
-    split_rows = step * max(2, -(-sample.hw // (step * _max_splits(sample.c))))
-    return ForwardColumns(width, rows, 4, split_rows, rows * 2, rows * 8, 8)
 
 
 def _columns_backward(sample: Sample, itemsize: int) -> BackwardColumns:

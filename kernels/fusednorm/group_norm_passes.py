@@ -12,7 +12,7 @@ from torch import Tensor
 from fusednorm.checks import Epilogue, check_eps, check_parameter, check_statistics, check_tensor
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_checks import check_groups, check_layout, is_channels_last
+from fusednorm.group_norm_checks import check_groups, check_layout, check_scale_and_shift, is_channels_last
 from fusednorm.group_norm_forward_plan import empty_statistics, plan_forward
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import run
@@ -27,13 +27,18 @@ def group_norm_forward(
     *,
     eps: float = 1e-5,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)) with moments over each group, and h = x + residual.
+    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, moments over each group.
+
+    h = x + residual.  scale and shift are adaptive GroupNorm's, a sample's own affine step after the common one, in
+    the form that diffusion models use (`scale_shift` of a time embedding).
 
     Statistics and every intermediate are float32; variances are taken about pivots among the values and
     merged by Chan's formula, so a mean far from zero does not cancel.  A sample's bits do not depend on the
@@ -47,6 +52,8 @@ def group_norm_forward(
         eps: added to the variance; positive and finite.
         residual: as x and in its layout, any of these dtypes.  h is summed in float32 and returned rounded to
             x's dtype.
+        scale: [N, C] float32 or any of these dtypes, or None for zeros; each sample's channels contiguous.
+        shift: as scale, and with its stride from sample to sample: both may be halves of one [N, 2 * C].
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).  The mask counts a sample's elements in memory order, so a
             channels-last x draws another than a contiguous one.
@@ -71,6 +78,7 @@ def group_norm_forward(
     epilogue = Epilogue(activation, dropout, seed)
     sample = _checked_sample(x, num_groups, weight, bias, eps)
     _check_companion("residual", residual, x, sample)
+    check_scale_and_shift(scale, shift, x)
 
     y = torch.empty_like(x, dtype=out_dtype or x.dtype)
     check_tensor("out_dtype", y)
@@ -78,7 +86,8 @@ def group_norm_forward(
     mean, rstd = empty_statistics(x, sample) if stats else (None, None)
     result = Forward(y, mean, rstd, residual_out)
     if x.shape[0]:
-        run(x.device, plan_forward(x, sample, weight, bias, eps, residual, epilogue, result))
+        plan = plan_forward(x, sample, weight, bias, eps, residual, epilogue, result, scale=scale, shift=shift)
+        run(x.device, plan)
     return result
 
 

@@ -4,7 +4,8 @@ It follows the formulas as they are written and is made to be read and trusted, 
 taken in `precision`: float64 when that is asked for or x is float64, float32 otherwise.  Three decisions hold
 here and bind every kernel:
 
-- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y;
+- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y; GroupNorm's
+  scale and shift of a sample's channels stand between: act((x_hat * weight + bias) * (1 + scale) + shift);
 - with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
   rounded for `residual_out`; backward forms h again from x and residual in the same way;
 - dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype is another;
@@ -43,7 +44,7 @@ class _View:
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
     into `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset`
-    is added to weight.
+    is added to weight.  `scale` and `shift` of a sample's channels follow the affine step.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,8 @@ class _View:
     stream: torch.dtype
     centre: bool = True
     weight_offset: float = 0.0
+    scale: Tensor | None = None
+    shift: Tensor | None = None
 
 
 def layer_norm_forward(
@@ -130,6 +133,8 @@ def group_norm_forward(
     *,
     eps: float = 1e-5,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -137,7 +142,7 @@ def group_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)), statistics over each sample's groups of channels.
+    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias; statistics over groups.
 
     Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
     for a contiguous x and channel last for a channels-last one, so the two layouts draw different masks.
@@ -147,6 +152,7 @@ def group_norm_forward(
         num_groups: divides C.
         weight: [C], or None for ones.
         bias: [C], or None for zeros.
+        scale, shift: [N, C], or None for zeros: adaptive GroupNorm, a sample's affine step after the common one.
         stats: whether to return mean and rstd, [N, num_groups] each.
         eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
 
@@ -156,7 +162,7 @@ def group_norm_forward(
     """
     if out_dtype == FLOAT8:
         raise KernelInputError(f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}")
-    view = _groups_view(x, num_groups, precision=precision)
+    view = _groups_view(x, num_groups, precision=precision, scale=scale, shift=shift)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
@@ -349,7 +355,14 @@ def _rows_view(
     )
 
 
-def _groups_view(x: Tensor, num_groups: int, *, precision: torch.dtype | None) -> _View:
+def _groups_view(
+    x: Tensor,
+    num_groups: int,
+    *,
+    precision: torch.dtype | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> _View:
     check_groups(x, num_groups)
     n, c = x.shape[:2]
     hw = math.prod(x.shape[2:])
@@ -370,6 +383,8 @@ def _groups_view(x: Tensor, num_groups: int, *, precision: torch.dtype | None) -
         mask=mask_in_view,
         work=_work_dtype(x, precision),
         stream=x.dtype,
+        scale=scale,
+        shift=shift,
     )
 
 
@@ -475,6 +490,11 @@ def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | Non
         z = z * _factors(view, weight)
     if bias is not None:
         z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
+    of_samples = (view.shape[0], *view.parameter_shape[1:])
+    if view.scale is not None:
+        z = z * (1.0 + view.scale.to(xhat.dtype).reshape(of_samples))
+    if view.shift is not None:
+        z = z + view.shift.to(xhat.dtype).reshape(of_samples)
     return z
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import fusednorm.group_norm_passes as ours
 import torch
 import torch.nn.functional as F  # noqa: N812
+from fusednorm import group_norm_forward_launch as forward_launch
 from fusednorm import group_norm_launch as launch
 from fusednorm import reference
 from torch import Tensor
@@ -15,12 +16,16 @@ from tests.kernels.accuracy import assert_close_to_oracle
 # programs, with full and partial ones among them.
 CONTIGUOUS = {
     "tile": (None, None),
-    "sweep": (launch.ForwardSweep(16, 4), launch.BackwardSweep(4, 4, 8, 4)),
-    "split": (launch.ForwardSplit(16, 32, 32, 4), launch.BackwardSplit(8, 4, 8, 4)),
+    "held": (forward_launch.ForwardHeld(1, 1), None),
+    "pieces": (forward_launch.ForwardPieces(3, 1, 1), None),
+    "sweep": (forward_launch.ForwardSweep(16, 4), launch.BackwardSweep(4, 4, 8, 4)),
+    "split": (forward_launch.ForwardSplit(16, 32, 32, 4), launch.BackwardSplit(8, 4, 8, 4)),
 }
 CHANNELS_LAST = {
-    "slab": (None, None),
-    "columns": (launch.ForwardColumns(8, 4, 2, 16, 8, 24, 4), launch.BackwardColumns(8, 4, 24, 4)),
+    "block": (None, None),
+    "column pieces": (forward_launch.ForwardPieces(3, 1, 1, block_groups=2), None),
+    "slab": (forward_launch.ForwardSlab(1, 16, 4, 2, 2), None),
+    "columns": (forward_launch.ForwardColumns(8, 4, 2, 16, 8, 24, 4), launch.BackwardColumns(8, 4, 24, 4)),
 }
 
 
@@ -34,7 +39,7 @@ def use_configuration(monkeypatch, name):
     """Make the launchers choose one algorithm whatever the shape; returns whether it is channels-last."""
     forward, backward = (CONTIGUOUS | CHANNELS_LAST)[name]
     if forward is not None:
-        monkeypatch.setattr(launch, "choose_forward", lambda sample, itemsize: forward)
+        monkeypatch.setattr(forward_launch, "choose_forward", lambda *_, **__: forward)
     if backward is not None:
         monkeypatch.setattr(launch, "choose_backward", lambda sample, itemsize: backward)
     return name in CHANNELS_LAST

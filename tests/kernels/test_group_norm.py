@@ -99,6 +99,18 @@ def test_outside_gradient_of_the_residual_sum_is_added(algorithm, device, monkey
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("given", ["scale", "shift", "both"])
+def test_scale_and_shift_of_each_sample(algorithm, given, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 7, 6), 2, torch.float32, device, last, activation="silu")
+    halves = dict(zip(("scale", "shift"), torch.randn(2, 12, device=device).chunk(2, dim=1), strict=True))
+    extra = halves if given == "both" else {given: halves[given].to(torch.float16)}
+    actual = case.forward(ours, **extra)
+    exact = case.forward(reference, precision=torch.float64, **extra)
+    torch.testing.assert_close(actual.y, exact.y.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_without_parameters(algorithm, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((1, 4, 5, 8), 2, torch.float16, device, last, affine=False)
@@ -163,6 +175,17 @@ def test_tensors_laid_out_otherwise_are_refused(device):
         ours.group_norm_backward(x, channels_last(x), 3)
     with pytest.raises(UnsupportedShapeError, match="dresidual_out must be contiguous"):
         ours.group_norm_backward(x, x, 3, dresidual_out=channels_last(x))
+
+
+def test_scale_and_shift_laid_out_otherwise_are_refused(device):
+    x = torch.randn(2, 6, 4, device=device)
+    own, both = torch.randn(2, 6, device=device), torch.randn(2, 12, device=device)
+    with pytest.raises(KernelInputError, match=r"scale must be \[2, 6\]"):
+        ours.group_norm_forward(x, 3, scale=both)
+    with pytest.raises(UnsupportedShapeError, match="channels of shift must be contiguous"):
+        ours.group_norm_forward(x, 3, shift=both[:, ::2])
+    with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
+        ours.group_norm_forward(x, 3, scale=own, shift=both[:, 6:])
 
 
 def test_what_means_nothing_is_refused(device):
