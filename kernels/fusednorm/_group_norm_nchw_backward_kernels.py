@@ -15,7 +15,6 @@ The file is long by its argument lists, a line each.
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_nchw_kernels import run_moments
 from fusednorm._group_norm_tiles import load_bias, load_masked, load_sum, load_weight, output_gradient
 from fusednorm._reductions import sum_pair
 
@@ -206,103 +205,6 @@ def group_norm_nchw_backward_tile_kernel(
     if dresidual_out_ptr is not None:
         dx += load_masked(dresidual_out_ptr, at, mask, "evict_first")
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-
-
-@triton.jit(do_not_specialize=["channel_units", "groups", "channels", "splits", "run_units"])
-def group_norm_nchw_backward_sweep_kernel(
-    dy_ptr,
-    x_ptr,
-    residual_ptr,
-    dresidual_out_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dz_part_ptr,
-    dz_xhat_part_ptr,
-    channel_units: tl.int32,
-    groups: tl.int32,
-    channels: tl.int32,
-    splits: tl.int32,
-    run_units: tl.int32,
-    eps: tl.float32,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
-    dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    RUNS: tl.constexpr,
-    UNITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """One group a program: its channels' sums, then dx in a second sweep, backwards out of L1 or L2."""
-    row = tl.program_id(0).to(tl.int64)
-    sample = row // groups
-    group = (row - sample * groups).to(tl.int32)
-    group_units = channels * channel_units
-    base = row * group_units
-    sample_start = sample * groups * group_units
-    length = group_units.to(tl.float32) * VEC
-    if mean_ptr is None:
-        mean, square = run_moments(
-            x_ptr + base * VEC,
-            residual_ptr + base * VEC if residual_ptr is not None else None,
-            0,
-            group_units,
-            VEC,
-            RUNS * UNITS,
-            FAST,
-        )
-        rstd = 1.0 / tl.sqrt(square / length + eps)
-    else:
-        mean = tl.load(mean_ptr + row)
-        rstd = tl.load(rstd_ptr + row)
-
-    runs = channels * splits
-    lane = tl.arange(0, RUNS)
-    sum_g = tl.zeros((RUNS,), tl.float32)
-    sum_g_xhat = tl.zeros((RUNS,), tl.float32)
-    for first in range(0, runs, RUNS):
-        run = first + lane
-        mask = run < runs
-        channel = run // splits
-        start = (run - channel * splits) * run_units
-        units = tl.where(mask, tl.minimum(run_units, channel_units - start), 0)
-        weight = load_weight(weight_ptr, group * channels + channel, mask)
-        bias = load_bias(bias_ptr, group * channels + channel, mask)
-        sum_dz, sum_dz_xhat = _run_sums(
-            dy_ptr, x_ptr, residual_ptr,
-            base + channel * channel_units + start, units, sample_start, run_units,
-            mean, rstd, weight, bias, sample, seed, dropout_threshold, dropout_scale,
-            VEC, RUNS, UNITS, ACTIVATION, DROPOUT, FAST,
-        )  # fmt: skip
-        if dz_part_ptr is not None:
-            slot = (sample * splits + (run - channel * splits)) * groups * channels + group * channels + channel
-            tl.store(dz_part_ptr + slot, sum_dz, mask=mask)
-            tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat, mask=mask)
-        sum_g += sum_dz * weight
-        sum_g_xhat += sum_dz_xhat * weight
-    mean_g, mean_g_xhat = sum_pair(sum_g, sum_g_xhat, 0, FAST)
-    mean_g /= length
-    mean_g_xhat /= length
-
-    blocks = tl.cdiv(runs, RUNS)
-    for step in range(0, blocks):
-        run = (blocks - 1 - step) * RUNS + lane
-        mask = run < runs
-        channel = run // splits
-        start = (run - channel * splits) * run_units
-        units = tl.where(mask, tl.minimum(run_units, channel_units - start), 0)
-        weight = load_weight(weight_ptr, group * channels + channel, mask)
-        bias = load_bias(bias_ptr, group * channels + channel, mask)
-        _run_input_gradient(
-            dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr,
-            base + channel * channel_units + start, units, sample_start, run_units,
-            mean, rstd, weight, bias, mean_g, mean_g_xhat, sample, seed, dropout_threshold, dropout_scale,
-            VEC, UNITS, ACTIVATION, DROPOUT, FAST,
-        )  # fmt: skip
 
 
 @triton.jit

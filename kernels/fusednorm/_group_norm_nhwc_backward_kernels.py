@@ -7,12 +7,7 @@ and sums of dz and dz * x_hat are kept per channel, folded to groups once at the
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_nhwc_kernels import (
-    block_of_columns,
-    load_statistic,
-    slab_moments,
-    sum_same_label,
-)
+from fusednorm._group_norm_nhwc_kernels import block_of_columns, load_statistic
 from fusednorm._group_norm_tiles import load_bias, load_masked, load_sum, load_weight, output_gradient
 from fusednorm._reductions import sum_pair
 
@@ -109,88 +104,6 @@ def _rows_input_gradient(
         if dresidual_out_ptr is not None:
             dx += load_masked(dresidual_out_ptr, offset, mask, "evict_first")
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-
-
-@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
-def group_norm_nhwc_backward_slab_kernel(
-    dy_ptr,
-    x_ptr,
-    residual_ptr,
-    dresidual_out_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dz_part_ptr,
-    dz_xhat_part_ptr,
-    hw: tl.int64,
-    column_units: tl.int32,
-    groups: tl.int32,
-    channels: tl.int32,
-    slab_groups: tl.int32,
-    slabs: tl.int32,
-    eps: tl.float32,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
-    dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    CV: tl.constexpr,
-    ROWS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """A slab of whole groups of one sample a program: its sums, then dx in a second sweep backwards."""
-    program = tl.program_id(0)
-    sample = (program // slabs).to(tl.int64)
-    slab = program % slabs
-    c = column_units * VEC
-    slab_units = slab_groups * channels // VEC
-    first_unit = slab * slab_units
-    end_unit = tl.minimum(first_unit + slab_units, column_units)
-    column, column_mask = block_of_columns(first_unit, end_unit, CV, VEC, EVEN)
-    label = tl.arange(0, CV * VEC) // channels
-    base = sample * hw * c
-    row_stride = c.to(tl.int64)
-    length = (hw * channels).to(tl.float32)
-    dy_ptr += base
-    x_ptr += base
-    if residual_ptr is not None:
-        residual_ptr += base
-    if dresidual_out_ptr is not None:
-        dresidual_out_ptr += base
-
-    if mean_ptr is None:
-        mean, variance = slab_moments(
-            x_ptr, residual_ptr, hw, row_stride, column, column_mask, label, channels, ROWS, 1, FAST
-        )
-        rstd = tl.reshape(1.0 / tl.sqrt(variance + eps), (1, CV, VEC))
-        mean = tl.reshape(mean, (1, CV, VEC))
-    else:
-        group = sample * groups + column // channels
-        mean = load_statistic(mean_ptr, group, column_mask)
-        rstd = load_statistic(rstd_ptr, group, column_mask)
-    weight = load_weight(weight_ptr, column, column_mask)
-    bias = load_bias(bias_ptr, column, column_mask)
-
-    sum_dz, sum_dz_xhat = _channel_sums(
-        dy_ptr, x_ptr, residual_ptr, mean, rstd, weight, bias,
-        sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
-        ROWS, ACTIVATION, DROPOUT, FAST,
-    )  # fmt: skip
-    if dz_part_ptr is not None:
-        tl.store(dz_part_ptr + sample * c + column, sum_dz, mask=column_mask)
-        tl.store(dz_xhat_part_ptr + sample * c + column, sum_dz_xhat, mask=column_mask)
-    mean_g = sum_same_label(tl.reshape(sum_dz * weight, label.shape), label) / length
-    mean_g_xhat = sum_same_label(tl.reshape(sum_dz_xhat * weight, label.shape), label) / length
-    _rows_input_gradient(
-        dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr + base, mean, rstd, weight, bias,
-        tl.reshape(mean_g, (1, CV, VEC)), tl.reshape(mean_g_xhat, (1, CV, VEC)),
-        sample, 0, hw, row_stride, column, column_mask, seed, dropout_threshold, dropout_scale,
-        ROWS, ACTIVATION, DROPOUT, FAST,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "splits", "split_rows", "blocks"])

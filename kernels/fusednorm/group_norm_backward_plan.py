@@ -8,30 +8,29 @@ import torch
 import triton
 from torch import Tensor
 
-from fusednorm import group_norm_launch as launch
+from fusednorm import group_norm_backward_launch as configs
 from fusednorm._group_norm_fold_kernels import group_norm_fold_rows_kernel, group_norm_fold_sums_kernel
+from fusednorm._group_norm_gradients import derivative_gain
 from fusednorm._group_norm_nchw_backward_kernels import (
     group_norm_nchw_backward_apply_kernel,
     group_norm_nchw_backward_sums_kernel,
-    group_norm_nchw_backward_sweep_kernel,
     group_norm_nchw_backward_tile_kernel,
 )
+from fusednorm._group_norm_nchw_backward_shared_kernels import group_norm_nchw_backward_shared_kernel
 from fusednorm._group_norm_nhwc_backward_kernels import (
     group_norm_nhwc_backward_apply_kernel,
-    group_norm_nhwc_backward_slab_kernel,
     group_norm_nhwc_backward_sums_kernel,
 )
 from fusednorm.checks import Epilogue
+from fusednorm.device import bulk_prefetch, multiprocessor_count
 from fusednorm.group_norm_forward_plan import (
     dropout_arguments,
     empty_statistics,
     epilogue_options,
-    fold_tile,
     plan_statistics,
-    register_cap,
 )
-from fusednorm.group_norm_launch import Sample
-from fusednorm.launch import Launch
+from fusednorm.group_norm_launch import Sample, vector_width
+from fusednorm.launch import REGISTERS_PER_SM, Launch, mailbox
 from fusednorm.results import Backward
 
 
@@ -48,23 +47,21 @@ def plan_backward(
     dresidual_out: Tensor | None,
     epilogue: Epilogue,
     out: Backward,
-    config: launch.Backward | None = None,
+    config: configs.Backward | None = None,
 ) -> list[Launch]:
     """The launches of a backward pass over checked tensors into `out`, workspaces allocated.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
     call = _Call(dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, out)
-    match config or launch.choose_backward(sample, x.element_size()):
-        case launch.BackwardTile() as tile:
+    match config or configs.choose_backward(sample, x.element_size(), multiprocessor_count(x.device)):
+        case configs.BackwardTile() as tile:
             return _tile(call, tile)
-        case launch.BackwardSweep() as sweep:
-            return _sweep(call, sweep)
-        case launch.BackwardSplit() as split:
+        case configs.BackwardShared() as shared:
+            return _shared(call, shared)
+        case configs.BackwardSplit() as split:
             return _split(call, split)
-        case launch.BackwardSlab() as slab:
-            return _slab(call, slab)
-        case launch.BackwardColumns() as columns:
+        case configs.BackwardColumns() as columns:
             return _columns(call, columns)
 
 
@@ -104,7 +101,19 @@ class _Call:
     @property
     def channel_vec(self) -> int:
         """Elements of one access where channels are contiguous."""
-        return launch.vector_width(self.x.element_size(), self.sample.hw)
+        return vector_width(self.x.element_size(), self.sample.hw)
+
+    @property
+    def affine_parameters(self) -> tuple[Tensor | None, ...]:
+        """What makes z of x_hat: weight, bias, scale, shift."""
+        return self.weight, self.bias, None, None
+
+    def can_prefetch(self, vec: int) -> bool:
+        """Whether runs of `vec` elements of x and dy start and end on 16 bytes, and may be asked for."""
+        return all(
+            vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and bulk_prefetch(tensor.device)
+            for tensor in (self.x, self.dy)
+        )
 
     def parts(self, splits: int) -> Tensor:
         """Room for the sums of dz and of dz * x_hat, float32 [2, N * splits, C]."""
@@ -126,7 +135,7 @@ class _Call:
         return replace(self, mean=mean, rstd=rstd), launches
 
 
-def _tile(call: _Call, config: launch.BackwardTile) -> list[Launch]:
+def _tile(call: _Call, config: configs.BackwardTile) -> list[Launch]:
     vec, sample = call.channel_vec, call.sample
     rows = call.n * sample.groups
     parts = call.wanted_parts(1)
@@ -149,31 +158,53 @@ def _tile(call: _Call, config: launch.BackwardTile) -> list[Launch]:
     ]
 
 
-def _sweep(call: _Call, config: launch.BackwardSweep) -> list[Launch]:
-    vec, sample = call.channel_vec, call.sample
-    splits = triton.cdiv(sample.hw // vec, config.run_units)
-    parts = call.wanted_parts(splits)
+def _shared(call: _Call, config: configs.BackwardShared) -> list[Launch]:
+    call, launches = call.with_statistics()
+    sample, itemsize = call.sample, call.x.element_size()
+    vec = call.channel_vec
+    members = config.members(sample, itemsize)
+    parts = triton.cdiv(sample.hw, config.part_positions(itemsize))
+    resident = multiprocessor_count(call.x.device) * config.programs_per_sm
+    rows = call.n * sample.groups
+    teams = min(rows, resident // members)
+    depth = triton.next_power_of_2(2 * triton.cdiv(config.lag, config.pieces))
+    partial = call.wanted_parts(parts)
     arguments = (
-        *call.inputs, call.dresidual_out, *call.parameters, call.out.dx, *parts,
-        sample.hw // vec, sample.groups, sample.channels, splits, config.run_units,
-        call.eps, *dropout_arguments(call.epilogue),
+        *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+        mailbox(call.x.device, depth * teams * members),
+        rows, members, parts, sample.hw // vec, sample.groups, sample.channels, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         "VEC": vec,
-        "RUNS": config.runs,
-        "UNITS": config.units,
+        "CHANNELS": config.channels,
+        "LANES": 32 * config.num_warps,
+        "GROUP": 16 // itemsize,
+        "CHUNKS": config.chunks,
+        "PIECES": config.pieces,
+        "EVEN": sample.hw % config.part_positions(itemsize) == 0 and sample.channels % config.channels == 0,
+        "SLOTS": triton.next_power_of_2(members),
+        "DEPTH": depth,
+        "LAG": config.lag,
+        "AHEAD": config.ahead if call.can_prefetch(vec) else 0,
+        "GAIN": derivative_gain(call.epilogue.activation, itemsize),
         "num_warps": config.num_warps,
-        # Statistics taken in the kernel do not fit under the cap.
-        **register_cap(None if call.mean is None else config.max_registers, call.epilogue, call.residual),
+        **_resident_options(config),
         **epilogue_options(call.epilogue),
     }
     return [
-        Launch(group_norm_nchw_backward_sweep_kernel, (call.n * sample.groups,), arguments, options),
-        *_fold_parameters(parts, call.out, call.n * splits, sample.c),
+        *launches,
+        Launch(group_norm_nchw_backward_shared_kernel, (teams * members,), arguments, options),
+        *_fold_parameters(partial, call.out, call.n * parts, sample.c),
     ]
 
 
-def _split(call: _Call, config: launch.BackwardSplit) -> list[Launch]:
+def _resident_options(config: configs.BackwardShared) -> dict[str, object]:
+    """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
+    registers = REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
+    return {"maxnreg": min(255, registers), "launch_cooperative_grid": True}
+
+
+def _split(call: _Call, config: configs.BackwardSplit) -> list[Launch]:
     vec, sample = call.channel_vec, call.sample
     splits = triton.cdiv(sample.hw // vec, config.run_units)
     runs = call.n * sample.c * splits
@@ -193,34 +224,9 @@ def _split(call: _Call, config: launch.BackwardSplit) -> list[Launch]:
     return _sums_and_apply(call, kernels, grid, walk, options, splits)
 
 
-def _slab(call: _Call, config: launch.BackwardSlab) -> list[Launch]:
+def _columns(call: _Call, config: configs.BackwardColumns) -> list[Launch]:
     sample = call.sample
-    columns = config.slab_groups * sample.channels
-    vec = launch.vector_width(call.x.element_size(), sample.c, columns)
-    slabs = triton.cdiv(sample.groups, config.slab_groups)
-    parts = call.wanted_parts(1)
-    arguments = (
-        *call.inputs, call.dresidual_out, *call.parameters, call.out.dx, *parts,
-        sample.hw, sample.c // vec, sample.groups, sample.channels, config.slab_groups, slabs,
-        call.eps, *dropout_arguments(call.epilogue),
-    )  # fmt: skip
-    options = {
-        "VEC": vec,
-        "CV": config.width // vec,
-        "ROWS": config.rows,
-        "EVEN": columns % config.width == 0 and sample.c % columns == 0,
-        "num_warps": config.num_warps,
-        **epilogue_options(call.epilogue),
-    }
-    return [
-        Launch(group_norm_nhwc_backward_slab_kernel, (call.n * slabs,), arguments, options),
-        *_fold_parameters(parts, call.out, call.n, sample.c),
-    ]
-
-
-def _columns(call: _Call, config: launch.BackwardColumns) -> list[Launch]:
-    sample = call.sample
-    vec = launch.vector_width(call.x.element_size(), sample.c)
+    vec = vector_width(call.x.element_size(), sample.c)
     splits = triton.cdiv(sample.hw, config.split_rows)
     blocks = triton.cdiv(sample.c, config.width)
     walk = (
@@ -267,11 +273,22 @@ def _sums_and_apply(
             group_norm_fold_sums_kernel,
             (sum_g.numel(),),
             fold_arguments,
-            fold_tile(splits, sample.channels),
+            _sums_tile(splits, sample.channels),
         ),
         Launch(apply_kernel, grid, apply_arguments, options),
         *_fold_parameters((parts[0], parts[1]), call.out, call.n * splits, sample.c),
     ]
+
+
+def _sums_tile(splits: int, columns: int) -> dict[str, int]:
+    """The tile in which one group's partial sums are folded, as wide as its columns where they fit."""
+    block_columns = min(64, triton.next_power_of_2(columns))
+    block_splits = min(configs.SUMS_BLOCK // block_columns, triton.next_power_of_2(splits))
+    return {
+        "BLOCK_SPLITS": block_splits,
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": configs.SUMS_NUM_WARPS,
+    }
 
 
 def _fold_parameters(parts: tuple[Tensor | None, Tensor | None], out: Backward, rows: int, c: int) -> list[Launch]:
@@ -280,15 +297,15 @@ def _fold_parameters(parts: tuple[Tensor | None, Tensor | None], out: Backward, 
     if dz is None or (out.dbias is None and out.dweight is None):
         return []
     options = {
-        "ROWS": launch.FOLD_ROWS,
-        "COLUMNS": launch.FOLD_COLUMNS,
-        "num_warps": launch.FOLD_ROWS_NUM_WARPS,
+        "ROWS": configs.FOLD_ROWS,
+        "COLUMNS": configs.FOLD_COLUMNS,
+        "num_warps": configs.FOLD_NUM_WARPS,
     }
-    blocks = triton.cdiv(c, launch.FOLD_COLUMNS)
-    if rows <= launch.FOLD_TWICE_ABOVE:
+    blocks = triton.cdiv(c, configs.FOLD_COLUMNS)
+    if rows <= configs.FOLD_TWICE_ABOVE:
         arguments = (dz, dz_xhat, out.dbias, out.dweight, rows, c, rows)
         return [Launch(group_norm_fold_rows_kernel, (blocks, 1), arguments, options)]
-    runs = launch.FOLD_RUNS
+    runs = configs.FOLD_RUNS
     fewer = dz.new_empty((2, runs, c))
     first = (dz, dz_xhat, fewer[0], fewer[1], rows, c, triton.cdiv(rows, runs))
     second = (fewer[0], fewer[1], out.dbias, out.dweight, runs, c, runs)

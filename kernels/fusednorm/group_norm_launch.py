@@ -111,69 +111,10 @@ class ForwardColumns:
     num_warps: int
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardTile:
-    """`rows` whole groups a program, padded to `channels` x `positions` elements, in registers."""
-
-    rows: int
-    channels: int
-    positions: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardSweep:
-    """One group a program, swept twice in tiles of `runs` runs of a channel by `units` vectors."""
-
-    runs: int
-    units: int
-    run_units: int
-    num_warps: int
-    max_registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardSplit:
-    """`runs` runs of `run_units` vectors a program, in one kernel for sums and one for dx."""
-
-    runs: int
-    units: int
-    run_units: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardSlab:
-    """`slab_groups` groups a program in `width` columns, swept twice in tiles of `rows` positions."""
-
-    slab_groups: int
-    width: int
-    rows: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardColumns:
-    """Blocks of `width` columns over `split_rows` positions, in one kernel for sums and one for dx."""
-
-    width: int
-    rows: int
-    split_rows: int
-    num_warps: int
-
-
 Forward = ForwardTile | ForwardSweep | ForwardSplit | ForwardSlab | ForwardColumns
-Backward = BackwardTile | BackwardSweep | BackwardSplit | BackwardSlab | BackwardColumns
 
 FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
 """Elements of a tile, and warps, of the kernels that fold partial results of one group."""
-
-FOLD_ROWS, FOLD_COLUMNS, FOLD_ROWS_NUM_WARPS = 64, 16, 8
-"""Tile and warps of the kernel that folds dweight and dbias; narrow, so that few channels fill the device."""
-
-FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
-"""Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
-
 
 def vector_width(itemsize: int, *sizes: int) -> int:
     """Elements of one access: 16 bytes of x, or the largest power of two below that divides every size."""
@@ -211,28 +152,6 @@ def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumn
     return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
 
 
-@lru_cache(maxsize=4096)
-def choose_backward(sample: Sample, itemsize: int) -> Backward:
-    """The backward configuration for samples of elements of `itemsize` bytes."""
-    if sample.channels_last:
-        return _slab_backward(sample, itemsize) or _columns_backward(sample, itemsize)
-    channels, positions = next_power_of_2(sample.channels), next_power_of_2(sample.hw)
-    padded = channels * positions
-    if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
-        rows = min(64, max(1, 1024 // padded))
-        return BackwardTile(rows, channels, positions, _warps(rows * padded, 16))
-    vec = vector_width(itemsize, sample.hw)
-    channel_units = sample.hw // vec
-    units = min(32, next_power_of_2(channel_units))
-    # dy and x together: half of what forward may keep.
-    if sample.group_length * itemsize <= MAX_PROGRAM_BYTES // 2:
-        runs = 1024 // units
-        return BackwardSweep(runs, units, _even_run(sample.channels, channel_units, runs, units), 16, 64)
-    runs = 256 // units
-    run_units = units * max(8, -(-channel_units // (units * _max_splits(sample.c))))
-    return BackwardSplit(runs, units, run_units, 4)
-
-
 def _max_splits(columns: int) -> int:
     """Parts to cut each of a sample's columns into, at most."""
     return min(512, max(32, MAX_PARTS // columns))
@@ -245,17 +164,6 @@ def _sweep_units(vec: int) -> int:
 
 def _warps(elements: int, a_thread: int) -> int:
     return min(16, max(1, int(next_power_of_2(elements // (32 * a_thread)))))
-
-
-def _even_run(channels: int, channel_units: int, runs: int, units: int) -> int:
-    """The longest run of a channel, in vectors, with which tiles of `runs` runs are least padded."""
-
-    def padded_work(run: int) -> int:
-        splits = -(-channel_units // run)
-        return -(-channels * splits // runs) * -(-run // units)
-
-    candidates = [units * steps for steps in range(-(-channel_units // units), 0, -1)]
-    return min(candidates, key=padded_work)
 
 
 def _slab_groups(sample: Sample, itemsize: int) -> int | None:
@@ -287,17 +195,6 @@ def _slab_forward(sample: Sample, itemsize: int) -> ForwardSlab | None:
     return ForwardSlab(groups, width, rows, 2, num_warps, 64 if num_warps == 16 and width <= 32 else None)
 
 
-def _slab_backward(sample: Sample, itemsize: int) -> BackwardSlab | None:
-    groups = _slab_groups(sample, itemsize)
-    if groups is None:
-        return None
-    columns = groups * sample.channels
-    vec = vector_width(itemsize, sample.c, columns)
-    width = max(vec, next_power_of_2(columns))
-    num_warps = _slab_warps(sample.hw, width)
-    return BackwardSlab(groups, width, max(1, 32 * num_warps * vec // width), num_warps)
-
-
 def _column_width(sample: Sample, itemsize: int, vec: int) -> int:
     """Columns of a block: the power of two from 32 to 256 bytes that pads C least, the widest of equals.
 
@@ -316,11 +213,3 @@ def _columns_forward(sample: Sample, itemsize: int) -> ForwardColumns:
     step = rows * 4
     split_rows = step * max(2, -(-sample.hw // (step * _max_splits(sample.c))))
     return ForwardColumns(width, rows, 4, split_rows, rows * 2, rows * 8, 8)
-
-
-def _columns_backward(sample: Sample, itemsize: int) -> BackwardColumns:
-    vec = vector_width(itemsize, sample.c)
-    width = _column_width(sample, itemsize, vec)
-    rows = max(1, 32 * 8 * vec // width)
-    split_rows = rows * max(8, -(-sample.hw // (rows * _max_splits(sample.c))))
-    return BackwardColumns(width, rows, split_rows, 8)

@@ -1,0 +1,166 @@
+"""Launch configurations of GroupNorm's backward pass, and how one is chosen.
+
+A choice depends on what one sample looks like and on the width of an element, never on the number of
+samples: a sample's bits are the same whatever came with it, and samples never cause a compile.
+
+- tile: whole groups in the registers of one program, read once; small groups, either layout of parameters;
+- shared: programs that wait for one another share a group, or channels-last the groups of a block of columns; x and dy
+  are read a second time out of L1 or L2;
+- split and columns: a kernel for partial sums, a small one that folds them and one that applies them; nothing waits,
+  and x and dy come from memory twice.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from triton import next_power_of_2
+
+from fusednorm.device import INTERPRETED
+from fusednorm.group_norm_launch import Sample, vector_width
+
+L2_BYTES = 24 << 20
+"""Of x and dy that may be under way at once and are still found in L2 when they are read again; an H200 has 60 MB."""
+
+MAX_PARTS = 65536
+"""Partial results of one sample that are aimed at, so that folding them stays a small part of the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """`rows` whole groups a program, padded to `channels` x `positions` elements, in registers."""
+
+    rows: int
+    channels: int
+    positions: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardShared:
+    """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
+
+    A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile a vector of 16 bytes of x a thread.
+    `programs_per_sm` programs are resident; they exchange the group's sums, and a piece is read again `lag` pieces after
+    the part's sums went out.  The piece `ahead` pieces on is asked into L2 meanwhile.
+    """
+
+    channels: int
+    chunks: int
+    pieces: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+    @property
+    def units(self) -> int:
+        """Threads side by side along a channel."""
+        return 32 * self.num_warps // self.channels
+
+    def part_positions(self, itemsize: int) -> int:
+        """Positions of a part."""
+        return self.pieces * self.chunks * self.units * (16 // itemsize)
+
+    def members(self, sample: Sample, itemsize: int) -> int:
+        """Programs that share a group."""
+        parts = -(-sample.hw // self.part_positions(itemsize))
+        return parts * -(-sample.channels // self.channels)
+
+    def padded_length(self, sample: Sample, itemsize: int) -> int:
+        """Elements of all members' tiles."""
+        return self.members(sample, itemsize) * self.channels * self.part_positions(itemsize)
+
+    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
+        """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
+        programs = self.programs_per_sm * multiprocessors
+        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
+        return self.members(sample, itemsize) <= programs and under_way <= L2_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSplit:
+    """`runs` runs of `run_units` vectors a program, in one kernel for sums and one for dx."""
+
+    runs: int
+    units: int
+    run_units: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardColumns:
+    """Blocks of `width` columns over `split_rows` positions, in one kernel for sums and one for dx."""
+
+    width: int
+    rows: int
+    split_rows: int
+    num_warps: int
+
+
+Backward = BackwardTile | BackwardShared | BackwardSplit | BackwardColumns
+
+SUMS_BLOCK, SUMS_NUM_WARPS = 512, 4
+"""Elements of a tile, and warps, of the kernel that folds one group's two sums."""
+
+FOLD_ROWS, FOLD_COLUMNS, FOLD_NUM_WARPS = 256, 8, 8
+"""Tile and warps of the kernel that folds dweight and dbias: one step for most, and many programs."""
+
+FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
+"""Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
+
+
+@lru_cache(maxsize=4096)
+def choose_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Backward:
+    """The backward configuration for samples of elements of `itemsize` bytes."""
+    if sample.channels_last:
+        return split_backward(sample, itemsize)
+    channels, positions = int(next_power_of_2(sample.channels)), int(next_power_of_2(sample.hw))
+    padded = channels * positions
+    if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
+        rows = min(64, max(1, 1024 // padded))
+        return BackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
+    shared = None if INTERPRETED else shared_backward(sample, itemsize, multiprocessors)
+    return shared or split_backward(sample, itemsize)
+
+
+def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardShared | None:
+    """The configuration in which programs share a group, or None where it does not fit the device."""
+    fitting = [
+        config
+        for pieces in (1, 2, 4, 8)
+        for chunks in (2, 3, 4, 5)
+        for channels in (1, 2, 4, 8, 16)
+        if (config := BackwardShared(channels, chunks, pieces, 4, 4, 2, 2)).fits(sample, itemsize, multiprocessors)
+    ]
+    return min(fitting, key=lambda config: config.padded_length(sample, itemsize), default=None)
+
+
+@lru_cache(maxsize=4096)
+def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardColumns:
+    """The configuration whose programs wait for nothing, for samples of any size."""
+    if sample.channels_last:
+        vec = vector_width(itemsize, sample.c)
+        width = _column_width(sample, itemsize, vec)
+        rows = max(1, 32 * 8 * vec // width)
+        split_rows = rows * max(8, -(-sample.hw // (rows * _max_splits(sample.c))))
+        return BackwardColumns(width, rows, split_rows, 8)
+    channel_units = sample.hw // vector_width(itemsize, sample.hw)
+    units = min(32, int(next_power_of_2(channel_units)))
+    run_units = units * max(8, -(-channel_units // (units * _max_splits(sample.c))))
+    return BackwardSplit(256 // units, units, run_units, 4)
+
+
+def _max_splits(columns: int) -> int:
+    """Parts to cut each of a sample's columns into, at most."""
+    return min(512, max(32, MAX_PARTS // columns))
+
+
+def _column_width(sample: Sample, itemsize: int, vec: int) -> int:
+    """Columns of a block: the power of two from 32 to 256 bytes that pads C least, the widest of equals.
+
+    Fewer channels than 32 bytes get a block of their own size.
+    """
+    widths = [max(vec, size // itemsize) for size in (256, 128, 64, 32)]
+    if sample.c * itemsize < 32:
+        widths = [int(next_power_of_2(sample.c))]
+    return min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
