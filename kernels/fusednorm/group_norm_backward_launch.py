@@ -12,6 +12,7 @@ samples: a sample's bits are the same whatever came with it, and samples never c
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from triton import next_power_of_2
 
@@ -78,6 +79,54 @@ class BackwardShared:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardBlocks:
+    """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
+
+    A slab is `pieces` pieces, a piece `chunks` tiles of as many positions as a vector of 16 bytes of x a thread makes.
+    Blocks that groups straddle go together.  `programs_per_sm`, `lag` and `ahead` are those of `BackwardShared`.
+    """
+
+    columns: int
+    chunks: int
+    pieces: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+    def vectors(self, itemsize: int) -> int:
+        """Threads side by side along the columns, some of which may have none."""
+        return int(next_power_of_2(self.columns * itemsize // 16))
+
+    def rows(self, itemsize: int) -> int:
+        """Positions of a tile."""
+        return 32 * self.num_warps // self.vectors(itemsize)
+
+    def slab_rows(self, itemsize: int) -> int:
+        """Positions of a slab."""
+        return self.pieces * self.chunks * self.rows(itemsize)
+
+    def splits(self, sample: Sample, itemsize: int) -> int:
+        """Slabs of a block."""
+        return -(-sample.hw // self.slab_rows(itemsize))
+
+    def bundle_blocks(self, sample: Sample) -> int:
+        """Blocks that go together: the fewest that hold whole groups."""
+        blocks = sample.channels // gcd(self.columns, sample.channels)
+        return min(blocks, -(-sample.c // self.columns))
+
+    def members(self, sample: Sample, itemsize: int) -> int:
+        """Programs that share a bundle of blocks."""
+        return self.splits(sample, itemsize) * self.bundle_blocks(sample)
+
+    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
+        """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
+        programs = self.programs_per_sm * multiprocessors
+        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
+        return self.members(sample, itemsize) <= programs and under_way <= L2_BYTES
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardSplit:
     """`runs` runs of `run_units` vectors a program, in one kernel for sums and one for dx."""
 
@@ -97,7 +146,7 @@ class BackwardColumns:
     num_warps: int
 
 
-Backward = BackwardTile | BackwardShared | BackwardSplit | BackwardColumns
+Backward = BackwardTile | BackwardShared | BackwardBlocks | BackwardSplit | BackwardColumns
 
 SUMS_BLOCK, SUMS_NUM_WARPS = 512, 4
 """Elements of a tile, and warps, of the kernel that folds one group's two sums."""

@@ -21,6 +21,7 @@ from fusednorm._group_norm_nhwc_backward_kernels import (
     group_norm_nhwc_backward_apply_kernel,
     group_norm_nhwc_backward_sums_kernel,
 )
+from fusednorm._group_norm_nhwc_backward_shared_kernels import group_norm_nhwc_backward_shared_kernel
 from fusednorm.checks import Epilogue
 from fusednorm.device import bulk_prefetch, multiprocessor_count
 from fusednorm.group_norm_forward_plan import (
@@ -59,6 +60,8 @@ def plan_backward(
             return _tile(call, tile)
         case configs.BackwardShared() as shared:
             return _shared(call, shared)
+        case configs.BackwardBlocks() as blocks:
+            return _blocks(call, blocks)
         case configs.BackwardSplit() as split:
             return _split(call, split)
         case configs.BackwardColumns() as columns:
@@ -198,7 +201,61 @@ def _shared(call: _Call, config: configs.BackwardShared) -> list[Launch]:
     ]
 
 
-def _resident_options(config: configs.BackwardShared) -> dict[str, object]:
+def _blocks(call: _Call, config: configs.BackwardBlocks) -> list[Launch]:
+    call, launches = call.with_statistics()
+    sample, itemsize = call.sample, call.x.element_size()
+    group = 16 // itemsize
+    splits, members = config.splits(sample, itemsize), config.members(sample, itemsize)
+    blocks = config.bundle_blocks(sample)
+    bundle_groups = min(blocks * config.columns, sample.c) // sample.channels
+    bundles = triton.cdiv(sample.groups, bundle_groups)
+    units = call.n * bundles
+    teams = min(units, multiprocessor_count(call.x.device) * config.programs_per_sm // members)
+    depth = triton.next_power_of_2(triton.cdiv(config.lag, config.pieces))
+    overlap = min(blocks, _most_touched(config.columns, sample.channels))
+    partial = call.wanted_parts(splits)
+    pairs = teams * depth * bundle_groups * (splits * overlap + 1)
+    arguments = (
+        *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+        mailbox(call.x.device, triton.cdiv(pairs, 2)),
+        units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
+        bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, config.columns // group, *dropout_arguments(call.epilogue),
+    )  # fmt: skip
+    whole = config.columns // group == config.vectors(itemsize) and sample.c % (blocks * config.columns) == 0
+    options = {
+        "GROUP": group,
+        "CV": config.vectors(itemsize),
+        "LANES": 32 * config.num_warps,
+        "CHUNKS": config.chunks,
+        "PIECES": config.pieces,
+        "EVEN": whole and sample.hw % config.slab_rows(itemsize) == 0,
+        "LABELS": _most_touched(sample.channels, group),
+        "SPAN": triton.next_power_of_2(min(bundle_groups, _most_touched(sample.channels, config.columns))),
+        "OVERLAP": overlap,
+        "SLOTS": triton.next_power_of_2(splits * overlap),
+        "DEPTH": depth,
+        "LAG": config.lag,
+        "AHEAD": config.ahead,
+        "GAIN": derivative_gain(call.epilogue.activation, itemsize),
+        "num_warps": config.num_warps,
+        **_resident_options(config),
+        **epilogue_options(call.epilogue),
+    }
+    return [
+        *launches,
+        Launch(group_norm_nhwc_backward_shared_kernel, (teams * members,), arguments, options),
+        *_fold_parameters(partial, call.out, call.n * splits, sample.c),
+    ]
+
+
+def _most_touched(size: int, window: int) -> int:
+    """Intervals of `size`, one behind another, that a window at a multiple of its own size touches at most."""
+    if window % size == 0:
+        return window // size
+    return 1 if size % window == 0 else (window - 2) // size + 2
+
+
+def _resident_options(config: configs.BackwardShared | configs.BackwardBlocks) -> dict[str, object]:
     """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
     registers = REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
     return {"maxnreg": min(255, registers), "launch_cooperative_grid": True}
