@@ -19,8 +19,11 @@ from triton import next_power_of_2
 from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_launch import Sample, vector_width
 
-L2_BYTES = 24 << 20
+L2_BYTES = 30 << 20
 """Of x and dy that may be under way at once and are still found in L2 when they are read again; an H200 has 60 MB."""
+
+MAX_OFFSET = 2**31
+"""Elements that 32-bit offsets count."""
 
 MAX_PARTS = 65536
 """Partial results of one sample that are aimed at, so that folding them stays a small part of the work."""
@@ -75,7 +78,11 @@ class BackwardShared:
         """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
         under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
-        return self.members(sample, itemsize) <= programs and under_way <= L2_BYTES
+        return (
+            self.members(sample, itemsize) <= programs
+            and under_way <= L2_BYTES
+            and self.channels * sample.hw < MAX_OFFSET
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,16 @@ class BackwardBlocks:
         """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
         under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
-        return self.members(sample, itemsize) <= programs and under_way <= L2_BYTES
+        return (
+            sample.c * itemsize % 16 == 0
+            and self.members(sample, itemsize) <= programs
+            and under_way <= L2_BYTES
+            and sample.hw < MAX_OFFSET
+        )
+
+    def padded_width(self, sample: Sample, itemsize: int) -> int:
+        """Columns of the tiles of all blocks."""
+        return -(-sample.c // self.columns) * self.vectors(itemsize) * (16 // itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +174,20 @@ FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
 """Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
 
 
+def idle_share(
+    config: BackwardShared | BackwardBlocks, sample: Sample, itemsize: int, multiprocessors: int
+) -> float:
+    """The part of the resident programs that is left over when as many teams are made as can be."""
+    programs = config.programs_per_sm * multiprocessors
+    return programs % config.members(sample, itemsize) / programs
+
+
 @lru_cache(maxsize=4096)
 def choose_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Backward:
     """The backward configuration for samples of elements of `itemsize` bytes."""
     if sample.channels_last:
-        return split_backward(sample, itemsize)
+        blocks = None if INTERPRETED else shared_blocks(sample, itemsize, multiprocessors)
+        return blocks or split_backward(sample, itemsize)
     channels, positions = int(next_power_of_2(sample.channels)), int(next_power_of_2(sample.hw))
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
@@ -176,12 +201,43 @@ def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Back
     """The configuration in which programs share a group, or None where it does not fit the device."""
     fitting = [
         config
-        for pieces in (1, 2, 4, 8)
+        for pieces in (1, 2, 4, 5, 8)
         for chunks in (2, 3, 4, 5)
         for channels in (1, 2, 4, 8, 16)
         if (config := BackwardShared(channels, chunks, pieces, 4, 4, 2, 2)).fits(sample, itemsize, multiprocessors)
     ]
-    return min(fitting, key=lambda config: config.padded_length(sample, itemsize), default=None)
+    return min(
+        fitting,
+        key=lambda config: (
+            config.padded_length(sample, itemsize) / (1.0 - idle_share(config, sample, itemsize, multiprocessors))
+        ),
+        default=None,
+    )
+
+
+def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
+    """The configuration in which programs share blocks of columns, or None where it does not fit the device."""
+    vector = 16 // itemsize
+    if sample.c % vector:
+        return None
+    widths = {size // itemsize for size in (64, 128, 256)}
+    widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
+    fitting = [
+        config
+        for pieces in (1, 2, 4, 8)
+        for columns in widths
+        if columns % vector == 0 and 64 <= columns * itemsize <= 256
+        if (config := BackwardBlocks(columns, 2, pieces, 4, 4, 2, 1)).fits(sample, itemsize, multiprocessors)
+    ]
+    return min(
+        fitting,
+        key=lambda config: (
+            config.padded_width(sample, itemsize) / (1.0 - idle_share(config, sample, itemsize, multiprocessors)),
+            abs(config.columns * itemsize - 128),
+            config.pieces,
+        ),
+        default=None,
+    )
 
 
 @lru_cache(maxsize=4096)
