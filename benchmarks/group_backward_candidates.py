@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from itertools import product
 
 from fusednorm.group_norm_backward_launch import (
+    MOST_LABELS,
     Backward,
     BackwardBlocks,
     BackwardColumns,
     BackwardShared,
     BackwardSplit,
     idle_share,
+    most_touched,
 )
 from fusednorm.group_norm_launch import Sample, vector_width
 
@@ -72,7 +74,7 @@ def _shared(sample: Sample, itemsize: int) -> list[BackwardShared]:
 def _blocks(sample: Sample, itemsize: int) -> list[BackwardBlocks]:
     """Blocks of 64 to 256 bytes, and of whole groups, over slabs that fit."""
     vector = 16 // itemsize
-    if sample.c % vector:
+    if sample.c % vector or most_touched(sample.channels, vector) > MOST_LABELS:
         return []
     widths = {size // itemsize for size in (64, 128, 256)}
     widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
@@ -111,16 +113,24 @@ def _preference(config: BackwardShared | BackwardBlocks, sample: Sample, itemsiz
 
 
 def _splits(sample: Sample, itemsize: int) -> Iterator[BackwardSplit]:
-    """Runs of one warp each."""
-    units = sample.hw // vector_width(itemsize, sample.hw)
-    for runs, steps, warps in product((8, 16, 32), (8, 16, 32), (4, 8)):
-        if units >= 32 * steps and runs >= 2 * warps:
-            yield BackwardSplit(runs, 32, 32 * steps, warps)
+    """Parts that waste least, of a few lengths."""
+    shapes = [
+        BackwardSplit(channels, chunks, pieces, warps)
+        for channels, chunks, pieces, warps in product((1, 2, 4, 8), (2, 3, 4), (1, 2, 4, 8), (4, 8))
+    ]
+    work = [
+        -(-sample.hw // shape.part_positions(itemsize)) * shape.part_positions(itemsize)
+        * -(-sample.channels // shape.channels) * shape.channels
+        for shape in shapes
+    ]  # fmt: skip
+    lean = [shape for shape, padded in zip(shapes, work, strict=True) if padded <= 1.03 * min(work)]
+    yield from sorted(lean, key=lambda shape: shape.channels)[:24]
 
 
 def _columns(sample: Sample, itemsize: int) -> Iterator[BackwardColumns]:
     """Blocks of 64 to 256 bytes."""
-    for size, rows, steps, warps in product((64, 128, 256), (32, 64), (8, 16, 32), (4, 8)):
-        width = size // itemsize
-        if width <= sample.c and rows * width <= 32 * warps * 16 and rows * steps <= sample.hw:
-            yield BackwardColumns(width, rows, rows * steps, warps)
+    vec = vector_width(itemsize, sample.c)
+    for size, chunks, pieces, warps in product((64, 128, 256), (2, 4), (2, 4, 8), (4, 8)):
+        config = BackwardColumns(size // itemsize, chunks, pieces, warps)
+        if config.columns <= sample.c and chunks * pieces * config.rows(vec) <= sample.hw:
+            yield config

@@ -1,9 +1,9 @@
 """From dy back to dz, and the affine step of a channel in its sample: what GroupNorm's backward kernels share.
 
-z = x_hat * slope + offset with slope = weight * (1 + scale) and offset = bias * (1 + scale) + shift, each of the four
-present or not, and dz = dy * act'(z), dropout's factor included.  For 16-bit results silu and gelu_tanh take the
-hardware's tanh of z / 2, and 2 dz costs an instruction less than dz: kernels work with GAIN * dz and with slopes and
-offsets over GAIN, where GAIN is 1 or 2; sums of GAIN * dz are put right once, at their end.
+z = x_hat * slope + offset with slope = weight * (1 + scale) and offset = bias * (1 + scale) + shift, each of the
+four present or not, and dz = dy * act'(z), dropout's factor included.  For 16-bit results silu and gelu_tanh take
+the hardware's tanh of z / 2, and 2 dz costs an instruction less than dz: kernels work with GAIN * dz and with
+slopes and offsets over GAIN, where GAIN is 1 or 2; sums of GAIN * dz are put right once, at their end.
 """
 
 import triton

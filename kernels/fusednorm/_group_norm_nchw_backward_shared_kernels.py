@@ -8,7 +8,14 @@ import triton.language as tl
 
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
 from fusednorm._group_norm_gradients import load_affine
-from fusednorm._group_norm_nchw_runs import load_gradient_runs, run_gradient, run_position, write_run
+from fusednorm._group_norm_nchw_runs import (
+    load_gradient_runs,
+    load_runs,
+    run_gradient,
+    run_mask,
+    run_position,
+    write_run,
+)
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair, total_pair
 
@@ -74,9 +81,9 @@ def group_norm_nchw_backward_shared_kernel(
     """A group, of `rows` in all, belongs to `members` programs: `parts` parts of every CHANNELS channels.
 
     A part is PIECES pieces of CHUNKS tiles along each channel.  Every piece is read twice: once for sums over the
-    group, which are posted after the last one, and LAG pieces after that, by when the other members' sums have come,
-    out of L1 or L2 for dx.  Sums over channels go to [N, parts, C].  Programs are persistent; the launch must be
-    cooperative.
+    group, which are posted after the last one, and LAG pieces after that, by when the other members' sums have
+    come, out of L1 or L2 for dx.  Sums over channels go to [N, parts, C].  Programs are persistent; the launch must
+    be cooperative.
     """
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
@@ -181,10 +188,15 @@ def group_norm_nchw_backward_shared_kernel(
                     late_position + i * STEP + at, seed, dropout_threshold, dropout_scale,
                     True, STEP, ACTIVATION, DROPOUT, GAIN, FAST,
                 )  # fmt: skip
+                here = late_left - i * STEP
+                outside = load_runs(
+                    dresidual_out_ptr, late_at + i * STEP, at, STEP, position, here, channel_mask, True,
+                    EVEN, STEP, 1, "evict_first",
+                )  # fmt: skip
                 write_run(
-                    centred, dz, dx_ptr, dresidual_out_ptr, late_at + i * STEP, at, position,
-                    late_left - i * STEP, channel_mask, scale, late_constant, late_factor,
-                    EVEN, "evict_first",
+                    centred, dz, dx_ptr, outside, late_at + i * STEP + at,
+                    run_mask(position, here, channel_mask, True, EVEN),
+                    scale, late_constant, late_factor, FAST, "evict_first",
                 )  # fmt: skip
 
         if wanted:
@@ -203,7 +215,9 @@ def group_norm_nchw_backward_shared_kernel(
             if piece == PIECES - 1:
                 slot = (sample * parts + part).to(tl.int64) * c + (row - sample * groups) * channels + first_channel
                 if CHANNELS == 1:
-                    run_dz, run_dz_xhat = total_pair(tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,)))
+                    run_dz, run_dz_xhat = total_pair(
+                        tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,))
+                    )
                     run_dz_xhat *= rstd
                     g = run_dz * slope
                     g_xhat = run_dz_xhat * slope
@@ -216,7 +230,10 @@ def group_norm_nchw_backward_shared_kernel(
                     )
                     if dz_part_ptr is not None:
                         run_dz, run_dz_xhat = sum_pair(
-                            tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1, FAST
+                            tl.reshape(sum_dz, (CHANNELS, UNITS)),
+                            tl.reshape(sum_dz_centred, (CHANNELS, UNITS)),
+                            1,
+                            FAST,
                         )
                         run = tl.arange(0, CHANNELS)[:, None]
                         there = first_channel + run < channels

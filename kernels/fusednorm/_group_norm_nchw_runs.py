@@ -1,7 +1,8 @@
 """Runs of channels, as the backward kernels hold them where each group is contiguous.
 
 A tile is [LANES, GROUP], a lane for each thread and GROUP elements what it loads at once.  UNITS lanes side by side
-are of one channel, the next ones of the next channel.  A piece is CHUNKS tiles behind one another along the channels,
+are of one channel, the next ones of the next channel.  A piece is CHUNKS tiles behind one another along the
+channels,
 held as they lie in memory: 16-bit values take half the registers.
 """
 
@@ -30,18 +31,19 @@ def run_mask(position, left, channel_mask, wanted, EVEN: tl.constexpr):
 
 @triton.jit
 def load_runs(
-    ptr, at, position, left, channel_mask, wanted,
+    ptr, start, at, step, position, left, channel_mask, wanted,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """A piece from ptr on, a tuple of CHUNKS tiles STEP positions apart; empty where ptr is None.
+    """A piece, a tuple of CHUNKS tiles STEP positions apart; empty where ptr is None.
 
-    `at` is where a tile's elements lie; `left` the positions of each channel from ptr on.
+    Its first tile's elements lie `start` + `at` from ptr on, the next one's `step` further; `left` is how many
+    positions each channel has from the first tile on.
     """
     tiles = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
             mask = run_mask(position + i * STEP, left, channel_mask, wanted, EVEN)
-            tiles = tiles + (tl.load(ptr + i * STEP + at, mask=mask, other=0.0, eviction_policy=EVICT),)
+            tiles = tiles + (tl.load(ptr + start + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
     return tiles
 
 
@@ -50,12 +52,12 @@ def load_gradient_runs(
     dy_ptr, x_ptr, residual_ptr, start, at, position, left, channel_mask, wanted,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """`load_runs` of dy, x and residual from their elements `start` on."""
-    dys = load_runs(dy_ptr + start, at, position, left, channel_mask, wanted, EVEN, STEP, CHUNKS, EVICT)
-    xs = load_runs(x_ptr + start, at, position, left, channel_mask, wanted, EVEN, STEP, CHUNKS, EVICT)
-    residuals = ()
-    if residual_ptr is not None:
-        residuals = load_runs(residual_ptr + start, at, position, left, channel_mask, wanted, EVEN, STEP, CHUNKS, EVICT)
+    """`load_runs` of dy, x and residual, which lie alike."""
+    dys = load_runs(dy_ptr, start, at, STEP, position, left, channel_mask, wanted, EVEN, STEP, CHUNKS, EVICT)
+    xs = load_runs(x_ptr, start, at, STEP, position, left, channel_mask, wanted, EVEN, STEP, CHUNKS, EVICT)
+    residuals = load_runs(
+        residual_ptr, start, at, STEP, position, left, channel_mask, wanted, EVEN, STEP, CHUNKS, EVICT
+    )
     return dys, xs, residuals
 
 
@@ -83,12 +85,10 @@ def run_gradient(
 
 @triton.jit
 def write_run(
-    centred, dz, dx_ptr, dresidual_out_ptr, start, at, position, left, channel_mask,
-    scale, constant, factor, EVEN: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """dx = scale * dz - (constant + factor * centred), and what reached h from elsewhere, of a tile."""
-    mask = run_mask(position, left, channel_mask, True, EVEN)
+    centred, dz, dx_ptr, outside, at, mask, scale, constant, factor, FAST: tl.constexpr, EVICT: tl.constexpr
+):
+    """dx = scale * dz - (constant + factor * centred) + outside, which is a tuple of one tile or of none."""
     dx = dz * scale - (centred * factor + constant)
-    if dresidual_out_ptr is not None:
-        dx += tl.load(dresidual_out_ptr + start + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    tl.store(dx_ptr + start + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+    if len(outside) > 0:
+        dx += widened(outside[0], FAST)
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)

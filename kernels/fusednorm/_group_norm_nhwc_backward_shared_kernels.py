@@ -7,11 +7,19 @@ import triton
 import triton.language as tl
 
 from fusednorm._exchange import first_tag, leave
-from fusednorm._group_norm_gradients import gained_gradient, load_affine
+from fusednorm._group_norm_gradients import load_affine
+from fusednorm._group_norm_nhwc_blocks import (
+    column_mask,
+    load_gradient_tiles,
+    load_statistic,
+    load_tiles,
+    of_columns,
+    tile_gradient,
+    tile_mask,
+)
 from fusednorm._group_sums_exchange import PAIR_WORDS, collect_pairs, post_pairs, slots_of_group
 from fusednorm._reductions import sum_pair, total_pair
 from fusednorm._row_moments import widened
-from fusednorm._row_pieces import chunk_of
 
 _ASK = """{
 .reg .pred asker;
@@ -28,73 +36,6 @@ def _ask(ptrs, wanted):
     tl.inline_asm_elementwise(
         ASK, "=r,l,r", [ptrs.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def _column_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
-    """Which vectors of a block exist."""
-    if EVEN:
-        return tl.full(vector.shape, True, tl.int1)
-    else:
-        return (vector < block_units) & (first_column < c)
-
-
-@triton.jit
-def _tile_mask(row, left, column_mask, wanted, EVEN: tl.constexpr):
-    """Which vectors of a tile exist: of wanted ones all where EVEN, else rows below `left` of the columns there are."""
-    mask = tl.full(row.shape, True, tl.int1) & wanted
-    if not EVEN:
-        mask = mask & (row < left) & column_mask
-    return mask
-
-
-@triton.jit
-def _load_tiles(
-    ptr, at, row, left, column_mask, wanted, step,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """CHUNKS tiles of ROWS positions, `step` elements apart, as they lie in memory; an empty tuple of None."""
-    tiles = ()
-    if ptr is not None:
-        for i in tl.static_range(CHUNKS):
-            mask = _tile_mask(row + i * ROWS, left, column_mask, wanted, EVEN)
-            tiles = tiles + (tl.load(ptr + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
-    return tiles
-
-
-@triton.jit
-def _load_piece(
-    dy_ptr, x_ptr, residual_ptr, start, at, row, left, column_mask, wanted, step,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """`_load_tiles` of dy, x and residual from their elements `start` on."""
-    dys = _load_tiles(dy_ptr + start, at, row, left, column_mask, wanted, step, EVEN, ROWS, CHUNKS, EVICT)
-    xs = _load_tiles(x_ptr + start, at, row, left, column_mask, wanted, step, EVEN, ROWS, CHUNKS, EVICT)
-    residuals = ()
-    if residual_ptr is not None:
-        residuals = _load_tiles(
-            residual_ptr + start, at, row, left, column_mask, wanted, step, EVEN, ROWS, CHUNKS, EVICT
-        )
-    return dys, xs, residuals
-
-
-@triton.jit
-def _of_columns(values, place):
-    """A value for each column from those of the groups that its vector touches, `place` being which of them."""
-    value = values[0]
-    for i in tl.static_range(1, len(values)):
-        value = tl.where(place == i, values[i], value)
-    return value
-
-
-@triton.jit
-def _load_statistics(ptr, first_group, vector_group, last_group, LABELS: tl.constexpr):
-    """A float32 statistic of each of the LABELS groups that a vector may touch."""
-    values = ()
-    for i in tl.static_range(LABELS):
-        group = first_group + tl.minimum(vector_group + i, last_group)
-        values = values + (tl.load(ptr + group),)
-    return values
 
 
 @triton.jit(
@@ -150,11 +91,11 @@ def group_norm_nhwc_backward_shared_kernel(
 ):
     """A unit is one sample's bundle of `bundle_groups` groups, which lie in `bundle_blocks` blocks of columns.
 
-    `members` programs share it, each a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS positions,
-    in tiles of ROWS positions.  A vector is GROUP columns and touches LABELS groups, a block SPAN groups, a group OVERLAP
-    blocks, each at most.  Every piece is read twice: once for sums, which are posted after the slab's last one, and LAG
-    pieces after that out of L1 or L2 for dx.  Sums over channels go to [N, splits, C].  Programs are persistent; the
-    launch must be cooperative.
+    `members` programs share it, each a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
+    positions, in tiles of ROWS positions.  A vector is GROUP columns and touches LABELS groups, a block SPAN
+    groups, a group OVERLAP blocks, each at most.  Every piece is read twice: once for sums, which are posted after
+    the slab's last one, and LAG pieces after that out of L1 or L2 for dx.  Sums over channels go to [N, splits, C].
+    Programs are persistent; the launch must be cooperative.
     """
     BEHIND: tl.constexpr = PIECES - 1 + LAG
     ROWS: tl.constexpr = LANES // CV
@@ -180,8 +121,7 @@ def group_norm_nhwc_backward_shared_kernel(
     vector = lane % CV
     vector_first = block_first + vector * GROUP
     vector_group = vector_first // channels
-    label = (vector_first + inner) // channels
-    place = label - vector_group
+    place = (vector_first + inner) // channels - vector_group
     at = row * c + (vector * GROUP + inner)
     step_size = ROWS * c
     inside = first * c.to(tl.int64) + block_first
@@ -209,9 +149,9 @@ def group_norm_nhwc_backward_shared_kernel(
         bundle_first = bundle * bundle_columns
         sample_size = hw.to(tl.int64) * c
         start_at = sample * sample_size + bundle_first + inside + piece * RUN * c.to(tl.int64)
-        column_mask = _column_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
-        runs = _load_piece(
-            dy_ptr, x_ptr, residual_ptr, start_at, at, row, left, column_mask, wanted, step_size,
+        columns = column_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
+        tiles = load_gradient_tiles(
+            dy_ptr, x_ptr, residual_ptr, start_at, at, step_size, row, left, columns, wanted,
             EVEN, ROWS, CHUNKS, "evict_last",
         )  # fmt: skip
         if AHEAD > 0 and step + AHEAD < steps:
@@ -221,9 +161,9 @@ def group_norm_nhwc_backward_shared_kernel(
             ahead_sample = ahead_unit // bundles
             ahead_first = (ahead_unit - ahead_sample * bundles) * bundle_columns
             ahead_at = ahead_sample * sample_size + ahead_first + inside + ahead_run * c.to(tl.int64)
-            ahead_mask = _column_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
+            ahead_columns = column_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
             for i in tl.static_range(CHUNKS):
-                there = _tile_mask(row + i * ROWS, hw - first - ahead_run, ahead_mask, True, EVEN)
+                there = tile_mask(row + i * ROWS, hw - first - ahead_run, ahead_columns, True, EVEN)
                 _ask(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
                 _ask(dy_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
 
@@ -251,23 +191,19 @@ def group_norm_nhwc_backward_shared_kernel(
             late_first = late_bundle * bundle_columns
             late_at = late_sample * sample_size + late_first + inside + late_run * c.to(tl.int64)
             late_left = hw - first - late_run
-            late_mask = _column_mask(vector, block_units, late_first + vector_first, c, EVEN)
+            late_columns = column_mask(vector, block_units, late_first + vector_first, c, EVEN)
             late_group = late_bundle * bundle_groups
             last_group = tl.minimum(bundle_groups, groups - late_group) - 1
-            tile = _load_piece(
-                dy_ptr, x_ptr, residual_ptr, late_at, at, row, late_left, late_mask, True, step_size,
+            tile = load_gradient_tiles(
+                dy_ptr, x_ptr, residual_ptr, late_at, at, step_size, row, late_left, late_columns, True,
                 EVEN, ROWS, 1, "evict_first",
             )  # fmt: skip
             statistics_at = late_sample * groups + late_group
-            late_mean = _of_columns(
-                _load_statistics(mean_ptr, statistics_at, vector_group, last_group, LABELS), place
-            )
-            late_rstd = _of_columns(
-                _load_statistics(rstd_ptr, statistics_at, vector_group, last_group, LABELS), place
-            )
+            late_mean = load_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            late_rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
             late_channel = late_first + vector_first + inner
             slope, offset = load_affine(
-                parameters, late_channel, late_sample * c.to(tl.int64) + late_channel, late_mask, GAIN
+                parameters, late_channel, late_sample * c.to(tl.int64) + late_channel, late_columns, GAIN
             )
             if late_run == 0:
                 late_tag = start + late_turn.to(tl.uint32)
@@ -288,55 +224,49 @@ def group_norm_nhwc_backward_shared_kernel(
                     factors = new_factors
                     once -= 1
             scale = slope * late_rstd
-            late_constant = _of_columns(constants, place) * late_rstd
-            late_factor = _of_columns(factors, place) * late_rstd * late_rstd
+            late_constant = of_columns(constants, place) * late_rstd
+            late_factor = of_columns(factors, place) * late_rstd * late_rstd
             for i in tl.static_range(CHUNKS):
                 this = tile
                 if i + 1 < CHUNKS:
-                    tile = _load_piece(
-                        dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * step_size, at, row,
-                        late_left - (i + 1) * ROWS, late_mask, True, step_size, EVEN, ROWS, 1, "evict_first",
+                    tile = load_gradient_tiles(
+                        dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * step_size, at, step_size, row,
+                        late_left - (i + 1) * ROWS, late_columns, True, EVEN, ROWS, 1, "evict_first",
                     )  # fmt: skip
-                centred = chunk_of(this[1], this[2], 0, FAST) - late_mean
-                dz = gained_gradient(
-                    widened(this[0][0], FAST), centred, scale, offset, late_sample.to(tl.int64),
-                    late_at - late_sample * sample_size + i * step_size + at, seed, dropout_threshold, dropout_scale,
-                    ACTIVATION, DROPOUT, GAIN, FAST,
+                tile_at = late_at + i * step_size
+                centred, dz = tile_gradient(
+                    this, 0, row, late_left, late_columns, late_mean, scale, offset, late_sample.to(tl.int64),
+                    tile_at - late_sample * sample_size + at, seed, dropout_threshold, dropout_scale,
+                    True, ACTIVATION, DROPOUT, GAIN, FAST,
                 )  # fmt: skip
                 dx = dz * scale - (centred * late_factor + late_constant)
-                mask = _tile_mask(row + i * ROWS, late_left, late_mask, True, EVEN)
-                dx_at = late_at + i * step_size + at
-                if dresidual_out_ptr is not None:
-                    outside = tl.load(dresidual_out_ptr + dx_at, mask=mask, other=0.0, eviction_policy="evict_first")
-                    dx += outside.to(tl.float32)
-                tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+                outside = load_tiles(
+                    dresidual_out_ptr, tile_at, at, step_size, row, late_left - i * ROWS, late_columns, True,
+                    EVEN, ROWS, 1, "evict_first",
+                )  # fmt: skip
+                if len(outside) > 0:
+                    dx += widened(outside[0], FAST)
+                mask = tile_mask(row + i * ROWS, late_left, late_columns, True, EVEN)
+                tl.store(
+                    dx_ptr + tile_at + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+                )
 
         if wanted:
             first_group = bundle * bundle_groups
             last_group = tl.minimum(bundle_groups, groups - first_group) - 1
             statistics_at = sample * groups + first_group
-            mean = _of_columns(
-                _load_statistics(mean_ptr, statistics_at, vector_group, last_group, LABELS), place
-            )
-            rstd = _of_columns(
-                _load_statistics(rstd_ptr, statistics_at, vector_group, last_group, LABELS), place
-            )
+            mean = load_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
             channel = bundle_first + vector_first + inner
-            slope, offset = load_affine(
-                parameters, channel, sample * c.to(tl.int64) + channel, column_mask, GAIN
-            )
+            slope, offset = load_affine(parameters, channel, sample * c.to(tl.int64) + channel, columns, GAIN)
             scale = slope * rstd
             sum_dz = tl.where(piece > 0, sum_dz, 0.0)
             sum_dz_centred = tl.where(piece > 0, sum_dz_centred, 0.0)
             for i in tl.static_range(CHUNKS):
-                centred = chunk_of(runs[1], runs[2], i, FAST) - mean
-                if not EVEN:
-                    # z of what is not there may be infinite, and 0 * inf would spoil a sum.
-                    centred = tl.where(_tile_mask(row + i * ROWS, left, column_mask, True, False), centred, 0.0)
-                dz = gained_gradient(
-                    widened(runs[0][i], FAST), centred, scale, offset, sample.to(tl.int64),
+                centred, dz = tile_gradient(
+                    tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
                     start_at - sample * sample_size + i * step_size + at, seed, dropout_threshold, dropout_scale,
-                    ACTIVATION, DROPOUT, GAIN, FAST,
+                    EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
                 )  # fmt: skip
                 sum_dz += dz
                 sum_dz_centred += dz * centred
@@ -357,8 +287,8 @@ def group_norm_nhwc_backward_shared_kernel(
                     parameters, block_channel, sample * c.to(tl.int64) + block_channel, there, GAIN
                 )
                 g, g_xhat = sum_pair(
-                    tl.where(mine, channel_dz * block_slope, 0.0), tl.where(mine, channel_dz_xhat * block_slope, 0.0),
-                    1, FAST,
+                    tl.where(mine, channel_dz * block_slope, 0.0), tl.where(mine, channel_dz_xhat * block_slope,
+                    0.0), 1, FAST,
                 )  # fmt: skip
                 tag = start + turn.to(tl.uint32)
                 group = block_group + touched

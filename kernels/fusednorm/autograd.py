@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from fusednorm import group_norm_passes, layer_norm_passes, reference
 from fusednorm.checks import FLOAT8
 from fusednorm.errors import KernelInputError
+from fusednorm.group_norm_checks import in_layout
 from fusednorm.results import Backward, Forward
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
@@ -362,7 +363,8 @@ def _like(op: str, x: Tensor) -> Tensor:
 def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
     """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
     if op == "group_norm":
-        return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
+        walkable = in_layout(gradient, False) or in_layout(gradient, True)
+        return gradient if walkable else torch.empty_like(x).copy_(gradient)
     return gradient.contiguous()
 
 

@@ -3,14 +3,14 @@
 A choice depends on what one sample looks like and on the width of an element, never on the number of
 samples: a sample's bits are the same whatever came with it, and samples never cause a compile.
 
-- tile: whole groups in the registers of one program, read once; small groups, either layout of parameters;
-- shared: programs that wait for one another share a group, or channels-last the groups of a block of columns; x and dy
-  are read a second time out of L1 or L2;
-- split and columns: a kernel for partial sums, a small one that folds them and one that applies them; nothing waits,
-  and x and dy come from memory twice.
+- tile: small groups whole in the registers of one program, read once;
+- shared and blocks: programs that wait for one another share a contiguous group, or channels-last the groups of a
+  block of columns; x and dy are read a second time out of L1 or L2;
+- split and columns: a kernel for partial sums, a small one that folds them and one that applies them; nothing
+  waits, and x and dy come from memory twice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
@@ -20,10 +20,13 @@ from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_launch import Sample, vector_width
 
 L2_BYTES = 30 << 20
-"""Of x and dy that may be under way at once and are still found in L2 when they are read again; an H200 has 60 MB."""
+"""Of x and dy under way at once that are still found in L2 when they are read again; an H200 has 60 MB."""
 
 MAX_OFFSET = 2**31
 """Elements that 32-bit offsets count."""
+
+MOST_LABELS = 2
+"""Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
 
 MAX_PARTS = 65536
 """Partial results of one sample that are aimed at, so that folding them stays a small part of the work."""
@@ -44,8 +47,8 @@ class BackwardShared:
     """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
 
     A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile a vector of 16 bytes of x a thread.
-    `programs_per_sm` programs are resident; they exchange the group's sums, and a piece is read again `lag` pieces after
-    the part's sums went out.  The piece `ahead` pieces on is asked into L2 meanwhile.
+    `programs_per_sm` programs are resident; they exchange the group's sums, and a piece is read again `lag` pieces
+    after the part's sums went out.  The piece `ahead` pieces on is asked into L2 meanwhile.
     """
 
     channels: int
@@ -79,7 +82,8 @@ class BackwardShared:
         programs = self.programs_per_sm * multiprocessors
         under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
         return (
-            self.members(sample, itemsize) <= programs
+            sample.hw * itemsize % 16 == 0
+            and self.members(sample, itemsize) <= programs
             and under_way <= L2_BYTES
             and self.channels * sample.hw < MAX_OFFSET
         )
@@ -89,8 +93,9 @@ class BackwardShared:
 class BackwardBlocks:
     """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
 
-    A slab is `pieces` pieces, a piece `chunks` tiles of as many positions as a vector of 16 bytes of x a thread makes.
-    Blocks that groups straddle go together.  `programs_per_sm`, `lag` and `ahead` are those of `BackwardShared`.
+    A slab is `pieces` pieces, a piece `chunks` tiles of as many positions as a vector of 16 bytes of x a thread
+    makes. Blocks that groups straddle go together.  `programs_per_sm`, `lag` and `ahead` are those of
+    `BackwardShared`.
     """
 
     columns: int
@@ -144,22 +149,33 @@ class BackwardBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BackwardSplit:
-    """`runs` runs of `run_units` vectors a program, in one kernel for sums and one for dx."""
+    """Parts of contiguous groups as in `BackwardShared`, one a program, in a kernel for sums and one for dx."""
 
-    runs: int
-    units: int
-    run_units: int
+    channels: int
+    chunks: int
+    pieces: int
     num_warps: int
+
+    def part_positions(self, itemsize: int) -> int:
+        """Positions of a part."""
+        return self.pieces * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardColumns:
-    """Blocks of `width` columns over `split_rows` positions, in one kernel for sums and one for dx."""
+    """Slabs of `columns` columns, a power of two, one a program, in a kernel for sums and one for dx.
 
-    width: int
-    rows: int
-    split_rows: int
+    A slab is `pieces` pieces of `chunks` tiles of as many positions as one vector a thread makes.
+    """
+
+    columns: int
+    chunks: int
+    pieces: int
     num_warps: int
+
+    def rows(self, vec: int) -> int:
+        """Positions of a tile of vectors of `vec` elements."""
+        return 32 * self.num_warps * vec // self.columns
 
 
 Backward = BackwardTile | BackwardShared | BackwardBlocks | BackwardSplit | BackwardColumns
@@ -172,6 +188,13 @@ FOLD_ROWS, FOLD_COLUMNS, FOLD_NUM_WARPS = 256, 8, 8
 
 FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
 """Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
+
+
+def most_touched(size: int, window: int) -> int:
+    """Intervals of `size`, one behind another, that a window at a multiple of its own size touches at most."""
+    if window % size == 0:
+        return window // size
+    return 1 if size % window == 0 else (window - 2) // size + 2
 
 
 def idle_share(
@@ -218,8 +241,10 @@ def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Back
 def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
     """The configuration in which programs share blocks of columns, or None where it does not fit the device."""
     vector = 16 // itemsize
-    if sample.c % vector:
+    labels = most_touched(sample.channels, vector)
+    if sample.c % vector or labels > MOST_LABELS:
         return None
+    programs_per_sm = 4 if labels == 1 else 3
     widths = {size // itemsize for size in (64, 128, 256)}
     widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
     fitting = [
@@ -227,7 +252,9 @@ def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Backwa
         for pieces in (1, 2, 4, 8)
         for columns in widths
         if columns % vector == 0 and 64 <= columns * itemsize <= 256
-        if (config := BackwardBlocks(columns, 2, pieces, 4, 4, 2, 1)).fits(sample, itemsize, multiprocessors)
+        if (config := BackwardBlocks(columns, 2, pieces, 4, programs_per_sm, 2, 1)).fits(
+            sample, itemsize, multiprocessors
+        )
     ]
     return min(
         fitting,
@@ -243,16 +270,21 @@ def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Backwa
 @lru_cache(maxsize=4096)
 def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardColumns:
     """The configuration whose programs wait for nothing, for samples of any size."""
+    most = _max_splits(sample.c)
     if sample.channels_last:
         vec = vector_width(itemsize, sample.c)
-        width = _column_width(sample, itemsize, vec)
-        rows = max(1, 32 * 8 * vec // width)
-        split_rows = rows * max(8, -(-sample.hw // (rows * _max_splits(sample.c))))
-        return BackwardColumns(width, rows, split_rows, 8)
-    channel_units = sample.hw // vector_width(itemsize, sample.hw)
-    units = min(32, int(next_power_of_2(channel_units)))
-    run_units = units * max(8, -(-channel_units // (units * _max_splits(sample.c))))
-    return BackwardSplit(256 // units, units, run_units, 4)
+        columns = BackwardColumns(_column_width(sample, itemsize, vec), 4, 1, 4)
+        pieces = max(4, -(-sample.hw // (columns.chunks * columns.rows(vec) * most)))
+        return replace(columns, pieces=pieces)
+    shapes = [BackwardSplit(channels, chunks, 1, 4) for chunks in (2, 3, 4) for channels in (1, 2, 4, 8, 16, 32)]
+    shape = min(
+        (shape for shape in shapes if shape.channels * sample.hw < MAX_OFFSET or shape.channels == 1),
+        key=lambda shape: (
+            -(-sample.hw // shape.part_positions(itemsize)) * shape.part_positions(itemsize)
+            * -(-sample.channels // shape.channels) * shape.channels
+        ),
+    )  # fmt: skip
+    return replace(shape, pieces=max(4, -(-sample.hw // (shape.part_positions(itemsize) * most))))
 
 
 def _max_splits(columns: int) -> int:

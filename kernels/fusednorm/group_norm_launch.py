@@ -116,6 +116,7 @@ Forward = ForwardTile | ForwardSweep | ForwardSplit | ForwardSlab | ForwardColum
 FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
 """Elements of a tile, and warps, of the kernels that fold partial results of one group."""
 
+
 def vector_width(itemsize: int, *sizes: int) -> int:
     """Elements of one access: 16 bytes of x, or the largest power of two below that divides every size."""
     vec = 16 // itemsize

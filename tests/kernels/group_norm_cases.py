@@ -17,11 +17,11 @@ from tests.kernels.accuracy import assert_close_to_oracle
 CONTIGUOUS = {
     "tile": (None, None),
     "sweep": (launch.ForwardSweep(16, 4), None),
-    "split": (launch.ForwardSplit(16, 32, 32, 4), BackwardSplit(8, 4, 8, 4)),
+    "split": (launch.ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
 }
 CHANNELS_LAST = {
     "slab": (None, None),
-    "columns": (launch.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 4, 24, 4)),
+    "columns": (launch.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }
 
 
