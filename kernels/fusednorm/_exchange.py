@@ -19,6 +19,9 @@ HEADER_WORDS = tl.constexpr(2)
 
 SLOT_WORDS = tl.constexpr(4)
 
+PAIR_WORDS = tl.constexpr(2)
+"""8-byte words of a slot of `post_pairs`, a float32 and the tag of its round in each."""
+
 _POST = """{
 .reg .pred writer;
 .reg .b32 thread;
@@ -57,6 +60,16 @@ setp.ne.u32 waiting, tag_a, 0;
 @waiting bra again;
 }"""
 
+_POST_PAIR = """{
+.reg .pred writer;
+.reg .b64 word_a, word_b;
+setp.ne.s32 writer, $2, 0;
+mov.b64 word_a, {$3, $5};
+mov.b64 word_b, {$4, $5};
+@writer st.relaxed.gpu.global.v2.b64 [$1], {word_a, word_b};
+mov.u32 $0, 0;
+}"""
+
 # One 16-byte load for a pair: both words of it bear the tag or are asked for again.
 _COLLECT_PAIR = """{
 .reg .pred waiting, lost;
@@ -78,6 +91,7 @@ setp.ne.u32 waiting, tag_a, 0;
 }"""
 POST: tl.constexpr = tl.constexpr(_POST)
 COLLECT: tl.constexpr = tl.constexpr(_COLLECT)
+POST_PAIR: tl.constexpr = tl.constexpr(_POST_PAIR)
 COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
 
@@ -122,24 +136,23 @@ def collect(slot_ptrs, tag):
 
 
 @triton.jit
-def _tagged(value, tag):
-    """A float32 and its tag in one 8-byte word."""
-    bits = value.to(tl.uint32, bitcast=True).to(tl.uint64)
-    return (bits | (tag.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
-
-
-@triton.jit
 def pair_slot_of(mailbox_ptr, team, tag, member, members, pair, pairs, DEPTH: tl.constexpr):
     """Where a member of a team posts one of its `pairs` pairs in the round `tag`; tiles of numbers broadcast."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
-    return mailbox_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * 2
+    return mailbox_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * PAIR_WORDS
 
 
 @triton.jit
-def post_pairs(slot_ptrs, tag, a, b, mask):
-    """Tell the other members a pair for each slot of a tile; exchanges, so that each is written once and whole."""
-    tl.atomic_xchg(slot_ptrs, _tagged(a, tag), mask=mask, sem="relaxed", scope="gpu")
-    tl.atomic_xchg(slot_ptrs + 1, _tagged(b, tag), mask=mask, sem="relaxed", scope="gpu")
+def post_pairs(slot_ptrs, wanted, tag, a, b):
+    """Post a and b to each slot of a tile where `wanted`; threads that hold copies of an element write the same."""
+    tl.inline_asm_elementwise(
+        POST_PAIR,
+        "=r,l,r,r,r,r",
+        [slot_ptrs.to(tl.int64), wanted.to(tl.int32), a, b, tag],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -294,4 +294,4 @@ def _post_moments(
     mean, square = run_moments(chunks, residuals, rows, FULL, ROWS, KEEP, FAST)
     mean, square = fold_to_groups(mean, square, belongs, runs, rows.to(tl.float32) * WIDTH, FAST)
     slots = pair_slot_of(mailbox_ptr, team, tag, member, members, group, GROUPS, DEPTH)
-    post_pairs(slots, tag, mean, square, group < GROUPS)
+    post_pairs(slots, group < GROUPS, tag, mean, square)

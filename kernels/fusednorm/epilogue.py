@@ -73,7 +73,7 @@ def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x, FAST: tl.constexpr):
+def tanh(x, FAST: tl.constexpr):
     """tanh(x) to a relative error of 2^-11, in one instruction; the interpreter's is exact."""
     if FAST:
         return tl.inline_asm_elementwise(
@@ -92,10 +92,10 @@ def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.const
     """
     if ACTIVATION == "silu" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
-        return half * _tanh(half, FAST) + half
+        return half * tanh(half, FAST) + half
     elif ACTIVATION == "gelu_tanh" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
-        return half * _tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI, FAST) + half
+        return half * tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI, FAST) + half
     else:
         return activate(z, ACTIVATION, FAST)
 

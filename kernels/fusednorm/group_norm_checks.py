@@ -6,7 +6,7 @@ from fusednorm.checks import check_shape, check_tensor
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 
-def is_channels_last(x: Tensor) -> bool:
+def is_channels_last(x: Tensor, name: str = "x") -> bool:
     """Whether [N, C, *spatial] lies in memory as [N, *spatial, C]; False when it is plainly contiguous.
 
     A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
@@ -19,8 +19,14 @@ def is_channels_last(x: Tensor) -> bool:
     if x.dim() > 2 and x.permute(0, *range(2, x.dim()), 1).is_contiguous():
         return True
     raise UnsupportedShapeError(
-        f"x must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.stride())}"
+        f"{name} must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.stride())}"
     )
+
+
+def in_layout(tensor: Tensor, channels_last: bool) -> bool:
+    """Whether [N, C, *spatial] lies in memory as that layout has it; a tensor may be of both."""
+    order = (0, *range(2, tensor.dim()), 1) if channels_last else tuple(range(tensor.dim()))
+    return tensor.permute(order).is_contiguous()
 
 
 def check_groups(x: Tensor, num_groups: int) -> None:

@@ -21,8 +21,14 @@ from typing import TypeVar
 
 from triton import next_power_of_2
 
-from fusednorm.group_norm_launch import MAX_PARTS, MAX_PROGRAM_BYTES, MIN_RUN_BYTES, Sample, vector_width
+from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
 from fusednorm.launch import REGISTERS_PER_SM
+
+MAX_PROGRAM_BYTES = 256 * 1024
+"""Bytes of x above which a group or slab that a program reads twice is split over programs."""
+
+MIN_RUN_BYTES = 64
+"""Bytes of neighbouring channels that a channels-last program reads at each position, where groups allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +297,7 @@ def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumn
         return _columns_forward(sample, itemsize)
     vec = vector_width(itemsize, sample.group_length)
     tile = _sweep_units(vec)
-    tiles = -(-sample.group_length // (vec * tile * _max_splits(sample.groups)))
+    tiles = -(-sample.group_length // (vec * tile * max_splits(sample.groups)))
     return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
 
 
@@ -315,11 +321,6 @@ def with_room(config: Held, held_bytes: int, extra: int, multiprocessors: int, m
         if held_bytes // 4 + extra + USUAL_REGISTERS <= registers_for(fewer):
             return fewer
     return None
-
-
-def _max_splits(columns: int) -> int:
-    """Parts to cut each of a sample's columns into, at most."""
-    return min(512, max(32, MAX_PARTS // columns))
 
 
 def _sweep_units(vec: int) -> int:
@@ -391,12 +392,8 @@ def _slab_forward(sample: Sample, itemsize: int) -> ForwardSlab | None:
 
 def _columns_forward(sample: Sample, itemsize: int) -> ForwardColumns:
     vec = vector_width(itemsize, sample.c)
-    widths = [max(vec, size // itemsize) for size in (256, 128, 64, 32)]
-    if sample.c * itemsize < 32:
-        widths = [int(next_power_of_2(sample.c))]
-    # The power of two that pads C least, the widest of equals.
-    width = min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
+    width = column_width(sample, itemsize)
     rows = max(1, 32 * 8 * vec // width)
     step = rows * 4
-    split_rows = step * max(2, -(-sample.hw // (step * _max_splits(sample.c))))
+    split_rows = step * max(2, -(-sample.hw // (step * max_splits(sample.c))))
     return ForwardColumns(width, rows, 4, split_rows, rows * 2, rows * 8, 8)

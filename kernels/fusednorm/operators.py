@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import group_norm_passes, layer_norm_passes, reference
+from fusednorm.group_norm_checks import in_layout
 from fusednorm.results import Backward, Forward
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
@@ -78,7 +79,7 @@ def run_backward(
     """dx, dweight and dbias of the backward pass of `op`, and dresidual if it is another tensor than dx."""
     run: Callable[..., Backward] = getattr(_library(op, x), f"{op}_backward")
     statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
-    dx, dweight, dbias, dresidual = run(
+    result = run(
         dy,
         *_leading(op, x, num_groups),
         *_parameters(op, weight, bias),
@@ -91,7 +92,8 @@ def run_backward(
         seed=seed,
         **statistics,
     )
-    return dx, dweight, dbias, dresidual if _has_own_gradient(residual, op, x) else None
+    dresidual = result.dresidual if _has_own_gradient(residual, op, x) else None
+    return result.dx, result.dweight, result.dbias, dresidual
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -219,7 +221,8 @@ def _like(op: str, x: Tensor) -> Tensor:
 def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
     """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
     if op == "group_norm":
-        return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
+        walkable = in_layout(gradient, False) or in_layout(gradient, True)
+        return gradient if walkable else torch.empty_like(x).copy_(gradient)
     return gradient.contiguous()
 
 

@@ -236,6 +236,8 @@ def group_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -243,11 +245,15 @@ def group_norm_backward(
 ) -> Backward:
     """`layer_norm_backward` with means over a group, dweight and dbias summed over samples and positions.
 
+    With scale or shift [N, C], z = (x_hat * weight + bias) * (1 + scale) + shift; dscale and dshift are sums over
+    positions.
     Dropout's mask is that of `group_norm_forward` for x's layout, whatever dy's.
     """
     view = _groups_view(x, num_groups, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    return _backward(
+        view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, scale=scale, shift=shift
+    )
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
@@ -428,28 +434,40 @@ def _backward(
     residual: Tensor | None,
     dresidual_out: Tensor | None,
     epilogue: Epilogue,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Backward:
     work = view.work
     h = _summed(view, x, residual)
     if rstd is None or (view.centre and mean is None):
-        centre, scale = _statistics(view, h, eps)
+        centre, inverse = _statistics(view, h, eps)
     else:
         aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
-        scale = rstd.to(work).reshape(aligned)
-        centre = torch.zeros_like(scale) if mean is None else mean.to(work).reshape(aligned)
+        inverse = rstd.to(work).reshape(aligned)
+        centre = torch.zeros_like(inverse) if mean is None else mean.to(work).reshape(aligned)
 
-    xhat = (h - centre) * scale
+    xhat = (h - centre) * inverse
     dz = dy.to(work).reshape(view.shape)
     if epilogue.dropout:
         dz = dz * _dropout_factors(view, epilogue, x.device)
     if epilogue.activation != "none":
-        dz = dz * activation_derivative(_affine(view, xhat, weight, bias), epilogue.activation)
+        z = _affine(view, xhat, weight, bias)
+        if scale is not None:
+            z = z * (1.0 + _of_samples(view, scale))
+        if shift is not None:
+            z = z + _of_samples(view, shift)
+        dz = dz * activation_derivative(z, epilogue.activation)
 
+    dshift = None if shift is None else _sample_gradient(view, dz, shift)
+    dscale = None if scale is None else _sample_gradient(view, dz * _affine(view, xhat, weight, bias), scale)
+    if scale is not None:
+        dz = dz * (1.0 + _of_samples(view, scale))
     g = dz if weight is None else dz * _factors(view, weight)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
     if view.centre:
         dh = dh - g.mean(view.axes, keepdim=True)
-    dh = dh * scale
+    dh = dh * inverse
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
     dx = _laid_out_like(x, dh, x.dtype)
@@ -459,7 +477,18 @@ def _backward(
         dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
         dbias=None if bias is None else _parameter_gradient(view, dz, bias),
         dresidual=None if residual is None else dresidual,
+        dscale=dscale,
+        dshift=dshift,
     )
+
+
+def _of_samples(view: _View, parameter: Tensor) -> Tensor:
+    """A parameter [N, C], broadcastable."""
+    return parameter.to(view.work).reshape(*view.shape[:3], 1)
+
+
+def _sample_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
+    return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype)
 
 
 def _work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:

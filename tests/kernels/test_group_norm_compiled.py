@@ -17,10 +17,6 @@ SHAPES = [
     ((4, 64, 32, 32), 64),
 ]
 
-# Bytes that a thread may park, outside the loops, where the assembler does so to fit one more program beside it;
-# Triton 3.6 does, 3.7 does not.
-PARKED = {"group_norm_nhwc_backward_slab_kernel": 64}
-
 COMPILE = """
 import json, math, sys
 import torch
@@ -37,6 +33,8 @@ for (n, c, *spatial), groups in shapes:
     for channels_last in (False, True):
         sample = Sample(groups, c // groups, math.prod(spatial), channels_last)
         x = torch.empty((n, c, *spatial), dtype=dtype, device="meta")
+        if channels_last:
+            x = torch.empty((n, *spatial, c), dtype=dtype, device="meta").movedim(-1, 1)
         w = torch.empty(c, dtype=dtype, device="meta")
         after = Epilogue("silu")
         plans = plan_forward(x, sample, w, w, 1e-5, None, after, Forward(x))
@@ -62,7 +60,7 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
     assert len(reports) > 15
     for kernel, options, _, spilled, registers, widest in reports:
         what = f"{kernel} {options}: {registers} registers, {spilled} bytes spilled, widest accesses {widest}"
-        assert spilled <= PARKED.get(kernel, 0), what
+        assert spilled == 0, what
         if "fold" not in kernel:
             assert widest["ld"] == 16, what
         if "fold" not in kernel and "stats" not in kernel and "sums" not in kernel:
