@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_nchw_pieces import lane_moments, load_chunk_affine, load_chunks, write_chunks
+from fusednorm._group_norm_nchw_pieces import (
+    lane_moments,
+    load_chunk_affine,
+    load_chunks,
+    same_for_all,
+    write_chunks,
+)
 from fusednorm._prefetch import FEW_PROGRAMS, prefetch, touch
 from fusednorm._row_pieces import total_moments
 
@@ -80,6 +86,7 @@ def group_norm_nchw_held_kernel(
             prefetch(x_ptr + base + ahead.to(tl.int64) * length, length)
     count, means, rests, squares = lane_moments(chunks, residuals, length, FULL, BLOCK, GROUP, FAST)
     mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS, FAST)
+    mean, rest = same_for_all(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
     rstd = 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if writer == 0:

@@ -75,6 +75,22 @@ def lane_moments(
 
 
 @triton.jit
+def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
+    """mean and rest of the same sum, with a mean that every thread has: that of `means` where `index` is 0.
+
+    What a reduction merges into mean and rest is right in each thread as a pair, but in one it may be another pair
+    than in the next.  Where parameters are tiles, h - mean and what makes up for rest may be computed in different
+    threads, for each has the layout in which it was loaded.
+    """
+    if PARAMETERS == "piece" or PARAMETERS == "chunk":
+        return mean, rest
+    else:
+        # A sum of one number and zeros is that number in any order.
+        anchor = tl.sum(tl.where(index == 0, means, 0.0))
+        return anchor, (mean - anchor) + rest
+
+
+@triton.jit
 def _channel(
     first, walk, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,

@@ -4,15 +4,22 @@ import triton
 import triton.language as tl
 
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
-from fusednorm._group_norm_nchw_pieces import lane_moments, load_chunk_affine, load_chunks, write_chunks
+from fusednorm._group_norm_nchw_pieces import (
+    lane_moments,
+    load_chunk_affine,
+    load_chunks,
+    same_for_all,
+    write_chunks,
+)
 from fusednorm._prefetch import prefetch
 from fusednorm._row_pieces import merge, merge_even, total_moments
 
 
 @triton.jit
 def _group_moments(
-    mailbox_ptr, team, tag, members, other, count, length, eps, DEPTH: tl.constexpr, EQUAL: tl.constexpr
-):
+    mailbox_ptr, team, tag, members, other, count, length, eps,
+    DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr,
+):  # fmt: skip
     """mean, rest and rstd of a group, whose mean is mean + rest, from what all members posted; waits for that.
 
     `other` [slots] numbers the members, `count` [slots] is the elements of each, 0 past the last.
@@ -24,6 +31,7 @@ def _group_moments(
         _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_even)
     else:
         _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge)
+    mean, rest = same_for_all(mean, rest, means, other, PARAMETERS)
     return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
 
 
@@ -117,7 +125,7 @@ def group_norm_nchw_shared_kernel(
             )
             mean, rest, rstd = _group_moments(
                 mailbox_ptr, team, tag - LAG, members, other, count_of_other,
-                length, eps, DEPTH, EQUAL,
+                length, eps, DEPTH, EQUAL, PARAMETERS,
             )  # fmt: skip
             if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
                 if member == 0:
@@ -136,7 +144,7 @@ def group_norm_nchw_shared_kernel(
             if LAG == 0:
                 affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
                 mean, rest, rstd = _group_moments(
-                    mailbox_ptr, team, tag, members, other, count_of_other, length, eps, DEPTH, EQUAL
+                    mailbox_ptr, team, tag, members, other, count_of_other, length, eps, DEPTH, EQUAL, PARAMETERS
                 )
                 if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
                     if member == 0:

@@ -93,7 +93,7 @@ def share(monkeypatch):
         ((1, 4, 16, 64), 2),  # four slabs of a group, pieces in one channel
         ((1, 6, 5, 56), 2),  # the second slab is not full, vectors in one channel
         ((1, 2, 419), 1),  # no vector access
-        ((2, 12, 419), 4),  # nor here, three slabs of which the last is mostly empty
+        ((1, 6, 419), 2),  # nor here: groups of three channels in three slabs, each vector with its parameters
     ],
 )
 def test_slabs_of_contiguous_groups_match_the_oracle(shape, groups, lag, dtype, share, device, poisoned):
