@@ -1,11 +1,14 @@
-"""Launch configurations that may suit a sample in GroupNorm's backward pass: what tuning times.
+"""Launch configurations that may suit a GroupNorm backward pass: what `tune_group` times.
 
-Bounds on registers are estimates of what the compiler makes of a kernel; they leave out what cannot be fast, not
-everything that is slow.
+Some 20 of a large sample, the likeliest of each algorithm.  Bounds on registers are estimates of what the compiler
+makes of a kernel; they leave out what cannot be fast, not everything that is slow.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from math import ceil
+from typing import TypeVar
 
 from fusednorm.group_norm_backward_launch import (
     MOST_LABELS,
@@ -14,13 +17,13 @@ from fusednorm.group_norm_backward_launch import (
     BackwardColumns,
     BackwardShared,
     BackwardSplit,
-    idle_share,
+    choose_backward,
     most_touched,
+    split_backward,
 )
 from fusednorm.group_norm_launch import Sample, vector_width
 
-MOST = 80
-"""Configurations of one sample, the first of each list."""
+Shared = TypeVar("Shared", BackwardShared, BackwardBlocks)
 
 _MULTIPROCESSORS = 132
 """Of an H200: programs that share groups must all be resident."""
@@ -28,21 +31,29 @@ _MULTIPROCESSORS = 132
 _WASTE = 1.13
 """Of lanes, at most, unless nothing wastes less."""
 
-_LAG_AHEAD = ((2, 1), (2, 2), (3, 1), (1, 1))
+_LAG_AHEAD = ((2, 1), (1, 1), (2, 2), (3, 1), (2, 0))
+_LAGS_OF_SHAPES = (5, 3, 2, 1, 1, 1, 1)
+"""How many lags the first shape of part is tried with, the second, and so on."""
 
 
-def candidates(sample: Sample, itemsize: int) -> Iterator[Backward]:
-    """Configurations for such samples of elements of `itemsize` bytes, each once."""
+def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Backward]:
+    """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
+    yield from dict.fromkeys(_candidates(sample, itemsize, samples))
+
+
+def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Backward]:
+    yield choose_backward(sample, itemsize, _MULTIPROCESSORS)
+    yield split_backward(sample, itemsize)
     if sample.channels_last:
-        yield from _blocks(sample, itemsize)
+        yield from _blocks(sample, itemsize, samples)
         yield from _columns(sample, itemsize)
     else:
-        yield from _shared(sample, itemsize)
+        yield from _shared(sample, itemsize, samples)
         yield from _splits(sample, itemsize)
 
 
-def _shared(sample: Sample, itemsize: int) -> list[BackwardShared]:
-    """The shapes of part that waste least, pieces and residency that fit, then lags."""
+def _shared(sample: Sample, itemsize: int, samples: int) -> list[BackwardShared]:
+    """Of the shapes of part that waste little those that are expected to be fast, with lags."""
     fitting = [
         config
         for warps, resident_warps, chunks, pieces, channels in product(
@@ -59,19 +70,15 @@ def _shared(sample: Sample, itemsize: int) -> list[BackwardShared]:
     lean = [config for config in fitting if config.padded_length(sample, itemsize) <= _WASTE * least]
     lean.sort(
         key=lambda config: (
-            _preference(config, sample, itemsize)
+            _preference(config, sample, itemsize, samples * sample.groups)
             + 1.5 * (config.padded_length(sample, itemsize) > sample.group_length)
             + 0.1 * config.channels
         )
     )
-    return [
-        BackwardShared(c.channels, c.chunks, c.pieces, c.num_warps, c.programs_per_sm, lag, ahead)
-        for c in lean[: MOST // len(_LAG_AHEAD)]
-        for lag, ahead in _LAG_AHEAD
-    ]
+    return _with_lags(lean)
 
 
-def _blocks(sample: Sample, itemsize: int) -> list[BackwardBlocks]:
+def _blocks(sample: Sample, itemsize: int, samples: int) -> list[BackwardBlocks]:
     """Blocks of 64 to 256 bytes, and of whole groups, over slabs that fit."""
     vector = 16 // itemsize
     if sample.c % vector or most_touched(sample.channels, vector) > MOST_LABELS:
@@ -94,21 +101,36 @@ def _blocks(sample: Sample, itemsize: int) -> list[BackwardBlocks]:
     ]
     fitting.sort(
         key=lambda config: (
-            _preference(config, sample, itemsize)
+            _preference(config, sample, itemsize, samples * _bundles(config, sample))
             + 4 * config.padded_width(sample, itemsize) / sample.c
             + abs(config.columns * itemsize / 128 - 1.2)
         )
     )
+    return _with_lags(fitting)
+
+
+def _with_lags(shapes: list[Shared]) -> list[Shared]:
+    """The first of these that differ in what a program holds, each with as many lags as its place is worth."""
+    chosen: dict[tuple[int, ...], Shared] = {}
+    for config in shapes:
+        chosen.setdefault((config.chunks, config.num_warps, config.programs_per_sm), config)
     return [
-        BackwardBlocks(c.columns, c.chunks, c.pieces, c.num_warps, c.programs_per_sm, lag, ahead)
-        for c in fitting[: MOST // 4]
-        for lag, ahead in ((2, 1), (2, 0), (1, 1), (3, 2))
+        replace(config, lag=lag, ahead=ahead)
+        for config, lags in zip(chosen.values(), _LAGS_OF_SHAPES, strict=False)
+        for lag, ahead in _LAG_AHEAD[:lags]
     ]
 
 
-def _preference(config: BackwardShared | BackwardBlocks, sample: Sample, itemsize: int) -> float:
-    """Small for what is expected to be fast."""
-    idle = idle_share(config, sample, itemsize, _MULTIPROCESSORS)
+def _bundles(config: BackwardBlocks, sample: Sample) -> int:
+    return ceil(sample.c / (config.bundle_blocks(sample) * config.columns))
+
+
+def _preference(config: BackwardShared | BackwardBlocks, sample: Sample, itemsize: int, units: int) -> float:
+    """Small for what is expected to be fast: a few chunks and pieces, and few programs idle in the last turn."""
+    programs = config.programs_per_sm * _MULTIPROCESSORS
+    members = config.members(sample, itemsize)
+    turns = ceil(units / (programs // members))
+    idle = 1 - units * members / (turns * programs)
     return abs(config.chunks - 3) + 0.8 * abs(config.pieces - 1.5) + 0.5 * (config.num_warps > 4) + 5 * idle
 
 
@@ -124,13 +146,13 @@ def _splits(sample: Sample, itemsize: int) -> Iterator[BackwardSplit]:
         for shape in shapes
     ]  # fmt: skip
     lean = [shape for shape, padded in zip(shapes, work, strict=True) if padded <= 1.03 * min(work)]
-    yield from sorted(lean, key=lambda shape: shape.channels)[:24]
+    yield from sorted(lean, key=lambda shape: shape.channels)[:4]
 
 
 def _columns(sample: Sample, itemsize: int) -> Iterator[BackwardColumns]:
     """Blocks of 64 to 256 bytes."""
     vec = vector_width(itemsize, sample.c)
-    for size, chunks, pieces, warps in product((64, 128, 256), (2, 4), (2, 4, 8), (4, 8)):
+    for size, chunks, pieces, warps in ((128, 4, 4, 4), (128, 2, 8, 8), (256, 4, 4, 8), (64, 4, 8, 4)):
         config = BackwardColumns(size // itemsize, chunks, pieces, warps)
         if config.columns <= sample.c and chunks * pieces * config.rows(vec) <= sample.hw:
             yield config

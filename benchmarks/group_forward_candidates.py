@@ -1,11 +1,15 @@
 """Launch configurations that may suit a GroupNorm forward pass: what `tune_group` times.
 
-Bounds on registers are estimates of what the compiler makes of a kernel; they leave out what cannot be fast, not
-everything that is slow.
+Some 20 of a large sample, the likeliest of each algorithm: those whose programs fill the device in whole turns, and
+whose registers and L1 keep what covers the latency of memory.  Bounds on registers are estimates of what the
+compiler makes of a kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
+from math import ceil
+from typing import TypeVar
 
 from fusednorm.group_norm_forward_launch import (
     Forward,
@@ -22,99 +26,167 @@ from fusednorm.group_norm_forward_launch import (
 )
 from fusednorm.group_norm_launch import Sample
 
+Shared = TypeVar("Shared", ForwardShared, ForwardBlock, ForwardSharedBlock)
+
 _MULTIPROCESSORS = 132
 """Of an H200: programs that share a group must all be resident."""
 
 _HELD_BYTES = 128 << 10
 """Groups up to as many bytes are held by one program."""
 
+_SHARED_BYTES = 16 << 10
+"""Groups of fewer bytes are not shared."""
 
-def candidates(sample: Sample, itemsize: int) -> Iterator[Forward]:
-    """Configurations for samples of elements of `itemsize` bytes, each once."""
-    found = dict.fromkeys(_candidates(sample, itemsize))
-    yield from found
+_PIECES_BYTES = 1 << 20
+"""Groups of fewer bytes are not read twice from memory."""
+
+_SHARED_BY_LAG = {0: 6, 1: 2, 2: 4, 3: 2}
+"""Configurations that share groups, by lag; twice as many of 0 where lags are not worth their second read."""
+
+_WORTH_LAGS = 256 << 10
+"""Bytes of the smallest groups whose slabs are read again some groups later."""
 
 
-def _candidates(sample: Sample, itemsize: int) -> Iterator[Forward]:
+def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward]:
+    """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
+    yield from dict.fromkeys(_candidates(sample, itemsize, samples))
+
+
+def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward]:
     yield choose_forward(sample, itemsize, _MULTIPROCESSORS)
     yield never_waiting(sample, itemsize)
     if sample.channels_last:
-        yield from blocks(sample, itemsize)
-        yield from shared_blocks(sample, itemsize)
-        for groups in block_groups(sample, itemsize)[:3]:
+        yield from blocks(sample, itemsize, samples)
+        together = list(shared_blocks(sample, itemsize, samples))
+        yield from together
+        for groups in block_groups(sample, itemsize)[: 1 if together else 4]:
             yield from pieces(sample, itemsize, groups)
     else:
-        yield from held(sample, itemsize)
-        yield from shared(sample, itemsize)
+        yield from held(sample, itemsize, samples)
+        yield from shared(sample, itemsize, samples)
         yield from pieces(sample, itemsize, 0)
 
 
-def held(sample: Sample, itemsize: int) -> Iterator[ForwardHeld]:
+def held(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardHeld]:
     """Groups in the registers of one program; what is asked ahead, and by how many it is written."""
     if sample.group_length * itemsize > _HELD_BYTES:
         return
-    for warps, programs_per_sm in product((4, 8, 16, 32), (1, 2, 3, 4, 5, 6, 8)):
-        chunks = -(-sample.group_length // (256 * warps))
-        config = ForwardHeld(warps, programs_per_sm)
-        if chunks <= 32 and _fits(config, chunks * 2 * itemsize):
-            for writers, ahead_per_sm in ((1, 0), (1, 1), (1, 2), (2, 0), (4, 0)):
-                yield ForwardHeld(warps, programs_per_sm, writers, ahead_per_sm)
+    units = samples * sample.groups
+    for warps in (4, 8, 16, 32):
+        chunks = ceil(sample.group_length / (256 * warps))
+        fitting = [p for p in range(1, 9) if _fits(ForwardHeld(warps, p), chunks * 2 * itemsize)]
+        for programs_per_sm in fitting[-2:]:
+            for ahead in (0, 1) if units > _MULTIPROCESSORS * programs_per_sm else (0,):
+                yield ForwardHeld(warps, programs_per_sm, 1, ahead)
+        for writers in (2, 4):
+            if fitting and writers * units <= _MULTIPROCESSORS:
+                yield ForwardHeld(warps, fitting[0], writers, 0)
 
 
-def shared(sample: Sample, itemsize: int) -> Iterator[ForwardShared]:
-    """Slabs that divide a group evenly where any do, in registers or read again some groups later."""
-    if sample.group_length * itemsize <= 32 << 10:
+def shared(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardShared]:
+    """Slabs in registers, or read again some groups later."""
+    nbytes = sample.group_length * itemsize
+    if nbytes <= _SHARED_BYTES:
         return
-    found = [
-        config
-        for chunks, warps, programs_per_sm, lag in product(
-            (2, 4, 5, 8, 10, 12, 16), (4, 8, 16), (1, 2, 3, 4, 5, 6), (0, 1, 2, 3)
-        )
-        if _fits(
-            config := ForwardShared(chunks * 2 // itemsize, warps, programs_per_sm, lag, 1),
-            (1 if lag == 0 else 2) * config.chunks * 2 * itemsize,
-        )
-        and 1 < config.members(sample) <= _MULTIPROCESSORS * programs_per_sm
-        and config.chunks > 0
-    ]
-    even = [config for config in found if sample.group_length % (config.chunks * config.block) == 0]
-    yield from even or found
+    for lag, count in _by_lag(nbytes):
+        found: dict[ForwardShared, float] = {}
+        for chunks, warps, programs_per_sm in product((2, 3, 4, 5, 6, 8, 10, 12, 16), (4, 8, 16), range(1, 7)):
+            config = ForwardShared(max(1, chunks * 2 // itemsize), warps, programs_per_sm, lag, 1)
+            held = config.chunks * 2 * itemsize
+            if _fits(config, held * (1 if lag == 0 else 2)):
+                members = config.members(sample)
+                padding = members * config.chunks * config.block / sample.group_length
+                found[config] = padding * _cost(
+                    members, samples * sample.groups, programs_per_sm, held * 128 * warps * programs_per_sm, lag
+                )
+        yield from _best(found, count)
 
 
-def blocks(sample: Sample, itemsize: int) -> Iterator[ForwardBlock]:
+def blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardBlock]:
     """Blocks of columns in the registers of one program."""
-    for groups, warps, programs_per_sm in product(block_groups(sample, itemsize)[:4], (4, 8, 16), (1, 2, 3, 4, 6)):
-        chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
-        config = ForwardBlock(groups, warps, programs_per_sm)
+    found: dict[ForwardBlock, float] = {}
+    for groups, warps, programs_per_sm in product(block_groups(sample, itemsize)[:3], (4, 8, 16), range(1, 7)):
+        tile = block_tile(sample, groups, warps, itemsize)
+        chunks = ceil(sample.hw / tile.rows)
+        units = samples * ceil(sample.groups / groups)
+        config = ForwardBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
         if chunks <= 20 and _fits(config, chunks * 4, sums=16):
-            for writers in (1, 2, 4):
-                yield ForwardBlock(groups, warps, programs_per_sm, writers)
+            turns = units / (_MULTIPROCESSORS * programs_per_sm)
+            found[config] = _width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
+    yield from _best(found, 8)
 
 
-def shared_blocks(sample: Sample, itemsize: int) -> Iterator[ForwardSharedBlock]:
+def shared_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardSharedBlock]:
     """Pieces of as many positions for each program, in registers or read again some blocks later."""
-    for groups, warps, programs_per_sm, lag in product(
-        block_groups(sample, itemsize)[:3], (4, 8, 16), (1, 2, 3, 4), (0, 1, 2)
-    ):
-        rows = block_tile(sample, groups, warps, itemsize).rows
-        for most in (16, 8) if lag == 0 else (8,):
-            members = -(-sample.hw // (most * rows))
-            config = ForwardSharedBlock(groups, -(-sample.hw // (members * rows)), warps, programs_per_sm, lag, 1)
-            if (
-                _fits(config, (1 if lag == 0 else 2) * config.chunks * 4, sums=16)
-                and 1 < config.members(sample, itemsize) <= _MULTIPROCESSORS * programs_per_sm
-            ):
-                yield config
+    for lag, count in _by_lag(sample.group_length * itemsize):
+        found: dict[ForwardSharedBlock, float] = {}
+        for groups, warps, programs_per_sm, most in product(
+            block_groups(sample, itemsize)[:4], (4, 8, 16), range(1, 5), (4, 6, 8, 12, 16)
+        ):
+            tile = block_tile(sample, groups, warps, itemsize)
+            members = ceil(sample.hw / (most * tile.rows))
+            config = ForwardSharedBlock(
+                groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
+            )
+            if _fits(config, config.chunks * (4 if lag == 0 else 8), sums=16):
+                members = config.members(sample, itemsize)
+                padding = members * config.chunks * tile.rows / sample.hw
+                found[config] = (
+                    padding
+                    * _width_cost(sample, groups, tile.vectors * tile.vec, itemsize)
+                    * _cost(
+                        members,
+                        samples * ceil(sample.groups / groups),
+                        programs_per_sm,
+                        config.chunks * 512 * warps * programs_per_sm,
+                        lag,
+                    )
+                )
+        yield from _best(found, count)
 
 
 def pieces(sample: Sample, itemsize: int, groups: int) -> Iterator[ForwardPieces]:
-    """Two sweeps, for samples beyond what one multiprocessor holds."""
-    if sample.c * sample.hw * itemsize < 4 << 20:
+    """Two sweeps of memory."""
+    if sample.group_length * itemsize < _PIECES_BYTES:
         return
-    for chunks, warps, programs_per_sm in product((4, 8, 16), (4, 8), (2, 3, 4, 5, 6)):
-        config = ForwardPieces(chunks, warps, programs_per_sm, groups)
-        if _fits(config, chunks * 4, sums=8):
-            yield config
+    for chunks, warps, programs_per_sm in ((8, 4, 5), (8, 8, 3), (16, 4, 4), (4, 8, 4)):
+        yield ForwardPieces(chunks, warps, programs_per_sm, groups)
+
+
+def _by_lag(group_bytes: int) -> Iterable[tuple[int, int]]:
+    if group_bytes < _WORTH_LAGS:
+        return ((0, 2 * _SHARED_BY_LAG[0]),)
+    return _SHARED_BY_LAG.items()
+
+
+def _cost(members: int, units: int, programs_per_sm: int, sm_bytes: int, lag: int) -> float:
+    """Time of a shared pass, relative: of programs that share nothing, idle in the last turn, or wait too much."""
+    programs = _MULTIPROCESSORS * programs_per_sm
+    if not 1 < members <= programs:
+        return float("inf")
+    teams = min(units, programs // members)
+    turns = ceil(units / teams)
+    busy = units * members / (turns * programs)
+    # In registers a multiprocessor holds about 128 KB; what is read again should stay in L1.
+    wanted = 128 << 10 if lag == 0 else 48 << 10
+    # A turn costs an exchange; more programs to a multiprocessor hide more of it.
+    return (1 + 0.25 * abs(sm_bytes / wanted - 1) + (0.3 if lag == 0 else 0.1) / programs_per_sm) / busy
+
+
+def _width_cost(sample: Sample, groups: int, lanes: int, itemsize: int) -> float:
+    """Lanes of all blocks for each column, and what runs of less than 128 bytes cost beyond."""
+    nbytes = groups * sample.channels * itemsize
+    return ceil(sample.groups / groups) * lanes / sample.c * (1 + 0.3 * max(0.0, 128 / nbytes - 1))
+
+
+def _best(found: dict[Shared, float], count: int) -> list[Shared]:
+    """The `count` of least cost, of those that differ in the number of resident programs alone the best."""
+    chosen: dict[Shared, Shared] = {}
+    for config in sorted(found, key=lambda config: found[config]):
+        if len(chosen) == count or found[config] == float("inf"):
+            break
+        chosen.setdefault(replace(config, programs_per_sm=1), config)
+    return list(chosen.values())
 
 
 def _fits(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import group_norm_forward_launch, group_norm_launch, traffic
+from fusednorm import group_norm_backward_launch, group_norm_forward_launch, traffic
 from fusednorm.checks import Epilogue
 from fusednorm.group_norm_backward_plan import plan_backward
 from fusednorm.group_norm_forward_plan import plan_forward
@@ -35,7 +35,7 @@ from benchmarks.suites import PASSES
 from benchmarks.timing import Timer
 from benchmarks.workers import run_in_workers
 
-Config = group_norm_forward_launch.Forward | group_norm_launch.Backward
+Config = group_norm_forward_launch.Forward | group_norm_backward_launch.Backward
 
 CANDIDATES = {"forward": group_forward_candidates.candidates, "backward": group_backward_candidates.candidates}
 GROUPS = 32
@@ -43,18 +43,23 @@ ACTIVATION = "silu"
 LAYOUTS = ("nchw", "nhwc")
 SHAPES = (
     (8, 512, 64, 64),
-    (16, 320, 64, 64),
-    (32, 256, 56, 56),
-    (2, 320, 64, 64),
     (2, 960, 128, 128),
-    (4, 256, 256, 256),
     (4, 128, 512, 512),
-    (1, 128, 1024, 1024),
+    (32, 256, 56, 56),
     (1, 128, 20, 256, 256),
+    (16, 320, 64, 64),
+    (4, 256, 256, 256),
+    (1, 128, 1024, 1024),
     (2, 640, 32, 32),
-    (2, 1280, 16, 16),
+    (2, 320, 64, 64),
     (1, 512, 128, 128),
+    (2, 1280, 16, 16),
 )
+"""Those of the targets; one of each class first."""
+
+_COMPILING = 0.5
+"""Of the seconds that a run may take, at most."""
+
 COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy")
 
 
@@ -84,7 +89,7 @@ class Cell:
 
     def configs(self, only: str = "") -> Iterator[Config]:
         """Its candidates whose repr matches."""
-        for config in CANDIDATES[self.pass_](self.sample, self.torch_dtype.itemsize):
+        for config in CANDIDATES[self.pass_](self.sample, self.torch_dtype.itemsize, self.shape[0]):
             if re.search(only, repr(config)):
                 yield config
 
@@ -137,7 +142,7 @@ class Pass:
         if self.dy is None:
             assert isinstance(config, group_norm_forward_launch.Forward)
             return plan_forward(*inputs, None, epilogue, Forward(*self.results), config)
-        assert isinstance(config, group_norm_launch.Backward)
+        assert isinstance(config, group_norm_backward_launch.Backward)
         after = (self.mean, self.rstd, None, None, epilogue, Backward(*self.results), config)
         return plan_backward(self.dy, *inputs, *after)
 
@@ -168,18 +173,41 @@ def compile_kernels(item: tuple[Cell, Config]) -> None:
         step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
-def kernels_of(work: dict[Cell, list[Config]]) -> list[tuple[Cell, Config]]:
-    """One item for each set of kernels: configurations and cells may share theirs."""
-    sets: dict[object, tuple[Cell, Config]] = {}
+def kernels_of(work: dict[Cell, list[Config]]) -> dict[Cell, list[tuple[Cell, Config]]]:
+    """One item for each set of kernels, at the first cell that needs it: cells and configurations share theirs."""
+    known: set[object] = set()
+    kernels: dict[Cell, list[tuple[Cell, Config]]] = {}
     for cell, configs in work.items():
         of = Pass(cell, "meta")
+        kernels[cell] = []
         for config in configs:
             key = tuple(
                 (step.kernel.fn.__name__, cell.dtype, tuple(sorted(step.options.items())))
                 for step in of.plan(config)
             )
-            sets.setdefault(key, (cell, config))
-    return list(sets.values())
+            if key not in known:
+                known.add(key)
+                kernels[cell].append((cell, config))
+    return kernels
+
+
+def compiled_cells(kernels: dict[Cell, list[tuple[Cell, Config]]], seconds: float) -> list[Cell]:
+    """Compile for each cell in turn; those for which that came to its end in time."""
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    items = [item for of_cell in kernels.values() for item in of_cell]
+    began = time.monotonic()
+    taken = run_in_workers(compile_kernels, items, workers, seconds)
+    spent = time.monotonic() - began
+    # Those taken last were given up where time ran out.
+    done = taken - workers if spent > seconds else taken
+    print(f"{done} of {len(items)} sets of kernels compiled in {spent:.0f} s", flush=True)
+    cells = []
+    for cell, of_cell in kernels.items():
+        done -= len(of_cell)
+        if done < 0:
+            break
+        cells.append(cell)
+    return cells
 
 
 def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> list[Timed]:
@@ -219,14 +247,12 @@ def main() -> None:
         Cell(pass_, shape, layout, dtype)
         for pass_ in arguments.passes.split(",")
         for dtype in arguments.dtype.split(",")
-        for layout in arguments.layout.split(",")
         for shape in shapes
+        for layout in arguments.layout.split(",")
     ]
     work = {cell: list(cell.configs(arguments.only)) for cell in cells}
     began = time.monotonic()
-    kernels = kernels_of(work)
-    taken = run_in_workers(compile_kernels, kernels, max(1, (os.cpu_count() or 2) - 2), arguments.seconds)
-    print(f"{taken} of {len(kernels)} sets of kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
+    cells = compiled_cells(kernels_of(work), arguments.seconds * _COMPILING)
     if arguments.compile_only:
         return
 
@@ -234,11 +260,11 @@ def main() -> None:
     with arguments.out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for cell, configs in work.items():
+        for cell in cells:
             if time.monotonic() - began > arguments.seconds:
                 print("out of time", file=sys.stderr)
                 break
-            rows = time_cell(cell, configs, timer)
+            rows = time_cell(cell, work[cell], timer)
             shape = "x".join(map(str, cell.shape))
             for row in rows:
                 figures = (f"{row.ms:.5f}", f"{row.of_copy:.4f}")
@@ -258,7 +284,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose repr it matches")
     parser.add_argument("--compile-only", action="store_true", help="fill the cache and stop")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="start no cell after this time, half of which may be compiling",
     )
     return parser.parse_args()
 

@@ -6,9 +6,9 @@ whoever touches the group collects that.  For cooperative launches alone; tags, 
 duty are those of `_exchange`.
 
 Slots are those of `post_pairs`: one for a group's total and one for each contributor behind it.  Turns take turns
-in DEPTH sets of slots, a power of two.  A program that collects the totals of turn n - LAG before it posts its parts
-of turn n needs DEPTH >= LAG: the leader had then read the parts of turn n - LAG; and before it posts a total anew,
-all contributors have posted parts of the same turn.
+in DEPTH sets of slots, a power of two.  A program that collects the totals of turn n - LAG before it posts its
+parts of turn n needs DEPTH >= LAG: the leader had then read the parts of turn n - LAG; and before it posts a total
+anew, all contributors have posted parts of the same turn.
 """
 
 import triton
