@@ -16,6 +16,7 @@ from fusednorm.group_norm_forward_launch import (
     ForwardBlock,
     ForwardHeld,
     ForwardPieces,
+    ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
     block_groups,
@@ -63,6 +64,7 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward
             yield from pieces(sample, itemsize, groups)
     else:
         yield from held(sample, itemsize, samples)
+        yield from rolling(sample, itemsize, samples)
         yield from shared(sample, itemsize, samples)
         yield from pieces(sample, itemsize, 0)
 
@@ -81,6 +83,18 @@ def held(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardHeld]:
         for writers in (2, 4):
             if fitting and writers * units <= _MULTIPROCESSORS:
                 yield ForwardHeld(warps, fitting[0], writers, 0)
+
+
+def rolling(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardRolling]:
+    """Groups in the registers of persistent programs that have several of them."""
+    if sample.group_length * itemsize > _HELD_BYTES:
+        return
+    for warps in (8, 16):
+        held = ceil(sample.group_length / (256 * warps)) * 2 * itemsize
+        fitting = [p for p in range(1, 5) if _fits(ForwardRolling(warps, p, 0), held + 24)]
+        if fitting and samples * sample.groups > _MULTIPROCESSORS * fitting[-1]:
+            for ahead in (0, 1):
+                yield ForwardRolling(warps, fitting[-1], ahead)
 
 
 def shared(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardShared]:
@@ -190,7 +204,7 @@ def _best(found: dict[Shared, float], count: int) -> list[Shared]:
 
 
 def _fits(
-    config: ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock | ForwardPieces,
+    config: ForwardHeld | ForwardRolling | ForwardShared | ForwardBlock | ForwardSharedBlock,
     held: int,
     sums: int = 0,
 ) -> bool:

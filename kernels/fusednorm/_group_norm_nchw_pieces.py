@@ -9,13 +9,14 @@ import triton.language as tl
 
 from fusednorm._group_norm_affine import load_affine, slope_and_offset
 from fusednorm._group_norm_nchw_kernels import quotient
+from fusednorm._group_norm_words import widened_words
 from fusednorm._reductions import rounded_product
 from fusednorm._row_pieces import chunk_of
 from fusednorm.epilogue import activate_to, dropout_keep
 
 
 @triton.jit
-def _element(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def element_of_chunk(BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """The elements of a chunk, [lanes, GROUP]."""
     return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
@@ -26,7 +27,7 @@ def load_chunks(
     FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """`length` elements from ptr + at on; masked ones are 0.  The tuple is empty where ptr is None."""
-    element = _element(BLOCK, GROUP)
+    element = element_of_chunk(BLOCK, GROUP)
     chunks = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
@@ -40,18 +41,27 @@ def load_chunks(
 
 
 @triton.jit
+def _float_chunk(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr):
+    if WORDS is None:
+        return chunk_of(chunks, residuals, i, FAST)
+    else:
+        return widened_words(chunks[i], WORDS, FAST)
+
+
+@triton.jit
 def lane_moments(
-    chunks, residuals, length, FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr
-):
+    chunks, residuals, length,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr = None,
+):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
 
     In one pass about a pivot, the mean of the lane's first vector: with n vectors a lane, what cancels is
-    n * 2^-24 of the result at worst.
+    n * 2^-24 of the result at worst.  Where WORDS is a type, chunks are its words, and there are no residuals.
     """
     lanes: tl.constexpr = BLOCK // GROUP
-    element = _element(BLOCK, GROUP)
+    element = element_of_chunk(BLOCK, GROUP)
     start = tl.arange(0, lanes)[:, None] * GROUP
-    first = tl.sum(chunk_of(chunks, residuals, 0, FAST), 1, keep_dims=True)
+    first = tl.sum(_float_chunk(chunks, residuals, 0, FAST, WORDS), 1, keep_dims=True)
     if FULL > 0:
         pivot = first * (1.0 / GROUP)
     else:
@@ -61,7 +71,7 @@ def lane_moments(
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     sum_2 = tl.zeros((lanes, 1), tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = chunk_of(chunks, residuals, i, FAST) - pivot
+        d = _float_chunk(chunks, residuals, i, FAST, WORDS) - pivot
         if i >= FULL:
             d = tl.where(element + i * BLOCK < length, d, 0.0)
             count += tl.minimum(tl.maximum(length - (start + i * BLOCK), 0), GROUP).to(tl.float32)
@@ -97,7 +107,7 @@ def _channel(
 ):  # fmt: skip
     """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters."""
     if PARAMETERS == "element":
-        at = first + i * BLOCK + _element(BLOCK, GROUP)
+        at = first + i * BLOCK + element_of_chunk(BLOCK, GROUP)
     elif PARAMETERS == "vector":
         at = first // GROUP + i * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[:, None]
     else:
@@ -141,7 +151,7 @@ def write_chunks(
         mean, rest: the group's mean is mean + rest.
         dropout: seed, threshold and scale.
     """
-    element = _element(BLOCK, GROUP)
+    element = element_of_chunk(BLOCK, GROUP)
     base = row * group_length + first
     for i in tl.static_range(len(chunks)):
         current = affine
@@ -149,13 +159,13 @@ def write_chunks(
             affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS, WIDE)
         if SHARED:
             if i & (writers - 1) == writer:
-                _write_chunk(
+                write_chunk(
                     chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                     length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout,
                     element, i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
         else:
-            _write_chunk(
+            write_chunk(
                 chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                 length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout, element,
                 i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
@@ -163,11 +173,12 @@ def write_chunks(
 
 
 @triton.jit
-def _write_chunk(
+def write_chunk(
     h, affine, y_ptr, residual_out_ptr, base, length, row, first, group_length, walk, mean, rest, rstd, dropout,
     element, IS_FULL: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """y, and h, of one chunk of `length` elements at `base` of the outputs and `first` of the group."""
     if IS_FULL:
         mask = tl.full(h.shape, True, tl.int1)
     else:

@@ -6,6 +6,7 @@ import triton
 
 from fusednorm import group_norm_forward_launch as configs
 from fusednorm._group_norm_nchw_held_kernels import group_norm_nchw_held_kernel
+from fusednorm._group_norm_nchw_rolling_kernels import group_norm_nchw_rolling_kernel
 from fusednorm._group_norm_nchw_shared_kernels import group_norm_nchw_shared_kernel
 from fusednorm._group_norm_nhwc_shared_kernels import group_norm_nhwc_held_kernel, group_norm_nhwc_shared_kernel
 from fusednorm.device import INTERPRETED, multiprocessor_count
@@ -21,7 +22,12 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
     extra = 48 if call.epilogue.dropout else 16 if call.epilogue.activation == "gelu" else 0
     multiprocessors = multiprocessor_count(call.x.device)
     match config:
+        case configs.ForwardRolling() if call.residual is not None or not _in_words(call):
+            return fitted(call, configs.ForwardHeld(config.num_warps, config.programs_per_sm))
         case configs.ForwardHeld():
+            chunks = triton.cdiv(sample.group_length, config.block)
+            return configs.with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
+        case configs.ForwardRolling():
             chunks = triton.cdiv(sample.group_length, config.block)
             return configs.with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
         case configs.ForwardShared():
@@ -45,6 +51,11 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
             return config
 
 
+def _in_words(call: ForwardCall) -> bool:
+    """Whether groups start and end at multiples of 16 bytes."""
+    return call.group_vec * call.x.element_size() == 16 and call.x.data_ptr() % 16 == 0
+
+
 def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
     """A program for each group, or for each share of one."""
     rows, sample = call.n * call.sample.groups, call.sample
@@ -66,6 +77,26 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nchw_held_kernel, (rows * writers,), arguments, options)
+
+
+def rolling_launch(call: ForwardCall, config: configs.ForwardRolling) -> Launch:
+    """Persistent programs, a group after another each."""
+    rows, sample, out = call.n * call.sample.groups, call.sample, call.out
+    chunks = triton.cdiv(sample.group_length, config.block)
+    programs = min(rows, multiprocessor_count(call.x.device) * config.programs_per_sm)
+    arguments = (
+        call.x, call.weight, call.bias, call.scale, call.shift, out.y, *call.statistics,
+        rows, call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
+    )  # fmt: skip
+    options = {
+        **_contiguous_options(call, config, chunks),
+        "FULL": sample.group_length // config.block,
+        "AHEAD": config.ahead if can_prefetch(call.group_vec, call.x) else 0,
+        "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
+        "maxnreg": configs.registers_for(config),
+        **epilogue_options(call.epilogue),
+    }
+    return Launch(group_norm_nchw_rolling_kernel, (programs,), arguments, options)
 
 
 def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
@@ -160,7 +191,7 @@ def _writers(units: int, most: int, multiprocessors: int) -> int:
 
 
 def _contiguous_options(
-    call: ForwardCall, config: configs.ForwardHeld | configs.ForwardShared, chunks: int
+    call: ForwardCall, config: configs.ForwardHeld | configs.ForwardRolling | configs.ForwardShared, chunks: int
 ) -> dict[str, object]:
     return {
         "VEC": call.group_vec,

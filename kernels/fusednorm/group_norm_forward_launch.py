@@ -61,6 +61,24 @@ class ForwardHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardRolling:
+    """`ForwardHeld` by persistent programs, `programs_per_sm` to a multiprocessor.
+
+    As a chunk of a group is written, that of the program's next group takes its registers.  The group `ahead` turns
+    on is asked into L2.
+    """
+
+    num_warps: int
+    programs_per_sm: int
+    ahead: int
+
+    @property
+    def block(self) -> int:
+        """Elements of a chunk."""
+        return 256 * self.num_warps
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardShared:
     """Programs that share a group, a slab of `chunks` chunks of 8 elements a thread each.
 
@@ -177,6 +195,7 @@ class ForwardColumns:
 Forward = (
     ForwardTile
     | ForwardHeld
+    | ForwardRolling
     | ForwardShared
     | ForwardSweep
     | ForwardSplit
@@ -188,8 +207,8 @@ Forward = (
 )
 
 
-Resident = ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock | ForwardPieces
-Held = TypeVar("Held", ForwardHeld, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
+Resident = ForwardHeld | ForwardRolling | ForwardShared | ForwardBlock | ForwardSharedBlock | ForwardPieces
+Held = TypeVar("Held", ForwardHeld, ForwardRolling, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from fusednorm.group_norm_forward_held_plan import (
     block_launch,
     fitted,
     held_launch,
+    rolling_launch,
     shared_block_launch,
     shared_launch,
 )
@@ -67,6 +68,8 @@ def plan_forward(
     match config:
         case configs.ForwardHeld() as held:
             return [held_launch(call, held)]
+        case configs.ForwardRolling() as rolling:
+            return [rolling_launch(call, rolling)]
         case configs.ForwardShared() as shared:
             return [shared_launch(call, shared)]
         case configs.ForwardBlock() as block:

@@ -1,9 +1,10 @@
 """What the tuning run of GroupNorm sets out to do: everything that is needed, in the time of one run."""
 
 import pytest
-from benchmarks.tune_group import LAYOUTS, SHAPES, Cell, kernels_of
 from fusednorm.group_norm_backward_launch import choose_backward
 from fusednorm.group_norm_forward_launch import choose_forward
+
+from benchmarks.tune_group import LAYOUTS, SHAPES, Cell, kernels_of
 
 CELLS = {
     pass_: [Cell(pass_, shape, layout, "bfloat16") for shape in SHAPES for layout in LAYOUTS]
@@ -32,4 +33,5 @@ def test_kernels_that_cells_share_are_compiled_for_the_first():
     fewer = Cell("forward", (7, 512, 64, 64), "nchw", "bfloat16")
     configs = list(cell.configs())
     kernels = kernels_of({cell: configs, fewer: configs})
-    assert kernels[cell] and not kernels[fewer]
+    assert kernels[cell]
+    assert not kernels[fewer]

@@ -17,6 +17,7 @@ from tests.kernels.accuracy import assert_close_to_oracle
 CONTIGUOUS = {
     "tile": (None, None),
     "held": (forward_launch.ForwardHeld(1, 1), None),
+    "rolling": (forward_launch.ForwardRolling(1, 1, 1), None),
     "pieces": (forward_launch.ForwardPieces(3, 1, 1), None),
     "sweep": (forward_launch.ForwardSweep(16, 4), None),
     "split": (forward_launch.ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
