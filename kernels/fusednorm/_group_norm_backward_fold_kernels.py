@@ -6,6 +6,8 @@ Partial sums of dz and of dz * x_hat lie as [N, splits, C] in float32.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
+
 
 @triton.jit(do_not_specialize=["groups", "group_columns", "splits"])
 def group_norm_fold_sums_kernel(
@@ -20,8 +22,11 @@ def group_norm_fold_sums_kernel(
     splits: tl.int32,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sums of g = slope * dz and of g * x_hat over one group a program, from sums over channels."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns
@@ -64,8 +69,11 @@ def group_norm_fold_samples_kernel(
     columns: tl.int32,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Gradients of one sample's scale and shift, and its part of dbias' and dweight's sums, for a block of C."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     sample = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
@@ -108,12 +116,15 @@ def group_norm_fold_rows_kernel(
     rows_a_program: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Column sums of [rows, columns], one run of rows a program, cast to the outputs' dtypes.
 
     Run once over everything it gives dbias and dweight; run over many runs it gives a shorter array of the
     same kind.
     """
+    let_next_start(EARLY)
+    await_previous(EARLY)
     run = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns

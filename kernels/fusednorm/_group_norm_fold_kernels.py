@@ -7,6 +7,7 @@ or, where a group is contiguous, a whole group.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._reductions import rounded_product
 
 
@@ -80,8 +81,11 @@ def group_norm_fold_moments_kernel(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """mean and rstd of one group a program."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns

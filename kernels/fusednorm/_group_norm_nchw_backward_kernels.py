@@ -9,6 +9,7 @@ centred, so neither cancels.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import let_next_start
 from fusednorm._group_norm_gradients import gained_gradient, load_gained_affine
 from fusednorm._group_norm_tiles import load_masked, load_sum
 from fusednorm._reductions import sum_pair
@@ -42,8 +43,10 @@ def group_norm_nchw_backward_tile_kernel(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS whole groups a program, [ROWS, CHANNELS, POSITIONS] in registers: dy and x are read once."""
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     channel = tl.arange(0, CHANNELS)[None, :, None]
     position = tl.arange(0, POSITIONS)[None, None, :]

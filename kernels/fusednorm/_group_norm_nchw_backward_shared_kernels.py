@@ -6,6 +6,7 @@ The formulas are in `_group_norm_nchw_backward_kernels`; z's slope and offset, a
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import let_next_start
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
 from fusednorm._group_norm_gradients import load_gained_affine
 from fusednorm._group_norm_nchw_runs import (
@@ -77,6 +78,7 @@ def group_norm_nchw_backward_shared_kernel(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A group, of `rows` in all, belongs to `members` programs: `parts` parts of every CHANNELS channels.
 
@@ -85,6 +87,7 @@ def group_norm_nchw_backward_shared_kernel(
     come, out of L1 or L2 for dx.  Sums over channels go to [N, parts, C].  Programs are persistent; the launch must
     be cooperative.
     """
+    let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
     RUN: tl.constexpr = CHUNKS * STEP

@@ -7,6 +7,7 @@ dy and dresidual_out may be channels-last: their elements are then read one by o
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_gradients import load_gained_affine
 from fusednorm._group_norm_nchw_runs import load_runs, run_gradient, run_mask, run_position, write_run
 from fusednorm._reductions import sum_pair
@@ -74,8 +75,10 @@ def group_norm_nchw_backward_sums_kernel(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sums of dz and dz * x_hat over a part of CHANNELS channels a program, to [N, parts, C]."""
+    let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
     RUN: tl.constexpr = CHUNKS * STEP
@@ -165,8 +168,10 @@ def group_norm_nchw_backward_apply_kernel(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """dx of a part of CHANNELS channels a program; what the sums kernel left in the cache comes first."""
+    let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
     RUN: tl.constexpr = CHUNKS * STEP
@@ -186,6 +191,7 @@ def group_norm_nchw_backward_apply_kernel(
     )
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     scale = slope * rstd
+    await_previous(EARLY)
     constant = tl.load(sum_g_ptr + row) * inverse_size * rstd
     factor = tl.load(sum_g_xhat_ptr + row) * inverse_size * rstd * rstd
     for back in range(0, pieces):

@@ -16,6 +16,7 @@ The file is long by its argument lists, a line each.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_affine import load_masked_affine
 from fusednorm._group_norm_fold_kernels import fold_moments
 from fusednorm._group_norm_tiles import load_sum
@@ -336,8 +337,10 @@ def group_norm_nchw_stats_kernel(
     UNITS: tl.constexpr,
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Moments of one part of one group; parts lie as [N, splits, G]."""
+    let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
     split = program - row * splits
@@ -400,8 +403,10 @@ def group_norm_nchw_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Fold the parts of one group, then write one run of it; programs walk the tensor backwards."""
+    await_previous(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group
     part = program - row * programs_a_group

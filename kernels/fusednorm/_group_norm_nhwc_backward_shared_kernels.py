@@ -6,6 +6,7 @@ The formulas are in `_group_norm_nchw_backward_kernels`; z's slope and offset, a
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import let_next_start
 from fusednorm._exchange import PAIR_WORDS, collect_pairs, first_tag, leave, post_pairs
 from fusednorm._group_norm_gradients import load_gained_affine
 from fusednorm._group_norm_nhwc_blocks import (
@@ -88,6 +89,7 @@ def group_norm_nhwc_backward_shared_kernel(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A unit is one sample's bundle of `bundle_groups` groups, which lie in `bundle_blocks` blocks of columns.
 
@@ -97,6 +99,7 @@ def group_norm_nhwc_backward_shared_kernel(
     the slab's last one, and LAG pieces after that out of L1 or L2 for dx.  Sums over channels go to [N, splits, C].
     Programs are persistent; the launch must be cooperative.
     """
+    let_next_start(EARLY)
     BEHIND: tl.constexpr = PIECES - 1 + LAG
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS

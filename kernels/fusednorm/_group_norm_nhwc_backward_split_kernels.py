@@ -7,6 +7,7 @@ dy and dresidual_out may be contiguous: their elements are then read one by one.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_gradients import load_gained_affine
 from fusednorm._group_norm_nhwc_blocks import column_mask, load_statistic, load_tiles, tile_gradient, tile_mask
 from fusednorm._reductions import sum_pair
@@ -55,8 +56,10 @@ def group_norm_nhwc_backward_sums_kernel(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sums of dz and dz * x_hat of CV vectors of columns over a slab of positions a program, to [N, splits, C]."""
+    let_next_start(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = CV * GROUP
@@ -144,8 +147,10 @@ def group_norm_nhwc_backward_apply_kernel(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """dx of CV vectors of columns over a slab a program; what the sums kernel left in the cache comes first."""
+    let_next_start(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = CV * GROUP
@@ -165,10 +170,11 @@ def group_norm_nhwc_backward_apply_kernel(
     columns = column_mask(vector, CV, vector_first, c, EVEN)
     mean = load_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    sum_g = load_statistic(sum_g_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column
     slope, offset = load_gained_affine(parameters, channel, sample * c + channel, columns, GAIN)
+    await_previous(EARLY)
+    sum_g = load_statistic(sum_g_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     scale = slope * rstd
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     constant = sum_g * inverse_size * rstd

@@ -12,6 +12,7 @@ tile what cancels is n * 2^-24 of the result at worst.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_affine import load_masked_affine
 from fusednorm._group_norm_tiles import load_sum
 from fusednorm._reductions import rounded_product, sum_pair
@@ -268,8 +269,10 @@ def group_norm_nhwc_stats_kernel(
     UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Moments of a block of columns over one split of the positions; parts lie as [N, splits, C]."""
+    let_next_start(EARLY)
     program = tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)
@@ -322,6 +325,7 @@ def group_norm_nhwc_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write one run of positions of a block of columns; programs walk the tensor backwards."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -340,6 +344,7 @@ def group_norm_nhwc_apply_kernel(
 
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
+    await_previous(EARLY)
     scale = load_statistic(rstd_ptr, group, column_mask) * weight
     _normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,

@@ -8,6 +8,7 @@ end of x is still in L2.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_nchw_pieces import lane_moments, load_chunk_affine, load_chunks, write_chunks
 from fusednorm._group_norm_nhwc_pieces import (
     columns_of,
@@ -35,8 +36,10 @@ def group_norm_nchw_split_moments_kernel(
     FULL: tl.constexpr,
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Moments of one piece of a contiguous group; parts lie as [N, splits, G]."""
+    let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
     split = program - row * splits
@@ -92,6 +95,7 @@ def group_norm_nchw_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write one piece of a contiguous group."""
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -106,6 +110,7 @@ def group_norm_nchw_split_apply_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     chunks = load_chunks(x_ptr, at, left, FULL, BLOCK, CHUNKS, GROUP, "evict_first")
     residuals = load_chunks(residual_ptr, at, left, FULL, BLOCK, CHUNKS, GROUP, "evict_first")
+    await_previous(EARLY)
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
     affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS, WIDE)
@@ -138,8 +143,10 @@ def group_norm_nhwc_split_moments_kernel(
     KEEP: tl.constexpr,
     GROUPS: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Moments of a block's groups over one piece of a sample's positions; parts lie as [N, splits, G]."""
+    let_next_start(EARLY)
     program = tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)
@@ -202,6 +209,7 @@ def group_norm_nhwc_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write one piece of a sample's positions in a block of columns."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -224,6 +232,7 @@ def group_norm_nhwc_split_apply_kernel(
         load_columns(shift_ptr, sample * scale_stride + column, column_mask),
     )
     group = sample * groups + column // channels
+    await_previous(EARLY)
     mean = tl.load(mean_ptr + group, mask=column_mask, other=0.0)
     rstd = tl.load(rstd_ptr + group, mask=column_mask, other=0.0)
     write_rows(

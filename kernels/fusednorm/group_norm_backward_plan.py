@@ -36,7 +36,7 @@ from fusednorm.group_norm_forward_plan import (
     plan_statistics,
 )
 from fusednorm.group_norm_launch import Sample, vector_width
-from fusednorm.launch import REGISTERS_PER_SM, Launch, mailbox
+from fusednorm.launch import REGISTERS_PER_SM, Launch, dependent, mailbox
 from fusednorm.results import Backward
 
 
@@ -102,6 +102,11 @@ class _Call:
     @property
     def n(self) -> int:
         return self.x.shape[0]
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may start before the one before it ends."""
+        return since_hopper(self.x.device)
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -171,6 +176,7 @@ def _tile(call: _Call, config: configs.BackwardTile) -> list[Launch]:
         "ROWS": config.rows,
         "CHANNELS": config.channels,
         "POSITIONS": config.positions,
+        "EARLY": call.early,
         "num_warps": config.num_warps,
         **call.gradient_options,
     }
@@ -210,6 +216,7 @@ def _shared(call: _Call, config: configs.BackwardShared) -> list[Launch]:
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead if call.can_prefetch(vec) else 0,
+        "EARLY": call.early,
         "num_warps": config.num_warps,
         **_resident_options(config),
         **call.gradient_options,
@@ -258,6 +265,7 @@ def _blocks(call: _Call, config: configs.BackwardBlocks) -> list[Launch]:
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead,
+        "EARLY": call.early,
         "num_warps": config.num_warps,
         **_resident_options(config),
         **call.gradient_options,
@@ -291,6 +299,7 @@ def _split(call: _Call, config: configs.BackwardSplit) -> list[Launch]:
         "GROUP": 16 // itemsize,
         "CHUNKS": config.chunks,
         "EVEN": sample.hw % config.part_positions(itemsize) == 0 and sample.channels % config.channels == 0,
+        "EARLY": call.early,
         "num_warps": config.num_warps,
         **call.gradient_options,
     }
@@ -315,6 +324,7 @@ def _columns(call: _Call, config: configs.BackwardColumns) -> list[Launch]:
         "CHUNKS": config.chunks,
         "EVEN": sample.c % config.columns == 0 and sample.hw % slab_rows == 0,
         "LABELS": configs.most_touched(sample.channels, vec),
+        "EARLY": call.early,
         "num_warps": config.num_warps,
         **call.gradient_options,
     }
@@ -347,7 +357,11 @@ def _sums_and_apply(
         call.out.dx, *walk,
     )  # fmt: skip
     sums_options = {**options, "DY_OTHER": call.lies_otherwise(call.dy)}
-    apply_options = {**sums_options, "OUTSIDE_OTHER": call.lies_otherwise(call.dresidual_out)}
+    apply_options = {
+        **sums_options,
+        **dependent(call.early),
+        "OUTSIDE_OTHER": call.lies_otherwise(call.dresidual_out),
+    }
     return [
         *launches,
         Launch(sums_kernel, grid, sums_arguments, sums_options),
@@ -355,7 +369,7 @@ def _sums_and_apply(
             group_norm_fold_sums_kernel,
             (sum_g.numel(),),
             fold_arguments,
-            _sums_tile(splits, sample.channels),
+            {**_sums_tile(splits, sample.channels), **dependent(call.early)},
         ),
         Launch(apply_kernel, grid, apply_arguments, apply_options),
         *_fold_parameters(call, (parts[0], parts[1]), splits),
@@ -383,6 +397,7 @@ def _fold_parameters(call: _Call, parts: tuple[Tensor | None, Tensor | None], sp
     if dz is None or all(t is None for t in (out.dbias, out.dweight, out.dscale, out.dshift)):
         return []
     tile = {"ROWS": configs.FOLD_ROWS, "COLUMNS": configs.FOLD_COLUMNS, "num_warps": configs.FOLD_NUM_WARPS}
+    options = {**tile, **dependent(call.early)}
     blocks = triton.cdiv(c, configs.FOLD_COLUMNS)
     rows = call.n * splits
     launches = []
@@ -392,7 +407,7 @@ def _fold_parameters(call: _Call, parts: tuple[Tensor | None, Tensor | None], sp
         of_samples = (
             dz, dz_xhat, call.weight, call.bias, call.scale, out.dscale, out.dshift, sums[0], sums[1], splits, c
         )  # fmt: skip
-        launches.append(Launch(group_norm_fold_samples_kernel, (blocks, call.n), of_samples, tile))
+        launches.append(Launch(group_norm_fold_samples_kernel, (blocks, call.n), of_samples, options))
         dz, dz_xhat, rows = sums[0], sums[1], call.n
     if not affine:
         return launches
@@ -400,7 +415,7 @@ def _fold_parameters(call: _Call, parts: tuple[Tensor | None, Tensor | None], sp
         runs = configs.FOLD_RUNS
         fewer = call.x.new_empty((2, runs, c), dtype=torch.float32)
         of_runs = (dz, dz_xhat, fewer[0], fewer[1], rows, c, triton.cdiv(rows, runs))
-        launches.append(Launch(group_norm_fold_rows_kernel, (blocks, runs), of_runs, tile))
+        launches.append(Launch(group_norm_fold_rows_kernel, (blocks, runs), of_runs, options))
         dz, dz_xhat, rows = fewer[0], fewer[1], runs
     of_all = (dz, dz_xhat, out.dbias, out.dweight, rows, c, rows)
-    return [*launches, Launch(group_norm_fold_rows_kernel, (blocks, 1), of_all, tile)]
+    return [*launches, Launch(group_norm_fold_rows_kernel, (blocks, 1), of_all, options)]

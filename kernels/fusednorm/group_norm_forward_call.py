@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED
+from fusednorm.device import INTERPRETED, since_hopper
 from fusednorm.epilogue import dropout_threshold
 from fusednorm.group_norm_launch import Sample, vector_width
 from fusednorm.results import Forward
@@ -56,6 +56,11 @@ class ForwardCall:
     @property
     def n(self) -> int:
         return self.x.shape[0]
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may start before the one before it ends."""
+        return since_hopper(self.x.device)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

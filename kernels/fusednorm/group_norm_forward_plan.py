@@ -21,7 +21,7 @@ from fusednorm._group_norm_nhwc_kernels import (
     group_norm_nhwc_stats_kernel,
 )
 from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.group_norm_forward_call import ForwardCall
 from fusednorm.group_norm_forward_call import dropout_arguments as dropout_arguments
 from fusednorm.group_norm_forward_call import empty_statistics as empty_statistics
@@ -37,7 +37,7 @@ from fusednorm.group_norm_forward_held_plan import (
 )
 from fusednorm.group_norm_forward_split_plan import pieces_launches
 from fusednorm.group_norm_launch import Sample
-from fusednorm.launch import Launch
+from fusednorm.launch import Launch, dependent
 from fusednorm.results import Forward
 
 
@@ -144,6 +144,7 @@ def _split(call: ForwardCall, config: configs.ForwardSplit) -> list[Launch]:
     options = {
         "BLOCK_SPLITS": min(launch.FOLD_BLOCK, triton.next_power_of_2(splits)),
         "WIDE": call.sample.group_length >= launch.WIDE_GROUP,
+        **dependent(call.early),
         **call.contiguous_options(config.units, config.num_warps),
     }
     grid = (call.n * call.sample.groups * programs,)
@@ -163,6 +164,7 @@ def _group_parts(
         "VEC": vec,
         "UNITS": config.units,
         "WIDE": sample.group_length >= launch.WIDE_GROUP,
+        "EARLY": since_hopper(x.device),
         "FAST": not INTERPRETED,
         "num_warps": config.num_warps,
     }
@@ -205,7 +207,7 @@ def _columns(call: ForwardCall, config: configs.ForwardColumns) -> list[Launch]:
         *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
         runs, config.run_rows, blocks, call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
-    options = {"ROWS": config.apply_rows, **tile, **epilogue_options(call.epilogue)}
+    options = {"ROWS": config.apply_rows, **tile, **dependent(call.early), **epilogue_options(call.epilogue)}
     return [
         *_column_statistics(call.x, sample, call.eps, call.residual, mean, rstd, config),
         Launch(group_norm_nhwc_apply_kernel, (call.n * runs * blocks,), arguments, options),
@@ -239,7 +241,13 @@ def _column_statistics(
     arguments = (
         x, residual, parts[0], parts[1], sample.hw, sample.c // tile["VEC"], splits, config.split_rows, blocks
     )  # fmt: skip
-    options = {"ROWS": config.rows, "UNROLL": config.unroll, "FAST": not INTERPRETED, **tile}
+    options = {
+        "ROWS": config.rows,
+        "UNROLL": config.unroll,
+        "EARLY": since_hopper(x.device),
+        "FAST": not INTERPRETED,
+        **tile,
+    }
     grid = (x.shape[0] * splits * blocks,)
     return [
         Launch(group_norm_nhwc_stats_kernel, grid, arguments, options),
@@ -260,5 +268,9 @@ def _fold_moments(
     arguments = (
         parts[0], parts[1], mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
-    options = {**fold_tile(splits, group_columns), "FAST": not INTERPRETED}
+    options = {
+        **fold_tile(splits, group_columns),
+        **dependent(since_hopper(parts.device)),
+        "FAST": not INTERPRETED,
+    }
     return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, options)

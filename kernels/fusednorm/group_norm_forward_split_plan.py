@@ -16,7 +16,7 @@ from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, dropout_arguments, empty_statistics, epilogue_options
 from fusednorm.group_norm_forward_held_plan import block_options, parameters_mode, piece_walk
 from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
-from fusednorm.launch import Launch
+from fusednorm.launch import Launch, dependent
 
 
 def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[Launch]:
@@ -53,14 +53,21 @@ def _contiguous_pieces(
     apply = (
         *call.tensors, mean, rstd, call.group_units, *piece_walk(call), splits, *dropout_arguments(call.epilogue)
     )  # fmt: skip
+    moments_options = {**options, "EARLY": call.early, "FAST": not INTERPRETED}
     apply_options = {
         **options,
         "PARAMETERS": parameters_mode(call, block, piece),
         "WIDE": sample.group_length >= WIDE_GROUP,
+        **dependent(call.early),
         **epilogue_options(call.epilogue),
     }
     return [
-        Launch(group_norm_nchw_split_moments_kernel, grid, moments, {**options, "FAST": not INTERPRETED}),
+        Launch(
+            group_norm_nchw_split_moments_kernel,
+            grid,
+            moments,
+            {**options, "EARLY": call.early, "FAST": not INTERPRETED},
+        ),
         _fold(call, parts, mean, rstd, piece, sample.group_length),
         Launch(group_norm_nchw_split_apply_kernel, grid, apply, apply_options),
     ]
@@ -82,13 +89,19 @@ def _column_pieces(call: ForwardCall, config: configs.ForwardPieces, mean: Tenso
         "FULL": config.chunks if sample.hw % piece == 0 else 0,
         "maxnreg": configs.registers_for(config),
     }
-    apply_options = {**options, **epilogue_options(call.epilogue)}
+    moments_options = {**options, "EARLY": call.early, "FAST": not INTERPRETED}
+    apply_options = {**options, **dependent(call.early), **epilogue_options(call.epilogue)}
     for name in ("KEEP", "GROUPS"):
         del apply_options[name]
     moments = (call.x, call.residual, parts[0], parts[1], *walk)
     apply = (*call.tensors, mean, rstd, *walk, call.scale_stride, *dropout_arguments(call.epilogue))
     return [
-        Launch(group_norm_nhwc_split_moments_kernel, grid, moments, {**options, "FAST": not INTERPRETED}),
+        Launch(
+            group_norm_nhwc_split_moments_kernel,
+            grid,
+            moments,
+            {**options, "EARLY": call.early, "FAST": not INTERPRETED},
+        ),
         _fold(call, parts, mean, rstd, piece * sample.channels, sample.group_length),
         Launch(group_norm_nhwc_split_apply_kernel, grid, apply, apply_options),
     ]
@@ -101,6 +114,7 @@ def _fold(call: ForwardCall, parts: Tensor, mean: Tensor, rstd: Tensor, split_le
         "BLOCK_SPLITS": min(FOLD_BLOCK, triton.next_power_of_2(splits)),
         "BLOCK_COLUMNS": 1,
         "num_warps": FOLD_NUM_WARPS,
+        **dependent(call.early),
         "FAST": not INTERPRETED,
     }
     return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, options)
