@@ -267,8 +267,11 @@ MAX_BLOCK_COLUMNS = 256
 USUAL_REGISTERS = 20
 """Registers of a thread beside what it holds, at the least."""
 
-_BLOCK_CHUNKS = 14
-"""Accesses that a thread holds at most."""
+_BLOCK_CHUNKS = {1: 12, 2: 12, 4: 8}
+"""Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
+
+With 8 runs, one for each column, too few accesses are left: such samples are read twice.
+"""
 
 
 @lru_cache(maxsize=4096)
@@ -370,13 +373,16 @@ def _block_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: b
     if not counts or sample.hw >= 2**31 // sample.c:
         return never_waiting(sample, itemsize)
     groups = counts[0]
+    most = _BLOCK_CHUNKS.get(block_tile(sample, groups, 1, itemsize).keep)
+    if most is None:
+        return never_waiting(sample, itemsize)
     for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
         chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
-        if chunks <= _BLOCK_CHUNKS:
+        if chunks <= most:
             return ForwardBlock(groups, warps, programs_per_sm, writers=4)
     if waits:
         rows = block_tile(sample, groups, 8, itemsize).rows
-        members = -(-sample.hw // (_BLOCK_CHUNKS * rows))
+        members = -(-sample.hw // (most * rows))
         chunks = -(-sample.hw // (members * rows))
         shared = ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
         if members <= multiprocessors:

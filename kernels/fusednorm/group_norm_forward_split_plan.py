@@ -62,12 +62,7 @@ def _contiguous_pieces(
         **epilogue_options(call.epilogue),
     }
     return [
-        Launch(
-            group_norm_nchw_split_moments_kernel,
-            grid,
-            moments,
-            {**options, "EARLY": call.early, "FAST": not INTERPRETED},
-        ),
+        Launch(group_norm_nchw_split_moments_kernel, grid, moments, moments_options),
         _fold(call, parts, mean, rstd, piece, sample.group_length),
         Launch(group_norm_nchw_split_apply_kernel, grid, apply, apply_options),
     ]
@@ -96,12 +91,7 @@ def _column_pieces(call: ForwardCall, config: configs.ForwardPieces, mean: Tenso
     moments = (call.x, call.residual, parts[0], parts[1], *walk)
     apply = (*call.tensors, mean, rstd, *walk, call.scale_stride, *dropout_arguments(call.epilogue))
     return [
-        Launch(
-            group_norm_nhwc_split_moments_kernel,
-            grid,
-            moments,
-            {**options, "EARLY": call.early, "FAST": not INTERPRETED},
-        ),
+        Launch(group_norm_nhwc_split_moments_kernel, grid, moments, moments_options),
         _fold(call, parts, mean, rstd, piece * sample.channels, sample.group_length),
         Launch(group_norm_nhwc_split_apply_kernel, grid, apply, apply_options),
     ]
