@@ -26,6 +26,7 @@ from fusednorm.group_norm_forward_launch import (
     registers_for,
 )
 from fusednorm.group_norm_launch import Sample
+from triton import next_power_of_2
 
 Shared = TypeVar("Shared", ForwardShared, ForwardBlock, ForwardSharedBlock)
 
@@ -40,6 +41,9 @@ _SHARED_BYTES = 16 << 10
 
 _PIECES_BYTES = 1 << 20
 """Groups of fewer bytes are not read twice from memory."""
+
+_FOLD_REGISTERS = 40
+"""Of a thread, for folding columns to groups, and 5 more for each run of columns that is kept apart."""
 
 _SHARED_BY_LAG = {0: 6, 1: 2, 2: 4, 3: 2}
 """Configurations that share groups, by lag; twice as many of 0 where lags are not worth their second read."""
@@ -124,7 +128,7 @@ def blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardBlock
         chunks = ceil(sample.hw / tile.rows)
         units = samples * ceil(sample.groups / groups)
         config = ForwardBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
-        if chunks <= 20 and _fits(config, chunks * 4, sums=16):
+        if chunks <= 20 and _fits(config, chunks * 4, sums=_FOLD_REGISTERS + 5 * tile.keep):
             turns = units / (_MULTIPROCESSORS * programs_per_sm)
             found[config] = _width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
     yield from _best(found, 8)
@@ -142,8 +146,11 @@ def shared_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[Forwa
             config = ForwardSharedBlock(
                 groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
             )
-            if _fits(config, config.chunks * (4 if lag == 0 else 8), sums=16):
-                members = config.members(sample, itemsize)
+            members = config.members(sample, itemsize)
+            # What a thread collects of all members and groups at once.
+            pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
+            sums = _FOLD_REGISTERS + 5 * tile.keep + 3 * pairs
+            if _fits(config, config.chunks * (4 if lag == 0 else 8), sums):
                 padding = members * config.chunks * tile.rows / sample.hw
                 found[config] = (
                     padding
