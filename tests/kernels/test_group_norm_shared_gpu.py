@@ -5,7 +5,13 @@ import pytest
 import torch
 from fusednorm import group_norm_forward_launch as launch
 from fusednorm import reference
-from fusednorm.group_norm_forward_launch import ForwardBlock, ForwardHeld, ForwardShared, ForwardSharedBlock
+from fusednorm.group_norm_forward_launch import (
+    ForwardBlock,
+    ForwardHeld,
+    ForwardRolling,
+    ForwardShared,
+    ForwardSharedBlock,
+)
 
 from tests.kernels.group_norm_cases import check_forward, make_case
 
@@ -49,6 +55,21 @@ def use(monkeypatch):
 def test_shared_groups_match_the_oracle(config, last, shape, groups, dtype, use, device, poisoned):
     use(config)
     check_forward(make_case(shape, groups, dtype, device, last, activation="silu"))
+
+
+@pytest.mark.parametrize("config", [ForwardRolling(16, 1, 1), ForwardRolling(8, 2, 0)])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((40, 64, 64, 64), 8),  # several groups a program, in whole chunks
+        ((60, 30, 44, 44), 3),  # the last chunk is not full, vectors have their parameters
+        ((2, 96, 37, 41), 32),  # not in words: held
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_groups_taken_over_chunk_by_chunk_match_the_oracle(config, shape, groups, dtype, use, device, poisoned):
+    use(config)
+    check_forward(make_case(shape, groups, dtype, device, activation="silu"))
 
 
 @pytest.mark.parametrize(("config", "last"), SHARED)
