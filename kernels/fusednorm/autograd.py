@@ -208,7 +208,10 @@ def _is_observed(*tensors: Tensor | None) -> bool:
     if is_compiling() or _dispatch_modes() or _function_modes() or _functorch_transform() or _tracing_state():
         return True
     for tensor in tensors:
-        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not Parameter:
+        if tensor is None:
+            continue
+        # What is lazily negated is made good on the way through the dispatcher.
+        if (type(tensor) is not Tensor and type(tensor) is not Parameter) or tensor.is_neg():
             return True
     return False
 

@@ -67,8 +67,11 @@ def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
     """A float tensor that a kernel can reach; with `like`, of its shape and on its device.
 
     Raises:
-        KernelInputError: wrong dtype, device or shape.
+        KernelInputError: wrong dtype, device or shape, or a lazy negation (`torch.conj(z).imag`), which lies in
+            memory with the other sign.
     """
+    if tensor.is_neg():
+        raise KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
     if tensor.dtype not in FLOAT_DTYPES:
         raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if tensor.device.type != "cuda" and not INTERPRETED:

@@ -78,21 +78,6 @@ def forward_launches(
     """`plan_forward` into y, residual_out, mean and rstd; y None for the statistics alone."""
     if isinstance(config, configs.ForwardParts):
         return _in_parts(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)
-    return [_in_one(x, weight, bias, eps, residual, epilogue, outputs, is_rms, config, weight_offset)]
-
-
-def _in_one(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    epilogue: Epilogue,
-    outputs: tuple[Tensor | None, ...],
-    is_rms: bool,
-    config: configs.ForwardTile | configs.ForwardRow | configs.ForwardSweep | configs.ForwardShared,
-    weight_offset: float,
-) -> Launch:
     rows, cols = x.shape[0], x.shape[-1]
     heads, strides = layout(config, cols, has_heads(weight, bias), x, residual)
     vec = vector_units(cols, *strides)
@@ -118,7 +103,7 @@ def _in_one(
             arguments = (*tensors, rows, *sizes)
             by_rows = ByRows(config.rows, most_programs(x, config), argument=True) if x.ndim == 2 else None
             programs = grid(tile_programs(x, config), x)
-            return Launch(layer_norm_forward_tile_kernel, programs, arguments, options, by_rows)
+            return [Launch(layer_norm_forward_tile_kernel, programs, arguments, options, by_rows)]
         case configs.ForwardRow():
             options |= {
                 "EVEN": cols == config.chunks * config.block_n,
@@ -130,12 +115,12 @@ def _in_one(
                 "maxnreg": registers_for(config),
             }
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
-            return Launch(layer_norm_forward_row_kernel, grid(rows, x), arguments, options, _row_a_program(x))
+            return [Launch(layer_norm_forward_row_kernel, grid(rows, x), arguments, options, _row_a_program(x))]
         case configs.ForwardSweep():
             options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
             options["PREFETCH"] = heads == "none" and can_prefetch(vec, x, weight, bias, residual)
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)
-            return Launch(layer_norm_forward_sweep_kernel, grid(rows, x), arguments, options, _row_a_program(x))
+            return [Launch(layer_norm_forward_sweep_kernel, grid(rows, x), arguments, options, _row_a_program(x))]
         case configs.ForwardShared():
             slab = config.chunks * config.block_n
             members = triton.cdiv(cols, slab)
@@ -155,7 +140,7 @@ def _in_one(
             }
             box = mailbox(x.device, depth * programs)
             arguments = (*tensors, box, rows, members, *sizes)
-            return Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)
+            return [Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)]
 
 
 def _in_parts(

@@ -177,9 +177,11 @@ def _kind(
         x.device,
         cols,
         strides,
-        weight is None or (weight.dtype, weight.device, weight.shape, weight.is_contiguous()),
-        bias is None or (bias.dtype, bias.device, bias.shape, bias.is_contiguous()),
-        residual is None or (residual.dtype, residual.device, residual.is_contiguous() or residual.stride()),
+        x.is_neg(),
+        weight is None or (weight.dtype, weight.device, weight.shape, weight.is_contiguous(), weight.is_neg()),
+        bias is None or (bias.dtype, bias.device, bias.shape, bias.is_contiguous(), bias.is_neg()),
+        residual is None
+        or (residual.dtype, residual.device, residual.is_contiguous() or residual.stride(), residual.is_neg()),
         options,
     )
 
