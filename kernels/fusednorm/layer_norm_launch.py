@@ -29,6 +29,9 @@ MAX_PARTS = 1024
 PARTS_PROGRAMS, MAX_PARTS_A_PROGRAM = 2048, 8
 """Programs over parts that are aimed at, a few for each place on the device, and the most parts of one of them."""
 
+MOST_BYTES_WITH_RESIDUAL = 96 << 10
+"""Of a row that one program holds with a residual: at 128 KB, nothing but the next row's prefetch overlaps."""
+
 SHARED_BYTES_PER_SM = 200 << 10
 """Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
 
@@ -65,7 +68,8 @@ def choose_forward(
     choices = _choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
     choice = next(choices)
     if isinstance(choice, ForwardRow) and residual:
-        choice = _with_residual(choice, itemsize) or next(c for c in choices if isinstance(c, ForwardShared))
+        held = _with_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
+        choice = held or next(c for c in choices if isinstance(c, ForwardShared))
     if isinstance(choice, ForwardShared):
         if INTERPRETED or heads:
             return _sweep(cols)

@@ -90,10 +90,10 @@ SINGLE_ROW_COLS = 524289
 # prefetch, so more warps.
 FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Forward], ...]] = {
     2: (
-        (513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=12)),  # 0.47 (1001)
+        (513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=12)),  # 0.44 (1001)
         (32769, 65536, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.36 (50257)
     ),
-    4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),),  # 0.77 (1001)
+    4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),),  # 0.69 (1001)
 }
 
 BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
