@@ -125,7 +125,7 @@ def _backward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
     dy = problem.dy[part].double()
     if problem.cell.spec.dropout:
         dy = dy * _dropout_factors(problem, part, keep)
-    dx, dweight, dbias, _ = backward(dy, *_inputs(problem, part), **_options(problem, part))
+    dx, dweight, dbias, *_ = backward(dy, *_inputs(problem, part), **_options(problem, part))
     return (dx, dweight) if dbias is None else (dx, dweight, dbias)
 
 

@@ -4,7 +4,8 @@ Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
 applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in plain torch.  Differentiable:
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
-`LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need.
+`LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need,
+`warmup_group_norm` what samples of a shape need.
 """
 
 from fusednorm.autograd import (
@@ -27,7 +28,7 @@ from fusednorm.layer_norm_passes import (
 )
 from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.results import Backward, Forward
-from fusednorm.warming import warmup
+from fusednorm.warming import warmup, warmup_group_norm
 
 __all__ = [
     "Added",
@@ -52,4 +53,5 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_forward",
     "warmup",
+    "warmup_group_norm",
 ]

@@ -16,14 +16,16 @@ The file is long by its argument lists, a line each.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
+from fusednorm._group_norm_affine import load_masked_affine
 from fusednorm._group_norm_fold_kernels import fold_moments
-from fusednorm._group_norm_tiles import load_bias, load_sum, load_weight
+from fusednorm._group_norm_tiles import load_sum
 from fusednorm._reductions import rounded_product, sum_pair
-from fusednorm.epilogue import activate, dropout_keep
+from fusednorm.epilogue import activate_to, dropout_keep
 
 
 @triton.jit
-def _quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
+def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
     """i // divisor for 0 <= i < 2^31, where magic = ceil(2^(31 + shift) / divisor) and 2^shift >= divisor."""
     if WIDE:
         return i // divisor
@@ -85,8 +87,7 @@ def _store_normalised(
     h,
     mean,
     rstd,
-    weight_ptr,
-    bias_ptr,
+    parameters,
     y_ptr,
     residual_out_ptr,
     base,
@@ -95,10 +96,12 @@ def _store_normalised(
     unit,
     mask,
     group_units,
+    groups,
     channels,
     channel_length,
     magic,
     shift,
+    scale_stride,
     seed,
     dropout_threshold,
     dropout_scale,
@@ -118,11 +121,12 @@ def _store_normalised(
         tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
     # The parameters come after the reductions, so that they hold no registers during them.
     if ALIGNED:
-        channel = group * channels + _quotient(unit, channel_length, magic, shift, WIDE)
+        channel = group * channels + quotient(unit, channel_length, magic, shift, WIDE)
     else:
-        channel = group * channels + _quotient(at, channel_length, magic, shift, WIDE)
-    scale = load_weight(weight_ptr, channel, mask) * rstd
-    y = activate((h - mean) * scale + load_bias(bias_ptr, channel, mask), ACTIVATION, FAST)
+        channel = group * channels + quotient(at, channel_length, magic, shift, WIDE)
+    sample_channel = sample * scale_stride + channel
+    weight, bias = load_masked_affine(parameters, channel, sample_channel, mask)
+    y = activate_to((h - mean) * (weight * rstd) + bias, y_ptr.dtype.element_ty, ACTIVATION, FAST)
     if DROPOUT:
         position = (group.to(tl.int64) * group_units) * VEC + at
         position += tl.zeros(y.shape, tl.int64)
@@ -135,8 +139,7 @@ def _store_normalised(
 def _normalise_run(
     x_ptr,
     residual_ptr,
-    weight_ptr,
-    bias_ptr,
+    parameters,
     y_ptr,
     residual_out_ptr,
     mean,
@@ -150,6 +153,7 @@ def _normalise_run(
     channel_length,
     magic,
     shift,
+    scale_stride,
     seed,
     dropout_threshold,
     dropout_scale,
@@ -176,27 +180,40 @@ def _normalise_run(
         mask = unit < last
         h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, mask, "evict_first")
         _store_normalised(
-            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
-            group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+            h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for step in range(0, full):
         unit = first + (full - 1 - step) * UNITS + lane
         h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, whole, "evict_first")
         _store_normalised(
-            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
-            group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+            h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
+            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "group_units", "groups", "channels", "channel_length", "magic", "shift"])
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "group_units",
+        "groups",
+        "channels",
+        "channel_length",
+        "magic",
+        "shift",
+        "scale_stride",
+    ]
+)
 def group_norm_nchw_tile_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_ptr,
@@ -208,6 +225,7 @@ def group_norm_nchw_tile_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -246,19 +264,25 @@ def group_norm_nchw_tile_kernel(
 
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     _store_normalised(
-        h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
-        group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
         VEC, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift"])
+@triton.jit(
+    do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride"]
+)
 def group_norm_nchw_sweep_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_ptr,
@@ -269,6 +293,7 @@ def group_norm_nchw_sweep_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -289,9 +314,11 @@ def group_norm_nchw_sweep_kernel(
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
         tl.store(rstd_ptr + row + tl.zeros((1, 1, 1), tl.int32), rstd)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     _normalise_run(
-        x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
-        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
         VEC, UNITS, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
@@ -310,8 +337,10 @@ def group_norm_nchw_stats_kernel(
     UNITS: tl.constexpr,
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Moments of one part of one group; parts lie as [N, splits, G]."""
+    let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
     split = program - row * splits
@@ -333,7 +362,8 @@ def group_norm_nchw_stats_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "group_units", "groups", "channels", "channel_length", "magic", "shift", "splits", "split_units",
+        "group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride", "splits",
+        "split_units",
         "programs_a_group", "program_units",
     ]
 )  # fmt: skip
@@ -342,6 +372,8 @@ def group_norm_nchw_apply_kernel(
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_part_ptr,
@@ -354,6 +386,7 @@ def group_norm_nchw_apply_kernel(
     channel_length: tl.int64,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     splits: tl.int32,
     split_units: tl.int64,
     programs_a_group: tl.int32,
@@ -370,8 +403,10 @@ def group_norm_nchw_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Fold the parts of one group, then write one run of it; programs walk the tensor backwards."""
+    await_previous(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group
     part = program - row * programs_a_group
@@ -399,8 +434,10 @@ def group_norm_nchw_apply_kernel(
     if not WIDE:
         first = first.to(tl.int32)
         last = last.to(tl.int32)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     _normalise_run(
-        x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
-        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
         VEC, UNITS, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

@@ -12,9 +12,11 @@ tile what cancels is n * 2^-24 of the result at worst.
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_tiles import load_bias, load_sum, load_weight
+from fusednorm._early_start import await_previous, let_next_start
+from fusednorm._group_norm_affine import load_masked_affine
+from fusednorm._group_norm_tiles import load_sum
 from fusednorm._reductions import rounded_product, sum_pair
-from fusednorm.epilogue import activate, dropout_keep
+from fusednorm.epilogue import activate_to, dropout_keep
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def _normalise_rows(
             h = tiles[k]
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-            y = activate((h - mean) * scale + bias, ACTIVATION, FAST)
+            y = activate_to((h - mean) * scale + bias, y_ptr.dtype.element_ty, ACTIVATION, FAST)
             if DROPOUT:
                 keep = dropout_keep(seed, sample, offset, dropout_threshold)
                 y = tl.where(keep, y * dropout_scale, 0.0)
@@ -181,12 +183,14 @@ def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, 
     return column, mask
 
 
-@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs", "scale_stride"])
 def group_norm_nhwc_slab_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_ptr,
@@ -198,6 +202,7 @@ def group_norm_nhwc_slab_kernel(
     slab_groups: tl.int32,
     slabs: tl.int32,
     eps: tl.float32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -237,10 +242,11 @@ def group_norm_nhwc_slab_kernel(
         tl.store(mean_ptr + group, mean, mask=first_of_group)
         tl.store(rstd_ptr + group, rstd, mask=first_of_group)
 
-    scale = tl.reshape(rstd, (1, CV, VEC)) * load_weight(weight_ptr, column, column_mask)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
     _normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
-        tl.reshape(mean, (1, CV, VEC)), scale, load_bias(bias_ptr, column, column_mask),
+        tl.reshape(mean, (1, CV, VEC)), tl.reshape(rstd, (1, CV, VEC)) * weight, bias,
         sample, 0, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
         ROWS, UNROLL, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
@@ -263,8 +269,10 @@ def group_norm_nhwc_stats_kernel(
     UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Moments of a block of columns over one split of the positions; parts lie as [N, splits, C]."""
+    let_next_start(EARLY)
     program = tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)
@@ -285,12 +293,16 @@ def group_norm_nhwc_stats_kernel(
     tl.store(square_part_ptr + run * c + column, square, mask=column_mask)
 
 
-@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks"])
+@triton.jit(
+    do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks", "scale_stride"]
+)
 def group_norm_nhwc_apply_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_ptr,
@@ -302,6 +314,7 @@ def group_norm_nhwc_apply_kernel(
     runs: tl.int32,
     run_rows: tl.int64,
     blocks: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -312,6 +325,7 @@ def group_norm_nhwc_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write one run of positions of a block of columns; programs walk the tensor backwards."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -328,10 +342,13 @@ def group_norm_nhwc_apply_kernel(
         residual_ptr += base
         residual_out_ptr += base
 
-    scale = load_statistic(rstd_ptr, group, column_mask) * load_weight(weight_ptr, column, column_mask)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
+    await_previous(EARLY)
+    scale = load_statistic(rstd_ptr, group, column_mask) * weight
     _normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
-        load_statistic(mean_ptr, group, column_mask), scale, load_bias(bias_ptr, column, column_mask),
+        load_statistic(mean_ptr, group, column_mask), scale, bias,
         sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
         seed, dropout_threshold, dropout_scale, ROWS, 1, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

@@ -42,6 +42,11 @@ class Launch:
     by_rows: ByRows | None = None
 
 
+def dependent(early: bool) -> dict[str, object]:
+    """Options of a launch of a kernel that awaits the one before it: `early`, it starts before that one ends."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 def run(device: torch.device, launches: Iterable[Launch]) -> None:
     """Launch in order on the device's current stream."""
     index = device.index if device.type == "cuda" else -1

@@ -99,6 +99,18 @@ def test_outside_gradient_of_the_residual_sum_is_added(algorithm, device, monkey
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("given", ["scale", "shift", "both"])
+def test_scale_and_shift_of_each_sample(algorithm, given, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 7, 6), 2, torch.float32, device, last, activation="silu")
+    halves = dict(zip(("scale", "shift"), torch.randn(2, 12, device=device).chunk(2, dim=1), strict=True))
+    extra = halves if given == "both" else {given: halves[given].to(torch.float16)}
+    actual = case.forward(ours, **extra)
+    exact = case.forward(reference, precision=torch.float64, **extra)
+    torch.testing.assert_close(actual.y, exact.y.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_without_parameters(algorithm, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((1, 4, 5, 8), 2, torch.float16, device, last, affine=False)
@@ -116,7 +128,7 @@ def test_dtypes_may_be_mixed(last, device, poisoned):
     assert actual.residual_out.dtype == torch.bfloat16
     dy = torch.randn_like(case.x).float()
     gradients, exact = case.backward(ours, dy), case.backward(reference, dy, precision=torch.float64)
-    for gradient, wanted, tolerance in zip(gradients, exact, (2**-7, 1e-5, 2**-9, 2**-7), strict=True):
+    for gradient, wanted, tolerance in zip(gradients[:4], exact[:4], (2**-7, 1e-5, 2**-9, 2**-7), strict=True):
         assert gradient.dtype == wanted.dtype
         torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance)
 
@@ -131,8 +143,8 @@ def test_offsets_of_64_bits_inside_a_group(positions, device, poisoned, monkeypa
 
 
 def test_many_samples_fold_their_parameter_gradients_in_two_steps(device, poisoned, monkeypatch):
-    monkeypatch.setattr("fusednorm.group_norm_launch.FOLD_TWICE_ABOVE", 16)
-    monkeypatch.setattr("fusednorm.group_norm_launch.FOLD_RUNS", 3)
+    monkeypatch.setattr("fusednorm.group_norm_backward_launch.FOLD_TWICE_ABOVE", 16)
+    monkeypatch.setattr("fusednorm.group_norm_backward_launch.FOLD_RUNS", 3)
     check_backward(make_case((40, 4, 3), 2, torch.float32, device))
 
 
@@ -159,10 +171,51 @@ def test_tensors_laid_out_otherwise_are_refused(device):
         ours.group_norm_forward(x[:, :, ::2], 3)
     with pytest.raises(UnsupportedShapeError, match="residual must be contiguous as x is"):
         ours.group_norm_forward(x, 3, residual=channels_last(x))
-    with pytest.raises(UnsupportedShapeError, match="dy must be channels-last as x is"):
-        ours.group_norm_backward(x, channels_last(x), 3)
-    with pytest.raises(UnsupportedShapeError, match="dresidual_out must be contiguous"):
-        ours.group_norm_backward(x, x, 3, dresidual_out=channels_last(x))
+    with pytest.raises(UnsupportedShapeError, match="dy must be contiguous or channels-last"):
+        ours.group_norm_backward(x.transpose(2, 3), x, 3)
+    with pytest.raises(UnsupportedShapeError, match="dresidual_out must be contiguous or channels-last"):
+        ours.group_norm_backward(x, x, 3, dresidual_out=x.transpose(2, 3))
+
+
+@pytest.mark.parametrize("algorithm", ["split", "columns"])
+def test_gradients_of_the_other_layout_are_read_where_they_lie(algorithm, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 5, 9), 2, torch.float32, device, last, residual=True, activation="silu")
+    dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
+    expected = case.backward(ours, dy, dresidual_out=outside)
+    dy, outside = (t.contiguous() if last else channels_last(t) for t in (dy, outside))
+    for actual, wanted in zip(case.backward(ours, dy, dresidual_out=outside)[:3], expected, strict=False):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+        assert actual.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_scale_and_shift_of_samples_have_gradients(algorithm, affine, activation, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((3, 6, 5, 7), 2, torch.float32, device, last, affine=affine, activation=activation)
+    dy = torch.randn_like(case.x)
+    scale, shift = torch.randn(2, 3, 6, device=device)
+    for given in ({"scale": scale, "shift": shift}, {"scale": scale}, {"shift": shift}):
+        actual = case.backward(ours, dy, **given)
+        exact = case.backward(reference, dy, **given, precision=torch.float64)
+        for got, wanted in zip(actual, exact, strict=True):
+            if wanted is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_scale_and_shift_laid_out_otherwise_are_refused(device):
+    x = torch.randn(2, 6, 4, device=device)
+    own, both = torch.randn(2, 6, device=device), torch.randn(2, 12, device=device)
+    with pytest.raises(KernelInputError, match=r"scale must be \[2, 6\]"):
+        ours.group_norm_forward(x, 3, scale=both)
+    with pytest.raises(UnsupportedShapeError, match="channels of shift must be contiguous"):
+        ours.group_norm_forward(x, 3, shift=both[:, ::2])
+    with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
+        ours.group_norm_forward(x, 3, scale=own, shift=both[:, 6:])
 
 
 def test_what_means_nothing_is_refused(device):
