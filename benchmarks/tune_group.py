@@ -2,44 +2,26 @@
 
     python -m benchmarks.tune_group --out tune.csv [--pass forward] [--shape 8x512x64x64] [--layout nchw]
 
-Each configuration must agree with torch in float32 before it is timed.  32 groups, SiLU after the norm.
+Each configuration must agree with torch in float32 before it is timed; what fails stands in the file with its
+error.  32 groups, SiLU after the norm.  A cell is written when it is done, its best configurations printed.
 """
 
 import argparse
 import csv
-import math
 import os
-import re
-import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.nn.functional as F  # noqa: N812
-from fusednorm import group_norm_backward_launch, group_norm_forward_launch, traffic
-from fusednorm.checks import Epilogue
-from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_forward_plan import plan_forward
-from fusednorm.group_norm_launch import Sample
-from fusednorm.launch import Launch, run
-from fusednorm.results import Backward, Forward
-from torch import Tensor
+from fusednorm.launch import run
 
-from benchmarks import group_backward_candidates, group_forward_candidates
-from benchmarks.problem import EPS
+from benchmarks.group_pass import Cell, Config, Pass, name_of
 from benchmarks.suites import PASSES
 from benchmarks.timing import Timer
 from benchmarks.workers import run_in_workers
 
-Config = group_norm_forward_launch.Forward | group_norm_backward_launch.Backward
-
-CANDIDATES = {"forward": group_forward_candidates.candidates, "backward": group_backward_candidates.candidates}
-GROUPS = 32
-ACTIVATION = "silu"
 LAYOUTS = ("nchw", "nhwc")
 SHAPES = (
     (8, 512, 64, 64),
@@ -60,110 +42,68 @@ SHAPES = (
 _COMPILING = 0.5
 """Of the seconds that a run may take, at most."""
 
-COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy")
+_LONGEST_CELL = 60.0
+"""Seconds after which a cell that was begun in time is given up."""
 
+COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One pass over one tensor; `shape` is x's, whatever the layout."""
-
-    pass_: str
-    shape: tuple[int, ...]
-    layout: str
-    dtype: str
-
-    @property
-    def sample(self) -> Sample:
-        channels = self.shape[1] // GROUPS
-        return Sample(GROUPS, channels, math.prod(self.shape[2:]), self.layout == "nhwc")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
-    def name(self) -> str:
-        """forward bfloat16 8x512x64x64 nchw."""
-        return f"{self.pass_} {self.dtype} {'x'.join(map(str, self.shape))} {self.layout}"
-
-    def configs(self, only: str = "") -> Iterator[Config]:
-        """Its candidates whose repr matches."""
-        for config in CANDIDATES[self.pass_](self.sample, self.torch_dtype.itemsize, self.shape[0]):
-            if re.search(only, repr(config)):
-                yield config
+SHOWN = 5
+"""Of a cell's configurations, the fastest, in the line that is printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
     """A configuration, the median of its times in milliseconds, and the fraction of a copy that it reaches."""
 
+    config: Config
     ms: float
     of_copy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A configuration that the device refused or that gave a wrong result."""
+
     config: Config
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A cell's configurations, the fastest first, and the rate of a copy in bytes per millisecond."""
+
+    cell: Cell
+    roof: float
+    timed: list[Timed]
+    failed: list[Failed]
 
     @property
-    def name(self) -> str:
-        """ForwardHeld(8, 3, 1, 0)."""
-        return type(self.config).__name__ + str(tuple(asdict(self.config).values()))
+    def line(self) -> str:
+        """The best of them, in one line."""
+        best = "; ".join(
+            f"{row.of_copy:.3f} {row.ms * 1e3:.1f} us {name_of(row.config)}" for row in self.timed[:SHOWN]
+        )
+        failures = f"; {len(self.failed)} failed: {self.failed[0].error[:60]}" if self.failed else ""
+        return f"{self.cell.name}, copy {self.roof / 1e6:.0f} GB/s: {best}{failures}"
+
+    def rows(self) -> Iterator[list[str]]:
+        """Values of COLUMNS."""
+        cell = self.cell
+        leading = [cell.pass_, "x".join(map(str, cell.shape)), cell.layout, cell.dtype]
+        for timed in self.timed:
+            yield [*leading, name_of(timed.config), f"{timed.ms:.5f}", f"{timed.of_copy:.4f}", ""]
+        for failed in self.failed:
+            yield [*leading, name_of(failed.config), "", "", failed.error]
 
 
-class Pass:
-    """The tensors of a cell, and its launches under a configuration."""
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A cell to time and the file to add its rows to, unless it is `latest` on the monotonic clock."""
 
-    def __init__(self, cell: Cell, device: str) -> None:
-        self.cell = cell
-        fill = torch.empty if device == "meta" else torch.randn
-        options: dict[str, Any] = {"device": device, "dtype": cell.torch_dtype}
-        n, c, *spatial = cell.shape
-
-        def laid_out() -> Tensor:
-            if cell.layout == "nchw":
-                return fill(cell.shape, **options)
-            axes = (0, 1 + len(spatial), *range(1, 1 + len(spatial)))
-            return fill((n, *spatial, c), **options).permute(axes)
-
-        self.x, self.dy = laid_out(), laid_out() if cell.pass_ == "backward" else None
-        self.weight, self.bias = (fill(c, **options) for _ in range(2))
-        statistics = {"device": device, "dtype": torch.float32}
-        self.mean, self.rstd = (torch.empty((n, GROUPS), **statistics) for _ in range(2))
-        if device != "meta":
-            h = self.x.float().reshape(n, GROUPS, -1)
-            variance, mean = torch.var_mean(h, dim=-1, correction=0)
-            self.mean.copy_(mean)
-            self.rstd.copy_((variance + EPS).rsqrt())
-        like = (self.x,) if cell.pass_ == "forward" else (self.x, self.weight, self.bias)
-        self.results = tuple(map(torch.empty_like, like))
-
-    def plan(self, config: Config) -> list[Launch]:
-        """Into `results`."""
-        epilogue = Epilogue(ACTIVATION)
-        inputs = (self.x, self.cell.sample, self.weight, self.bias, EPS)
-        if self.dy is None:
-            assert isinstance(config, group_norm_forward_launch.Forward)
-            return plan_forward(*inputs, None, epilogue, Forward(*self.results), config)
-        assert isinstance(config, group_norm_backward_launch.Backward)
-        after = (self.mean, self.rstd, None, None, epilogue, Backward(*self.results), config)
-        return plan_backward(self.dy, *inputs, *after)
-
-    def run(self, plan: Iterable[Launch]) -> None:
-        """Make the launches of a plan."""
-        run(self.x.device, plan)
-
-    def expected(self) -> tuple[Tensor, ...]:
-        """Torch's results in float32."""
-        leaves = [t.detach().float().requires_grad_(self.dy is not None) for t in (self.x, self.weight, self.bias)]
-        y = F.silu(F.group_norm(leaves[0], GROUPS, leaves[1], leaves[2], EPS))
-        if self.dy is None:
-            return (y,)
-        y.backward(self.dy.float())
-        return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
-
-    @property
-    def min_bytes(self) -> int:
-        """The fewest bytes that the pass must move."""
-        fewest = traffic.forward_bytes if self.dy is None else traffic.backward_bytes
-        return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
+    cell: Cell
+    configs: list[Config]
+    out: Path
+    latest: float
 
 
 def compile_kernels(item: tuple[Cell, Config]) -> None:
@@ -210,32 +150,45 @@ def compiled_cells(kernels: dict[Cell, list[tuple[Cell, Config]]], seconds: floa
     return cells
 
 
-def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> list[Timed]:
-    """Every configuration that agrees with torch, fastest first; stderr hears of the others."""
+def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> Outcome:
+    """Every configuration that agrees with torch, timed; none after an error that the device does not get over."""
     of = Pass(cell, device)
     roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
-    print(f"{cell.name}: copy {roof / 1e6:.0f} GB/s", flush=True)
-    expected = of.expected()
-    rows = []
+    timed, failed = [], []
     for config in configs:
         try:
             plan = of.plan(config)
             for result in of.results:
                 result.fill_(float("nan"))
-            of.run(plan)
-            _check(of.results, expected)
-            ms = timer(partial(of.run, plan), repeats=20, warmup=2).p50
+            run(of.x.device, plan)
+            of.check()
+            ms = timer(partial(run, of.x.device, plan), repeats=20, warmup=2).p50
         except Exception as error:
-            print(f"{cell.name} {config}: {str(error)[:160]}", file=sys.stderr)
+            failed.append(Failed(config, " ".join(str(error).split())[:200]))
+            if _lasts(failed[-1]):
+                break
             continue
-        rows.append(Timed(ms, of.min_bytes / ms / roof, config))
-    return sorted(rows, key=lambda row: row.ms)
+        timed.append(Timed(config, ms, of.min_bytes / ms / roof))
+    return Outcome(cell, roof, sorted(timed, key=lambda row: row.ms), failed)
 
 
-def _check(results: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for index, (actual, right) in enumerate(zip(results, expected, strict=True)):
-        if not torch.allclose(actual.float(), right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
-            raise ValueError(f"result {index} is wrong")
+def time_item(item: Item) -> None:
+    """Time one cell in a process that times several, and write and print what comes of it."""
+    if time.monotonic() > item.latest:
+        return
+    outcome = time_cell(item.cell, item.configs, _timer())
+    with item.out.open("a", newline="") as file:
+        csv.writer(file).writerows(outcome.rows())
+    print(outcome.line, flush=True)
+    if outcome.failed and _lasts(outcome.failed[-1]):
+        raise RuntimeError(outcome.failed[-1].error)  # Another process takes the next cell.
+
+
+def _lasts(failure: Failed) -> bool:
+    return "CUDA error" in failure.error
+
+
+_timer = cache(Timer)
 
 
 def main() -> None:
@@ -251,27 +204,14 @@ def main() -> None:
         for layout in arguments.layout.split(",")
     ]
     work = {cell: list(cell.configs(arguments.only)) for cell in cells}
-    began = time.monotonic()
+    latest = time.monotonic() + arguments.seconds
     cells = compiled_cells(kernels_of(work), arguments.seconds * _COMPILING)
     if arguments.compile_only:
         return
-
-    timer = Timer()
     with arguments.out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for cell in cells:
-            if time.monotonic() - began > arguments.seconds:
-                print("out of time", file=sys.stderr)
-                break
-            rows = time_cell(cell, work[cell], timer)
-            shape = "x".join(map(str, cell.shape))
-            for row in rows:
-                figures = (f"{row.ms:.5f}", f"{row.of_copy:.4f}")
-                writer.writerow([cell.pass_, shape, cell.layout, cell.dtype, row.name, *figures])
-            file.flush()
-            for row in rows[:4]:
-                print(f"    {row.of_copy:.3f} {row.ms * 1e3:.1f} us {row.name}", flush=True)
+        csv.writer(file).writerow(COLUMNS)
+    items = [Item(cell, work[cell], arguments.out, latest) for cell in cells]
+    run_in_workers(time_item, items, 1, latest + _LONGEST_CELL - time.monotonic())
 
 
 def _arguments() -> argparse.Namespace:
