@@ -23,9 +23,9 @@ from fusednorm.group_norm_forward_launch import (
     block_tile,
     choose_forward,
     never_waiting,
-    registers_for,
 )
 from fusednorm.group_norm_launch import Sample
+from fusednorm.launch import registers_for
 from triton import next_power_of_2
 
 Shared = TypeVar("Shared", ForwardShared, ForwardBlock, ForwardSharedBlock)

@@ -29,14 +29,10 @@ from fusednorm._group_norm_nhwc_backward_split_kernels import (
 from fusednorm.checks import Epilogue
 from fusednorm.device import multiprocessor_count, since_hopper
 from fusednorm.group_norm_checks import in_layout
-from fusednorm.group_norm_forward_plan import (
-    dropout_arguments,
-    empty_statistics,
-    epilogue_options,
-    plan_statistics,
-)
+from fusednorm.group_norm_forward_call import empty_statistics, epilogue_options
+from fusednorm.group_norm_forward_plan import plan_statistics
 from fusednorm.group_norm_launch import Sample, vector_width
-from fusednorm.launch import REGISTERS_PER_SM, Launch, dependent, mailbox
+from fusednorm.launch import Launch, can_prefetch, dependent, dropout_arguments, mailbox, resident_options
 from fusednorm.results import Backward
 
 
@@ -136,13 +132,6 @@ class _Call:
         """What makes z of x_hat: weight, bias, scale, shift."""
         return self.weight, self.bias, self.scale, self.shift
 
-    def can_prefetch(self, vec: int) -> bool:
-        """Whether runs of `vec` elements of x and dy start and end on 16 bytes, and may be asked for."""
-        return all(
-            vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and since_hopper(tensor.device)
-            for tensor in (self.x, self.dy)
-        )
-
     def parts(self, splits: int) -> Tensor:
         """Room for the sums of dz and of dz * x_hat, float32 [2, N * splits, C]."""
         return self.x.new_empty((2, self.n * splits, self.sample.c), dtype=torch.float32)
@@ -215,10 +204,10 @@ def _shared(call: _Call, config: configs.BackwardShared) -> list[Launch]:
         "SLOTS": triton.next_power_of_2(members),
         "DEPTH": depth,
         "LAG": config.lag,
-        "AHEAD": config.ahead if call.can_prefetch(vec) else 0,
+        "AHEAD": config.ahead if can_prefetch(vec, call.x, call.dy) else 0,
         "EARLY": call.early,
         "num_warps": config.num_warps,
-        **_resident_options(config),
+        **resident_options(config),
         **call.gradient_options,
     }
     return [
@@ -267,7 +256,7 @@ def _blocks(call: _Call, config: configs.BackwardBlocks) -> list[Launch]:
         "AHEAD": config.ahead,
         "EARLY": call.early,
         "num_warps": config.num_warps,
-        **_resident_options(config),
+        **resident_options(config),
         **call.gradient_options,
     }
     return [
@@ -275,12 +264,6 @@ def _blocks(call: _Call, config: configs.BackwardBlocks) -> list[Launch]:
         Launch(group_norm_nhwc_backward_shared_kernel, (teams * members,), arguments, options),
         *_fold_parameters(call, partial, splits),
     ]
-
-
-def _resident_options(config: configs.BackwardShared | configs.BackwardBlocks) -> dict[str, object]:
-    """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
-    registers = REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
-    return {"maxnreg": min(255, registers), "launch_cooperative_grid": True}
 
 
 def _split(call: _Call, config: configs.BackwardSplit) -> list[Launch]:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, since_hopper
-from fusednorm.epilogue import dropout_threshold
 from fusednorm.group_norm_launch import Sample, vector_width
 from fusednorm.results import Forward
 
@@ -16,11 +15,6 @@ def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
     """Room for two float32 values of each group, [N, groups]."""
     shape = (x.shape[0], sample.groups)
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
-
-
-def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
-    """Seed, threshold and scale as kernels take them."""
-    return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
 
 
 def epilogue_options(epilogue: Epilogue) -> dict[str, object]:

@@ -10,9 +10,15 @@ from fusednorm._group_norm_nchw_rolling_kernels import group_norm_nchw_rolling_k
 from fusednorm._group_norm_nchw_shared_kernels import group_norm_nchw_shared_kernel
 from fusednorm._group_norm_nhwc_shared_kernels import group_norm_nhwc_held_kernel, group_norm_nhwc_shared_kernel
 from fusednorm.device import INTERPRETED, multiprocessor_count
-from fusednorm.group_norm_forward_call import ForwardCall, dropout_arguments, epilogue_options
-from fusednorm.launch import Launch, mailbox
-from fusednorm.layer_norm_arguments import can_prefetch
+from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options
+from fusednorm.launch import (
+    Launch,
+    can_prefetch,
+    dropout_arguments,
+    mailbox,
+    registers_for,
+    resident_options,
+)
 
 
 def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None:
@@ -73,7 +79,7 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
         "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
         "SHARED": writers > 1,
         # Shared groups are few: a program has its multiprocessor to itself.
-        "maxnreg": configs.registers_for(replace(config, programs_per_sm=1) if writers > 1 else config),
+        "maxnreg": registers_for(replace(config, programs_per_sm=1) if writers > 1 else config),
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nchw_held_kernel, (rows * writers,), arguments, options)
@@ -93,7 +99,7 @@ def rolling_launch(call: ForwardCall, config: configs.ForwardRolling) -> Launch:
         "FULL": sample.group_length // config.block,
         "AHEAD": config.ahead if can_prefetch(call.group_vec, call.x) else 0,
         "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
-        "maxnreg": configs.registers_for(config),
+        "maxnreg": registers_for(config),
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nchw_rolling_kernel, (programs,), arguments, options)
@@ -121,8 +127,7 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(call.group_vec, call.x) else 0,
         "PARAMETERS": parameters_mode(call, config.block, slab),
-        "maxnreg": configs.registers_for(config),
-        "launch_cooperative_grid": True,
+        **resident_options(config),
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nchw_shared_kernel, (programs,), arguments, options)
@@ -145,7 +150,7 @@ def block_launch(call: ForwardCall, config: configs.ForwardBlock) -> Launch:
         "FULL": sample.hw // tile.rows,
         "SHARED": writers > 1,
         # Shared groups are few: a program has its multiprocessor to itself.
-        "maxnreg": configs.registers_for(replace(config, programs_per_sm=1) if writers > 1 else config),
+        "maxnreg": registers_for(replace(config, programs_per_sm=1) if writers > 1 else config),
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nhwc_held_kernel, (units * writers,), arguments, options)
@@ -168,8 +173,7 @@ def shared_block_launch(call: ForwardCall, config: configs.ForwardSharedBlock) -
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": 0 if INTERPRETED else config.ahead,
-        "maxnreg": configs.registers_for(config),
-        "launch_cooperative_grid": True,
+        **resident_options(config),
         **epilogue_options(call.epilogue),
     }
     # A pair of words for each group of a block, where a slot of the mailbox is four.

@@ -22,7 +22,7 @@ from typing import TypeVar
 from triton import next_power_of_2
 
 from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
-from fusednorm.launch import REGISTERS_PER_SM
+from fusednorm.launch import registers_for
 
 MAX_PROGRAM_BYTES = 256 * 1024
 """Bytes of x above which a group or slab that a program reads twice is split over programs."""
@@ -207,7 +207,6 @@ Forward = (
 )
 
 
-Resident = ForwardHeld | ForwardRolling | ForwardShared | ForwardBlock | ForwardSharedBlock | ForwardPieces
 Held = TypeVar("Held", ForwardHeld, ForwardRolling, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
 
 
@@ -321,11 +320,6 @@ def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumn
     tile = _sweep_units(vec)
     tiles = -(-sample.group_length // (vec * tile * max_splits(sample.groups)))
     return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
-
-
-def registers_for(config: Resident) -> int:
-    """Registers that a thread may have for `programs_per_sm` programs to be resident."""
-    return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
 
 
 def with_room(config: Held, held_bytes: int, extra: int, multiprocessors: int, members: int) -> Held | None:

@@ -22,11 +22,7 @@ from fusednorm._group_norm_nhwc_kernels import (
 )
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
-from fusednorm.group_norm_forward_call import ForwardCall
-from fusednorm.group_norm_forward_call import dropout_arguments as dropout_arguments
-from fusednorm.group_norm_forward_call import empty_statistics as empty_statistics
-from fusednorm.group_norm_forward_call import epilogue_options as epilogue_options
-from fusednorm.group_norm_forward_call import register_cap as register_cap
+from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options, register_cap
 from fusednorm.group_norm_forward_held_plan import (
     block_launch,
     fitted,
@@ -37,7 +33,7 @@ from fusednorm.group_norm_forward_held_plan import (
 )
 from fusednorm.group_norm_forward_split_plan import pieces_launches
 from fusednorm.group_norm_launch import Sample
-from fusednorm.launch import Launch, dependent
+from fusednorm.launch import Launch, dependent, dropout_arguments
 from fusednorm.results import Forward
 
 

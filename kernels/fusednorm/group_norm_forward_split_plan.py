@@ -13,10 +13,10 @@ from fusednorm._group_norm_split_kernels import (
     group_norm_nhwc_split_moments_kernel,
 )
 from fusednorm.device import INTERPRETED
-from fusednorm.group_norm_forward_call import ForwardCall, dropout_arguments, empty_statistics, epilogue_options
+from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options
 from fusednorm.group_norm_forward_held_plan import block_options, parameters_mode, piece_walk
 from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
-from fusednorm.launch import Launch, dependent
+from fusednorm.launch import Launch, dependent, dropout_arguments, registers_for
 
 
 def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[Launch]:
@@ -47,7 +47,7 @@ def _contiguous_pieces(
         "FULL": config.chunks if sample.group_length % piece == 0 else 0,
         "GROUP": 16 // size,
         "num_warps": config.num_warps,
-        "maxnreg": configs.registers_for(config),
+        "maxnreg": registers_for(config),
     }
     moments = (call.x, call.residual, parts[0], parts[1], call.group_units, sample.groups, splits)
     apply = (
@@ -82,7 +82,7 @@ def _column_pieces(call: ForwardCall, config: configs.ForwardPieces, mean: Tenso
         **block_options(call, config, tile),
         "CHUNKS": config.chunks,
         "FULL": config.chunks if sample.hw % piece == 0 else 0,
-        "maxnreg": configs.registers_for(config),
+        "maxnreg": registers_for(config),
     }
     moments_options = {**options, "EARLY": call.early, "FAST": not INTERPRETED}
     apply_options = {**options, **dependent(call.early), **epilogue_options(call.epilogue)}

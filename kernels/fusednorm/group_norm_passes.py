@@ -13,7 +13,8 @@ from fusednorm.checks import Epilogue, check_eps, check_parameter, check_statist
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_backward_plan import plan_backward
 from fusednorm.group_norm_checks import check_groups, check_layout, check_scale_and_shift, is_channels_last
-from fusednorm.group_norm_forward_plan import empty_statistics, plan_forward
+from fusednorm.group_norm_forward_call import empty_statistics
+from fusednorm.group_norm_forward_plan import plan_forward
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import run
 from fusednorm.results import Backward, Forward

@@ -31,7 +31,8 @@ import json, math, sys
 import torch
 from fusednorm.checks import Epilogue
 from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_forward_plan import empty_statistics, plan_forward
+from fusednorm.group_norm_forward_call import empty_statistics
+from fusednorm.group_norm_forward_plan import plan_forward
 from fusednorm.group_norm_launch import Sample
 from fusednorm.inspection import inspect
 from fusednorm.results import Backward, Forward
