@@ -10,17 +10,15 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.group_norm_backward_launch import (
-    MOST_LABELS,
+from fusednorm.group_norm_backward_configs import (
     Backward,
     BackwardBlocks,
     BackwardColumns,
     BackwardShared,
     BackwardSplit,
-    choose_backward,
     most_touched,
-    split_backward,
 )
+from fusednorm.group_norm_backward_launch import MOST_LABELS, choose_backward, split_backward
 from fusednorm.group_norm_launch import Sample, vector_width
 
 Shared = TypeVar("Shared", BackwardShared, BackwardBlocks)

@@ -11,7 +11,7 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.group_norm_forward_launch import (
+from fusednorm.group_norm_forward_configs import (
     Forward,
     ForwardBlock,
     ForwardHeld,
@@ -19,11 +19,9 @@ from fusednorm.group_norm_forward_launch import (
     ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
-    block_groups,
     block_tile,
-    choose_forward,
-    never_waiting,
 )
+from fusednorm.group_norm_forward_launch import block_groups, choose_forward, never_waiting
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import registers_for
 from triton import next_power_of_2

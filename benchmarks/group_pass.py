@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import group_norm_backward_launch, group_norm_forward_launch, traffic
+from fusednorm import group_norm_backward_configs, group_norm_forward_configs, traffic
 from fusednorm.checks import Epilogue
 from fusednorm.group_norm_backward_plan import plan_backward
 from fusednorm.group_norm_forward_plan import plan_forward
@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import group_backward_candidates, group_forward_candidates
 from benchmarks.problem import EPS
 
-Config = group_norm_forward_launch.Forward | group_norm_backward_launch.Backward
+Config = group_norm_forward_configs.Forward | group_norm_backward_configs.Backward
 
 CANDIDATES = {"forward": group_forward_candidates.candidates, "backward": group_backward_candidates.candidates}
 GROUPS = 32
@@ -96,9 +96,9 @@ class Pass:
         epilogue = Epilogue(ACTIVATION)
         inputs = (self.x, self.cell.sample, self.weight, self.bias, EPS)
         if self.dy is None:
-            assert isinstance(config, group_norm_forward_launch.Forward)
+            assert isinstance(config, group_norm_forward_configs.Forward)
             return plan_forward(*inputs, None, epilogue, Forward(*self.results), config)
-        assert isinstance(config, group_norm_backward_launch.Backward)
+        assert isinstance(config, group_norm_backward_configs.Backward)
         after = (self.mean, self.rstd, None, None, epilogue, Backward(*self.results), config)
         return plan_backward(self.dy, *inputs, *after)
 

@@ -5,7 +5,8 @@ Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the
 applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in plain torch.  Differentiable:
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
 `LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need,
-`warmup_group_norm` what samples of a shape need.
+`warmup_group_norm` what samples of a shape need.  `allow_waiting` switches off kernels whose programs wait for one
+another.
 """
 
 from fusednorm.autograd import (
@@ -28,6 +29,7 @@ from fusednorm.layer_norm_passes import (
 )
 from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.results import Backward, Forward
+from fusednorm.waiting import allow_waiting
 from fusednorm.warming import warmup, warmup_group_norm
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "add_group_norm",
     "add_layer_norm",
     "add_rms_norm",
+    "allow_waiting",
     "group_norm",
     "group_norm_backward",
     "group_norm_forward",

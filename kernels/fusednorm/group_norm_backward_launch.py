@@ -1,197 +1,32 @@
-"""Launch configurations of GroupNorm's backward pass, and how one is chosen.
+"""How a launch configuration of GroupNorm's backward pass is chosen.
 
 A choice depends on what one sample looks like and on the width of an element, never on the number of
 samples: a sample's bits are the same whatever came with it, and samples never cause a compile.
-
-- tile: small groups whole in the registers of one program, read once;
-- shared and blocks: programs that wait for one another share a contiguous group, or channels-last the groups of a
-  block of columns; x and dy are read a second time out of L1 or L2;
-- split and columns: a kernel for partial sums, a small one that folds them and one that applies them; nothing
-  waits, and x and dy come from memory twice.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from math import gcd
 
 from triton import next_power_of_2
 
-from fusednorm.device import INTERPRETED
+from fusednorm import group_norm_tables as tables
+from fusednorm.group_norm_backward_configs import (
+    MAX_OFFSET,
+    Backward,
+    BackwardBlocks,
+    BackwardColumns,
+    BackwardShared,
+    BackwardSplit,
+    BackwardTile,
+    most_touched,
+)
 from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
-
-L2_BYTES = 30 << 20
-"""Of x and dy under way at once that are still found in L2 when they are read again; an H200 has 60 MB."""
-
-MAX_OFFSET = 2**31
-"""Elements that 32-bit offsets count."""
 
 MOST_LABELS = 2
 """Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
 
-
-@dataclass(frozen=True, slots=True)
-class BackwardTile:
-    """`rows` whole groups a program, padded to `channels` x `positions` elements, in registers."""
-
-    rows: int
-    channels: int
-    positions: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardShared:
-    """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
-
-    A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile a vector of 16 bytes of x a thread.
-    `programs_per_sm` programs are resident; they exchange the group's sums, and a piece is read again `lag` pieces
-    after the part's sums went out.  The piece `ahead` pieces on is asked into L2 meanwhile.
-    """
-
-    channels: int
-    chunks: int
-    pieces: int
-    num_warps: int
-    programs_per_sm: int
-    lag: int
-    ahead: int
-
-    @property
-    def units(self) -> int:
-        """Threads side by side along a channel."""
-        return 32 * self.num_warps // self.channels
-
-    def part_positions(self, itemsize: int) -> int:
-        """Positions of a part."""
-        return self.pieces * self.chunks * self.units * (16 // itemsize)
-
-    def members(self, sample: Sample, itemsize: int) -> int:
-        """Programs that share a group."""
-        parts = -(-sample.hw // self.part_positions(itemsize))
-        return parts * -(-sample.channels // self.channels)
-
-    def padded_length(self, sample: Sample, itemsize: int) -> int:
-        """Elements of all members' tiles."""
-        return self.members(sample, itemsize) * self.channels * self.part_positions(itemsize)
-
-    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
-        """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
-        programs = self.programs_per_sm * multiprocessors
-        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
-        return (
-            sample.hw * itemsize % 16 == 0
-            and self.members(sample, itemsize) <= programs
-            and under_way <= L2_BYTES
-            and self.channels * sample.hw < MAX_OFFSET
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardBlocks:
-    """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
-
-    A slab is `pieces` pieces, a piece `chunks` tiles of as many positions as a vector of 16 bytes of x a thread
-    makes. Blocks that groups straddle go together.  `programs_per_sm`, `lag` and `ahead` are those of
-    `BackwardShared`.
-    """
-
-    columns: int
-    chunks: int
-    pieces: int
-    num_warps: int
-    programs_per_sm: int
-    lag: int
-    ahead: int
-
-    def vectors(self, itemsize: int) -> int:
-        """Threads side by side along the columns, some of which may have none."""
-        return int(next_power_of_2(self.columns * itemsize // 16))
-
-    def rows(self, itemsize: int) -> int:
-        """Positions of a tile."""
-        return 32 * self.num_warps // self.vectors(itemsize)
-
-    def slab_rows(self, itemsize: int) -> int:
-        """Positions of a slab."""
-        return self.pieces * self.chunks * self.rows(itemsize)
-
-    def splits(self, sample: Sample, itemsize: int) -> int:
-        """Slabs of a block."""
-        return -(-sample.hw // self.slab_rows(itemsize))
-
-    def bundle_blocks(self, sample: Sample) -> int:
-        """Blocks that go together: the fewest that hold whole groups."""
-        blocks = sample.channels // gcd(self.columns, sample.channels)
-        return min(blocks, -(-sample.c // self.columns))
-
-    def members(self, sample: Sample, itemsize: int) -> int:
-        """Programs that share a bundle of blocks."""
-        return self.splits(sample, itemsize) * self.bundle_blocks(sample)
-
-    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
-        """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
-        programs = self.programs_per_sm * multiprocessors
-        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
-        return (
-            sample.c * itemsize % 16 == 0
-            and self.members(sample, itemsize) <= programs
-            and under_way <= L2_BYTES
-            and sample.hw < MAX_OFFSET
-        )
-
-    def padded_width(self, sample: Sample, itemsize: int) -> int:
-        """Columns of the tiles of all blocks."""
-        return -(-sample.c // self.columns) * self.vectors(itemsize) * (16 // itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardSplit:
-    """Parts of contiguous groups as in `BackwardShared`, one a program, in a kernel for sums and one for dx."""
-
-    channels: int
-    chunks: int
-    pieces: int
-    num_warps: int
-
-    def part_positions(self, itemsize: int) -> int:
-        """Positions of a part."""
-        return self.pieces * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardColumns:
-    """Slabs of `columns` columns, a power of two, one a program, in a kernel for sums and one for dx.
-
-    A slab is `pieces` pieces of `chunks` tiles of as many positions as one vector a thread makes.
-    """
-
-    columns: int
-    chunks: int
-    pieces: int
-    num_warps: int
-
-    def rows(self, vec: int) -> int:
-        """Positions of a tile of vectors of `vec` elements."""
-        return 32 * self.num_warps * vec // self.columns
-
-
-Backward = BackwardTile | BackwardShared | BackwardBlocks | BackwardSplit | BackwardColumns
-
-SUMS_BLOCK, SUMS_NUM_WARPS = 512, 4
-"""Elements of a tile, and warps, of the kernel that folds one group's two sums."""
-
-FOLD_ROWS, FOLD_COLUMNS, FOLD_NUM_WARPS = 256, 8, 8
-"""Tile and warps of the kernel that folds dweight and dbias: one step for most, and many programs."""
-
-FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
-"""Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
-
-
-def most_touched(size: int, window: int) -> int:
-    """Intervals of `size`, one behind another, that a window at a multiple of its own size touches at most."""
-    if window % size == 0:
-        return window // size
-    return 1 if size % window == 0 else (window - 2) // size + 2
+MAX_WASTE = 1.13
+"""Lanes of an entry of the tables for each element, at most."""
 
 
 def idle_share(
@@ -203,22 +38,33 @@ def idle_share(
 
 
 @lru_cache(maxsize=4096)
-def choose_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Backward:
-    """The backward configuration for samples of elements of `itemsize` bytes."""
+def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Backward:
+    """The backward configuration for samples of elements of `itemsize` bytes.
+
+    Args:
+        waits: whether programs may wait for one another, which takes a cooperative launch.
+    """
     if sample.channels_last:
-        blocks = None if INTERPRETED else shared_blocks(sample, itemsize, multiprocessors)
+        blocks = shared_blocks(sample, itemsize, multiprocessors) if waits else None
         return blocks or split_backward(sample, itemsize)
     channels, positions = int(next_power_of_2(sample.channels)), int(next_power_of_2(sample.hw))
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
         rows = min(64, max(1, 1024 // padded))
         return BackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
-    shared = None if INTERPRETED else shared_backward(sample, itemsize, multiprocessors)
+    shared = shared_backward(sample, itemsize, multiprocessors) if waits else None
     return shared or split_backward(sample, itemsize)
 
 
 def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardShared | None:
     """The configuration in which programs share a group, or None where it does not fit the device."""
+    for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
+        if (
+            (channels == sample.channels and sample.hw <= most)
+            and config.fits(sample, itemsize, multiprocessors)
+            and config.padded_length(sample, itemsize) <= MAX_WASTE * sample.group_length
+        ):
+            return config
     fitting = [
         config
         for pieces in (1, 2, 4, 5, 8)
@@ -241,6 +87,13 @@ def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Backwa
     labels = most_touched(sample.channels, vector)
     if sample.c % vector or labels > MOST_LABELS:
         return None
+    for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
+        if (
+            (channels == sample.channels and sample.hw <= most)
+            and config.columns <= sample.c
+            and config.fits(sample, itemsize, multiprocessors)
+        ):
+            return config
     programs_per_sm = 4 if labels == 1 else 3
     widths = {size // itemsize for size in (64, 128, 256)}
     widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
@@ -271,8 +124,7 @@ def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardCol
     if sample.channels_last:
         vec = vector_width(itemsize, sample.c)
         columns = BackwardColumns(column_width(sample, itemsize), 4, 1, 4)
-        pieces = max(4, -(-sample.hw // (columns.chunks * columns.rows(vec) * most)))
-        return replace(columns, pieces=pieces)
+        return replace(columns, pieces=_pieces(sample.hw, columns.chunks * columns.rows(vec), most))
     shapes = [BackwardSplit(channels, chunks, 1, 4) for chunks in (2, 3, 4) for channels in (1, 2, 4, 8, 16, 32)]
     shape = min(
         (shape for shape in shapes if shape.channels * sample.hw < MAX_OFFSET or shape.channels == 1),
@@ -281,4 +133,9 @@ def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardCol
             * -(-sample.channels // shape.channels) * shape.channels
         ),
     )  # fmt: skip
-    return replace(shape, pieces=max(4, -(-sample.hw // (shape.part_positions(itemsize) * most))))
+    return replace(shape, pieces=_pieces(sample.hw, shape.part_positions(itemsize), most))
+
+
+def _pieces(positions: int, piece: int, most: int) -> int:
+    """Pieces of a program: as many as make at most `most` parts, and 4, unless there are fewer."""
+    return min(-(-positions // piece), max(4, -(-positions // (piece * most))))

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import triton
 
-from fusednorm import group_norm_forward_launch as configs
+from fusednorm import group_norm_forward_configs as configs
 from fusednorm._group_norm_nchw_held_kernels import group_norm_nchw_held_kernel
 from fusednorm._group_norm_nchw_rolling_kernels import group_norm_nchw_rolling_kernel
 from fusednorm._group_norm_nchw_shared_kernels import group_norm_nchw_shared_kernel
 from fusednorm._group_norm_nhwc_shared_kernels import group_norm_nhwc_held_kernel, group_norm_nhwc_shared_kernel
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options
+from fusednorm.group_norm_forward_launch import with_room
 from fusednorm.launch import (
     Launch,
     can_prefetch,
@@ -32,27 +33,25 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
             return fitted(call, configs.ForwardHeld(config.num_warps, config.programs_per_sm))
         case configs.ForwardHeld():
             chunks = triton.cdiv(sample.group_length, config.block)
-            return configs.with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
+            return with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
         case configs.ForwardRolling():
             chunks = triton.cdiv(sample.group_length, config.block)
-            return configs.with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
+            return with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
         case configs.ForwardShared():
             slabs = 1 if config.lag == 0 else 2
             members = config.members(sample)
-            return configs.with_room(config, slabs * config.chunks * 8 * held, extra, multiprocessors, members)
+            return with_room(config, slabs * config.chunks * 8 * held, extra, multiprocessors, members)
         case configs.ForwardBlock():
             tile = configs.block_tile(sample, config.block_groups, config.num_warps, size)
             chunks = triton.cdiv(sample.hw, tile.rows)
-            return configs.with_room(config, chunks * tile.vec * held, extra, multiprocessors, 1)
+            return with_room(config, chunks * tile.vec * held, extra, multiprocessors, 1)
         case configs.ForwardSharedBlock():
             tile = configs.block_tile(sample, config.block_groups, config.num_warps, size)
             slabs = 1 if config.lag == 0 else 2
             members = config.members(sample, size)
-            return configs.with_room(
-                config, slabs * config.chunks * tile.vec * held, extra, multiprocessors, members
-            )
+            return with_room(config, slabs * config.chunks * tile.vec * held, extra, multiprocessors, members)
         case configs.ForwardPieces():
-            return configs.with_room(config, config.chunks * 16 * held // size, extra, multiprocessors, 1)
+            return with_room(config, config.chunks * 16 * held // size, extra, multiprocessors, 1)
         case _:
             return config
 

@@ -1,26 +1,37 @@
-"""Launch configurations of GroupNorm's forward pass, and how one is chosen.
+"""How a launch configuration of GroupNorm's forward pass is chosen.
 
 A choice depends on what one sample looks like, on the width of an element and on the device, never on the number
 of samples: a sample's bits are the same whatever came with it, and their number causes no compile.  Constexprs are
 tiles, warps, vector widths and numbers of chunks, all bounded; lengths stay run-time arguments.
 
-From the smallest groups to the largest, contiguous and (channels-last):
-
-- tile: several whole groups a program, in registers;
-- held (block): one program holds a group (a block of columns of whole groups) as it lies in memory;
-- shared (shared block): programs of a cooperative launch share it and tell one another its moments;
-- sweep (slab): one program reads it twice; split (columns): a kernel for partial sums and one that applies them.
-  These never wait for other programs.  They are what a residual too large for the registers, or a group too large
-  for the device, gets, and everything that would be shared where `waits` is False.
+The forms that never wait for other programs are what a residual too large for the registers, or a group too large
+for the device, gets, and everything that would be shared where `waits` is False.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
-from math import gcd, lcm
+from math import lcm
 from typing import TypeVar
 
 from triton import next_power_of_2
 
+from fusednorm import group_norm_tables as tables
+from fusednorm.group_norm_forward_configs import (
+    Forward,
+    ForwardBlock,
+    ForwardColumns,
+    ForwardHeld,
+    ForwardPieces,
+    ForwardRolling,
+    ForwardShared,
+    ForwardSharedBlock,
+    ForwardSlab,
+    ForwardSplit,
+    ForwardSweep,
+    ForwardTile,
+    block_tile,
+)
 from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
 from fusednorm.launch import registers_for
 
@@ -29,236 +40,6 @@ MAX_PROGRAM_BYTES = 256 * 1024
 
 MIN_RUN_BYTES = 64
 """Bytes of neighbouring channels that a channels-last program reads at each position, where groups allow."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardTile:
-    """`rows` whole groups a program, each padded to `units` vectors, in registers."""
-
-    rows: int
-    units: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardHeld:
-    """One group a program, held as it lies in memory in chunks of 8 elements a thread.
-
-    Registers are kept to what lets `programs_per_sm` of them be resident.  Launches with fewer programs than half
-    the multiprocessors take up to `writers` programs a group.  The group that many multiprocessors times
-    `ahead_per_sm` on is asked into L2 meanwhile.
-    """
-
-    num_warps: int
-    programs_per_sm: int
-    writers: int = 1
-    ahead_per_sm: int = 0
-
-    @property
-    def block(self) -> int:
-        """Elements of a chunk."""
-        return 256 * self.num_warps
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardRolling:
-    """`ForwardHeld` by persistent programs, `programs_per_sm` to a multiprocessor.
-
-    As a chunk of a group is written, that of the program's next group takes its registers.  The group `ahead` turns
-    on is asked into L2.
-    """
-
-    num_warps: int
-    programs_per_sm: int
-    ahead: int
-
-    @property
-    def block(self) -> int:
-        """Elements of a chunk."""
-        return 256 * self.num_warps
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardShared:
-    """Programs that share a group, a slab of `chunks` chunks of 8 elements a thread each.
-
-    `programs_per_sm` of them are resident.  A slab is read again `lag` groups after its moments went out; with 0
-    it stays in registers.  The slab `ahead` groups on is asked into L2 meanwhile.
-    """
-
-    chunks: int
-    num_warps: int
-    programs_per_sm: int
-    lag: int
-    ahead: int
-
-    @property
-    def block(self) -> int:
-        """Elements of a chunk."""
-        return 256 * self.num_warps
-
-    def members(self, sample: Sample) -> int:
-        """Programs that share a group."""
-        return -(-sample.group_length // (self.chunks * self.block))
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardSweep:
-    """One group a program, swept twice in tiles of `units` vectors."""
-
-    units: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardSplit:
-    """Statistics over parts of `split_units` vectors, then runs of `program_units`; tiles of `units`."""
-
-    units: int
-    split_units: int
-    program_units: int
-    num_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBlock:
-    """A block of `block_groups` groups of one sample a program, held as it lies in memory.
-
-    Otherwise as `ForwardHeld`: 16 bytes a thread for each chunk of positions.
-    """
-
-    block_groups: int
-    num_warps: int
-    programs_per_sm: int
-    writers: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardSharedBlock:
-    """Programs that share a block of `block_groups` groups of one sample, `chunks` chunks of positions each.
-
-    Otherwise as `ForwardShared`.
-    """
-
-    block_groups: int
-    chunks: int
-    num_warps: int
-    programs_per_sm: int
-    lag: int
-    ahead: int
-
-    def members(self, sample: Sample, itemsize: int) -> int:
-        """Programs that share a block."""
-        rows = block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
-        return -(-sample.hw // (self.chunks * rows))
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardPieces:
-    """Moments of pieces of `chunks` chunks of 16 bytes a thread, their fold, then y of as large pieces.
-
-    Pieces are of a group, or, channels-last, of a block of `block_groups` groups' columns of a sample.
-    """
-
-    chunks: int
-    num_warps: int
-    programs_per_sm: int
-    block_groups: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardSlab:
-    """`slab_groups` groups a program in `width` columns; tiles of `rows` positions, `unroll` a step."""
-
-    slab_groups: int
-    width: int
-    rows: int
-    unroll: int
-    num_warps: int
-    max_registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardColumns:
-    """Blocks of `width` columns: statistics over `split_rows` positions in tiles of `rows`, `unroll` a step,
-    then runs of `run_rows` in tiles of `apply_rows`."""
-
-    width: int
-    rows: int
-    unroll: int
-    split_rows: int
-    apply_rows: int
-    run_rows: int
-    num_warps: int
-
-
-Forward = (
-    ForwardTile
-    | ForwardHeld
-    | ForwardRolling
-    | ForwardShared
-    | ForwardSweep
-    | ForwardSplit
-    | ForwardBlock
-    | ForwardSharedBlock
-    | ForwardPieces
-    | ForwardSlab
-    | ForwardColumns
-)
-
-
-Held = TypeVar("Held", ForwardHeld, ForwardRolling, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTile:
-    """A chunk of a block of columns: `rows` positions of `vectors` accesses of `vec` elements.
-
-    Each thread's columns are kept apart as `keep` runs, of which none spans groups.
-    """
-
-    vec: int
-    vectors: int
-    rows: int
-    keep: int
-
-
-def block_tile(sample: Sample, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
-    """The chunk in which one access a thread covers a block of `block_groups` groups' columns."""
-    columns = block_groups * sample.channels
-    vec = vector_width(itemsize, sample.c, columns)
-    vectors = next_power_of_2(columns // vec)
-    return BlockTile(vec, vectors, max(1, 32 * num_warps // vectors), vec // gcd(vec, sample.channels))
-
-
-# An entry serves every group up to its number of elements, by bytes of one.
-_HELD: dict[int, tuple[tuple[int, ForwardHeld], ...]] = {
-    2: (
-        (12288, ForwardHeld(8, programs_per_sm=4, writers=2)),
-        (24576, ForwardHeld(8, programs_per_sm=3, writers=2)),
-        (32768, ForwardHeld(16, programs_per_sm=2, writers=2)),
-        (49152, ForwardHeld(8, programs_per_sm=2, writers=2)),
-        (65536, ForwardHeld(16, programs_per_sm=1, ahead_per_sm=1)),
-    ),
-    4: (
-        (12288, ForwardHeld(8, programs_per_sm=2, writers=2)),
-        (24576, ForwardHeld(16, programs_per_sm=1, writers=2)),
-        (32768, ForwardHeld(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
-    ),
-}
-_SHARED: dict[int, tuple[tuple[int, ForwardShared], ...]] = {
-    2: (
-        (131072, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
-        (524288, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
-        (2**22, ForwardShared(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
-        (2**31, ForwardShared(10, num_warps=8, programs_per_sm=2, lag=1, ahead=1)),
-    ),
-    4: (
-        (131072, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),
-        (524288, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
-        (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
-    ),
-}
 
 MAX_BLOCK_COLUMNS = 256
 """Columns of a block at most; groups that need more to start and end on 16 bytes are read twice."""
@@ -272,6 +53,8 @@ _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 8}
 With 8 runs, one for each column, too few accesses are left: such samples are read twice.
 """
 
+Held = TypeVar("Held", ForwardHeld, ForwardRolling, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
+
 
 @lru_cache(maxsize=4096)
 def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Forward:
@@ -280,32 +63,28 @@ def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: b
     Args:
         waits: whether programs may wait for one another, which takes a cooperative launch.
     """
-    if sample.channels_last:
-        return _block_forward(sample, itemsize, multiprocessors, waits)
-    length = sample.group_length
-    vec = vector_width(itemsize, length)
-    units = length // vec
-    padded = next_power_of_2(units)
-    if padded * vec <= 4096:
-        rows = min(64, max(1, 2048 // (padded * vec)))
-        return ForwardTile(rows, padded, _warps(rows * padded * vec, 16))
-    held = next((held for limit, held in _HELD[itemsize] if length <= limit), None)
-    if held is not None:
-        return held
-    if waits:
-        for limit, shared in _SHARED[itemsize]:
-            if length <= limit and shared.members(sample) <= multiprocessors * shared.programs_per_sm:
-                return shared
-    if length * itemsize <= MAX_PROGRAM_BYTES:
-        return ForwardSweep(_sweep_units(vec), 16)
-    return split_forward(sample, itemsize)
+    if not sample.channels_last:
+        tile = _tile(sample, itemsize)
+        if tile is not None:
+            return tile
+    for config in _measured(sample, itemsize):
+        if isinstance(config, ForwardShared):
+            if waits and config.members(sample) <= multiprocessors * config.programs_per_sm:
+                return config
+        elif isinstance(config, ForwardSharedBlock):
+            if waits and config.members(sample, itemsize) <= multiprocessors * config.programs_per_sm:
+                return config
+        else:
+            return config
+    block = _block(sample, itemsize, multiprocessors, waits) if sample.channels_last else None
+    return block or never_waiting(sample, itemsize)
 
 
 @lru_cache(maxsize=4096)
 def never_waiting(sample: Sample, itemsize: int) -> Forward:
     """The configuration of a pass whose registers neither hold nor share its groups: it reads them twice."""
     if sample.channels_last:
-        return _slab_forward(sample, itemsize) or split_forward(sample, itemsize)
+        return _slab(sample, itemsize) or split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
         return ForwardSweep(_sweep_units(vector_width(itemsize, sample.group_length)), 16)
     return split_forward(sample, itemsize)
@@ -315,7 +94,7 @@ def never_waiting(sample: Sample, itemsize: int) -> Forward:
 def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumns:
     """The forward configuration that splits groups, whatever their size."""
     if sample.channels_last:
-        return _columns_forward(sample, itemsize)
+        return _columns(sample, itemsize)
     vec = vector_width(itemsize, sample.group_length)
     tile = _sweep_units(vec)
     tiles = -(-sample.group_length // (vec * tile * max_splits(sample.groups)))
@@ -337,6 +116,43 @@ def with_room(config: Held, held_bytes: int, extra: int, multiprocessors: int, m
         if held_bytes // 4 + extra + USUAL_REGISTERS <= registers_for(fewer):
             return fewer
     return None
+
+
+def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
+    """The configuration for small contiguous groups."""
+    vec = vector_width(itemsize, sample.group_length)
+    units = next_power_of_2(sample.group_length // vec)
+    if units * vec > 4096:
+        return None
+    rows = min(64, max(1, 2048 // (units * vec)))
+    return ForwardTile(rows, units, _warps(rows * units * vec, 16))
+
+
+def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
+    """Entries of the tables for the sample's class; what programs share comes out even between them."""
+    if not sample.channels_last:
+        for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:
+            if sample.group_length > most:
+                continue
+            if isinstance(config, ForwardShared):
+                members = config.members(sample)
+                config = replace(config, chunks=-(-sample.group_length // (members * config.block)))
+            yield config
+        return
+    for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
+        if channels != sample.channels or sample.hw > most or not _in_blocks(sample, block.block_groups, itemsize):
+            continue
+        if isinstance(block, ForwardSharedBlock):
+            rows = block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
+            members = block.members(sample, itemsize)
+            block = replace(block, chunks=-(-sample.hw // (members * rows)))
+        yield block
+
+
+def _in_blocks(sample: Sample, groups: int, itemsize: int) -> bool:
+    """Whether blocks of so many groups start and end on 16 bytes, and 32 bits count a sample's elements."""
+    width = vector_width(itemsize, sample.c, groups * sample.channels)
+    return groups <= sample.groups and width * itemsize == 16 and sample.hw < 2**31 // sample.c
 
 
 def _sweep_units(vec: int) -> int:
@@ -362,26 +178,27 @@ def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
     return tuple(sorted(wide, key=padded))
 
 
-def _block_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> Forward:
+def _block(
+    sample: Sample, itemsize: int, multiprocessors: int, waits: bool
+) -> ForwardBlock | ForwardSharedBlock | None:
+    """Blocks of the columns that waste the fewest lanes, or None where their registers do not hold enough."""
     counts = block_groups(sample, itemsize)
     if not counts or sample.hw >= 2**31 // sample.c:
-        return never_waiting(sample, itemsize)
+        return None
     groups = counts[0]
     most = _BLOCK_CHUNKS.get(block_tile(sample, groups, 1, itemsize).keep)
     if most is None:
-        return never_waiting(sample, itemsize)
+        return None
     for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
         chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
         if chunks <= most:
             return ForwardBlock(groups, warps, programs_per_sm, writers=4)
-    if waits:
-        rows = block_tile(sample, groups, 8, itemsize).rows
-        members = -(-sample.hw // (most * rows))
-        chunks = -(-sample.hw // (members * rows))
-        shared = ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
-        if members <= multiprocessors:
-            return shared
-    return never_waiting(sample, itemsize)
+    rows = block_tile(sample, groups, 8, itemsize).rows
+    members = -(-sample.hw // (most * rows))
+    if not waits or members > multiprocessors:
+        return None
+    chunks = -(-sample.hw // (members * rows))
+    return ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
 
 
 def _slab_groups(sample: Sample, itemsize: int) -> int | None:
@@ -396,7 +213,7 @@ def _slab_groups(sample: Sample, itemsize: int) -> int | None:
     return None
 
 
-def _slab_forward(sample: Sample, itemsize: int) -> ForwardSlab | None:
+def _slab(sample: Sample, itemsize: int) -> ForwardSlab | None:
     groups = _slab_groups(sample, itemsize)
     if groups is None:
         return None
@@ -409,7 +226,7 @@ def _slab_forward(sample: Sample, itemsize: int) -> ForwardSlab | None:
     return ForwardSlab(groups, width, rows, 2, num_warps, 64 if num_warps == 16 and width <= 32 else None)
 
 
-def _columns_forward(sample: Sample, itemsize: int) -> ForwardColumns:
+def _columns(sample: Sample, itemsize: int) -> ForwardColumns:
     vec = vector_width(itemsize, sample.c)
     width = column_width(sample, itemsize)
     rows = max(1, 32 * 8 * vec // width)

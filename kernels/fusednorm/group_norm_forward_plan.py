@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fusednorm import group_norm_forward_launch as configs
+from fusednorm import group_norm_forward_configs as configs
+from fusednorm import group_norm_forward_launch
 from fusednorm import group_norm_launch as launch
 from fusednorm._group_norm_fold_kernels import group_norm_fold_moments_kernel
 from fusednorm._group_norm_nchw_kernels import (
@@ -35,6 +36,7 @@ from fusednorm.group_norm_forward_split_plan import pieces_launches
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import Launch, dependent, dropout_arguments
 from fusednorm.results import Forward
+from fusednorm.waiting import may_wait
 
 
 def plan_forward(
@@ -57,10 +59,9 @@ def plan_forward(
     """
     call = ForwardCall(x, sample, weight, bias, eps, residual, scale, shift, epilogue, out)
     if config is None:
-        config = configs.choose_forward(
-            sample, x.element_size(), multiprocessor_count(x.device), waits=not INTERPRETED
-        )
-    config = fitted(call, config) or configs.never_waiting(sample, x.element_size())
+        multiprocessors = multiprocessor_count(x.device)
+        config = group_norm_forward_launch.choose_forward(sample, x.element_size(), multiprocessors, may_wait())
+    config = fitted(call, config) or group_norm_forward_launch.never_waiting(sample, x.element_size())
     match config:
         case configs.ForwardHeld() as held:
             return [held_launch(call, held)]
@@ -90,7 +91,7 @@ def plan_statistics(
     x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> list[Launch]:
     """The launches that fill mean and rstd alone, for a backward pass that needs them and came without."""
-    config = configs.split_forward(sample, x.element_size())
+    config = group_norm_forward_launch.split_forward(sample, x.element_size())
     if isinstance(config, configs.ForwardColumns):
         return _column_statistics(x, sample, eps, residual, mean, rstd, config)
     vec = launch.vector_width(x.element_size(), sample.group_length)

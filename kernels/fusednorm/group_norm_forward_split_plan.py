@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fusednorm import group_norm_forward_launch as configs
+from fusednorm import group_norm_forward_configs as configs
 from fusednorm._group_norm_fold_kernels import group_norm_fold_moments_kernel
 from fusednorm._group_norm_split_kernels import (
     group_norm_nchw_split_apply_kernel,

@@ -3,8 +3,10 @@
 import csv
 
 import pytest
-from fusednorm.group_norm_backward_launch import BackwardSplit, choose_backward
-from fusednorm.group_norm_forward_launch import ForwardHeld, ForwardSweep, choose_forward
+from fusednorm.group_norm_backward_configs import BackwardSplit
+from fusednorm.group_norm_backward_launch import choose_backward
+from fusednorm.group_norm_forward_configs import ForwardHeld, ForwardSweep
+from fusednorm.group_norm_forward_launch import choose_forward
 
 from benchmarks import tune_group
 from benchmarks.group_pass import Cell

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import fusednorm.group_norm_passes as ours
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import group_norm_backward_launch, reference
-from fusednorm import group_norm_forward_launch as forward_launch
-from fusednorm.group_norm_backward_launch import BackwardColumns, BackwardSplit
+from fusednorm import group_norm_backward_launch, group_norm_forward_launch, reference
+from fusednorm import group_norm_forward_configs as configs
+from fusednorm.group_norm_backward_configs import BackwardColumns, BackwardSplit
 from torch import Tensor
 
 from tests.kernels.accuracy import assert_close_to_oracle
@@ -16,17 +16,17 @@ from tests.kernels.accuracy import assert_close_to_oracle
 # programs, with full and partial ones among them.
 CONTIGUOUS = {
     "tile": (None, None),
-    "held": (forward_launch.ForwardHeld(1, 1), None),
-    "rolling": (forward_launch.ForwardRolling(1, 1, 1), None),
-    "pieces": (forward_launch.ForwardPieces(3, 1, 1), None),
-    "sweep": (forward_launch.ForwardSweep(16, 4), None),
-    "split": (forward_launch.ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
+    "held": (configs.ForwardHeld(1, 1), None),
+    "rolling": (configs.ForwardRolling(1, 1, 1), None),
+    "pieces": (configs.ForwardPieces(3, 1, 1), None),
+    "sweep": (configs.ForwardSweep(16, 4), None),
+    "split": (configs.ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
 }
 CHANNELS_LAST = {
     "block": (None, None),
-    "column pieces": (forward_launch.ForwardPieces(3, 1, 1, block_groups=2), None),
-    "slab": (forward_launch.ForwardSlab(1, 16, 4, 2, 2), None),
-    "columns": (forward_launch.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
+    "column pieces": (configs.ForwardPieces(3, 1, 1, block_groups=2), None),
+    "slab": (configs.ForwardSlab(1, 16, 4, 2, 2), None),
+    "columns": (configs.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }
 
 
@@ -40,9 +40,9 @@ def use_configuration(monkeypatch, name):
     """Make the launchers choose one algorithm whatever the shape; returns whether it is channels-last."""
     forward, backward = (CONTIGUOUS | CHANNELS_LAST)[name]
     if forward is not None:
-        monkeypatch.setattr(forward_launch, "choose_forward", lambda *_, **__: forward)
+        monkeypatch.setattr(group_norm_forward_launch, "choose_forward", lambda *_, **__: forward)
     if backward is not None:
-        monkeypatch.setattr(group_norm_backward_launch, "choose_backward", lambda *_: backward)
+        monkeypatch.setattr(group_norm_backward_launch, "choose_backward", lambda *_, **__: backward)
     return name in CHANNELS_LAST
 
 

@@ -4,7 +4,8 @@ import fusednorm.group_norm_passes as ours
 import pytest
 import torch
 from fusednorm import group_norm_backward_launch as launch
-from fusednorm.group_norm_backward_launch import BackwardBlocks, BackwardShared
+from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared
+from fusednorm.group_norm_launch import Sample
 
 from tests.kernels.group_norm_cases import check_backward, make_case
 
@@ -36,7 +37,7 @@ CONFIGS = [*((*case, False) for case in SHARED), *((*case, True) for case in BLO
 @pytest.fixture
 def share(monkeypatch):
     """Makes the launcher take one configuration."""
-    return lambda config: monkeypatch.setattr(launch, "choose_backward", lambda *_: config)
+    return lambda config: monkeypatch.setattr(launch, "choose_backward", lambda *_, **__: config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -63,7 +64,7 @@ def test_the_forms_that_wait_and_the_one_that_does_not_agree(shape, groups, conf
     given = {"dresidual_out": outside, "scale": scale, "shift": shift}
     share(config)
     shared = case.backward(ours, dy, **given)
-    share(launch.split_backward(launch.Sample(groups, shape[1] // groups, case.x[0, 0].numel(), last), 4))
+    share(launch.split_backward(Sample(groups, shape[1] // groups, case.x[0, 0].numel(), last), 4))
     for actual, wanted in zip(shared, case.backward(ours, dy, **given), strict=True):
         assert (actual is None) == (wanted is None)
         if actual is not None:

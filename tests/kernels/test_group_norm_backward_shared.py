@@ -6,7 +6,7 @@ import fusednorm.group_norm_passes as ours
 import pytest
 import torch
 from fusednorm import group_norm_backward_plan, reference
-from fusednorm.group_norm_backward_launch import BackwardBlocks, BackwardShared
+from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared
 
 from tests.kernels.group_norm_cases import check_backward, make_case
 from tests.kernels.plain_mailbox import use_plain_mailbox

@@ -5,7 +5,7 @@ import fusednorm._group_norm_nhwc_shared_kernels as nhwc
 import pytest
 import torch
 from fusednorm import group_norm_forward_held_plan, group_norm_forward_plan
-from fusednorm.group_norm_forward_launch import ForwardShared, ForwardSharedBlock
+from fusednorm.group_norm_forward_configs import ForwardShared, ForwardSharedBlock
 
 from tests.kernels.group_norm_cases import check_forward, make_case
 from tests.kernels.plain_mailbox import use_plain_mailbox

@@ -5,7 +5,7 @@ import pytest
 import torch
 from fusednorm import group_norm_forward_launch as launch
 from fusednorm import reference
-from fusednorm.group_norm_forward_launch import (
+from fusednorm.group_norm_forward_configs import (
     ForwardBlock,
     ForwardHeld,
     ForwardRolling,

@@ -3,6 +3,7 @@
 import pytest
 from fusednorm import layer_norm_launch as launch
 from fusednorm import layer_norm_tables as tables
+from fusednorm import waiting
 from fusednorm.launch import REGISTERS_PER_SM
 from fusednorm.layer_norm_configs import ForwardParts, ForwardRow, ForwardShared, ForwardSweep, ForwardTile
 
@@ -12,7 +13,7 @@ MULTIPROCESSORS = 132
 @pytest.fixture
 def compiled(monkeypatch):
     """As on a GPU, where programs can wait for one another."""
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(waiting, "INTERPRETED", False)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

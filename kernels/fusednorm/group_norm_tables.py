@@ -1,0 +1,92 @@
+"""Launch configurations of GroupNorm by class of groups, a line each, by bytes of an element.
+
+`benchmarks.tune_group` times what may stand here.  An entry of FORWARD_CONTIGUOUS serves every group up to its
+number of elements; those of the other tables serve groups of as many channels, up to their number of positions.
+The first entry that fits the sample and the device is taken; for classes without one `group_norm_forward_launch`
+and `group_norm_backward_launch` find a configuration by what it wastes.
+"""
+
+from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared
+from fusednorm.group_norm_forward_configs import (
+    ForwardBlock,
+    ForwardHeld,
+    ForwardPieces,
+    ForwardRolling,
+    ForwardShared,
+    ForwardSharedBlock,
+)
+
+Contiguous = ForwardHeld | ForwardRolling | ForwardShared | ForwardPieces
+ChannelsLast = ForwardBlock | ForwardSharedBlock | ForwardPieces
+
+# Up to 64 elements a thread are held, by as many warps as leave registers for two programs on a multiprocessor or
+# more; above, what programs share is read again from L1 or L2, and 64 KB a multiprocessor are under way.
+FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
+    2: (
+        (12288, ForwardHeld(8, programs_per_sm=4, writers=2)),
+        (24576, ForwardHeld(8, programs_per_sm=3, writers=2)),
+        (32768, ForwardHeld(16, programs_per_sm=2, writers=2)),
+        (49152, ForwardHeld(8, programs_per_sm=2, writers=2)),
+        (65536, ForwardHeld(16, programs_per_sm=1, ahead_per_sm=1)),
+        (131072, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        (524288, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (2**22, ForwardShared(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (2**31, ForwardShared(10, num_warps=8, programs_per_sm=2, lag=1, ahead=1)),
+    ),
+    4: (
+        (12288, ForwardHeld(8, programs_per_sm=2, writers=2)),
+        (24576, ForwardHeld(16, programs_per_sm=1, writers=2)),
+        (32768, ForwardHeld(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
+        (131072, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),
+        (524288, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+    ),
+}
+
+# Blocks of whole groups of 64 bytes or more that leave few lanes idle, held in registers while their programs wait.
+FORWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, ChannelsLast], ...]] = {
+    2: (
+        (8, 4096, ForwardSharedBlock(4, 12, num_warps=8, programs_per_sm=2, lag=0, ahead=1)),
+        (8, 65536, ForwardSharedBlock(4, 12, num_warps=8, programs_per_sm=2, lag=0, ahead=1)),
+        (10, 4096, ForwardSharedBlock(12, 8, num_warps=8, programs_per_sm=2, lag=0, ahead=1)),
+        (16, 4096, ForwardSharedBlock(2, 12, num_warps=8, programs_per_sm=2, lag=0, ahead=1)),
+        (16, 16384, ForwardSharedBlock(2, 12, num_warps=8, programs_per_sm=2, lag=0, ahead=1)),
+        (20, 1024, ForwardSharedBlock(6, 12, num_warps=8, programs_per_sm=2, lag=0, ahead=1)),
+        (30, 16384, ForwardSharedBlock(4, 8, num_warps=8, programs_per_sm=2, lag=0, ahead=1)),
+        (40, 256, ForwardBlock(3, num_warps=16, programs_per_sm=1, writers=4)),
+    ),
+    4: (),
+}
+
+# Parts that channels fill, four programs of four warps on a multiprocessor.
+BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
+    2: (
+        (4, 262144, BackwardShared(1, 2, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (4, 1048576, BackwardShared(1, 2, 4, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (4, 1310720, BackwardShared(1, 2, 5, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (8, 3136, BackwardShared(8, 2, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (8, 65536, BackwardShared(1, 2, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (10, 4096, BackwardShared(2, 2, 4, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (16, 4096, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (16, 16384, BackwardShared(1, 2, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (20, 1024, BackwardShared(4, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (30, 16384, BackwardShared(1, 2, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+        (40, 256, BackwardShared(8, 2, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=2)),
+    ),
+    4: (),
+}
+
+# Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
+BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] = {
+    2: (
+        (8, 3136, BackwardBlocks(64, 2, 4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (8, 65536, BackwardBlocks(64, 2, 4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (10, 4096, BackwardBlocks(64, 2, 2, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
+        (16, 4096, BackwardBlocks(32, 2, 4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (16, 16384, BackwardBlocks(64, 2, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (20, 1024, BackwardBlocks(32, 2, 4, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
+        (30, 16384, BackwardBlocks(120, 2, 4, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
+        (40, 256, BackwardBlocks(32, 2, 4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+    ),
+    4: (),
+}
