@@ -9,7 +9,7 @@ import triton.language as tl
 from fusednorm._early_start import await_previous, let_next_start
 
 
-@triton.jit(do_not_specialize=["groups", "group_columns", "splits"])
+@triton.jit(do_not_specialize=["groups", "group_columns", "splits", "scale_stride"])
 def group_norm_fold_sums_kernel(
     dz_part_ptr,
     dz_xhat_part_ptr,
@@ -20,6 +20,7 @@ def group_norm_fold_sums_kernel(
     groups: tl.int32,
     group_columns: tl.int32,
     splits: tl.int32,
+    scale_stride: tl.int64,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -43,7 +44,8 @@ def group_norm_fold_sums_kernel(
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + c, mask=column_mask, other=0.0).to(tl.float32)
         if scale_ptr is not None:
-            weight *= 1.0 + tl.load(scale_ptr + sample * columns + c, mask=column_mask, other=0.0).to(tl.float32)
+            scale = tl.load(scale_ptr + sample * scale_stride + c, mask=column_mask, other=0.0)
+            weight *= 1.0 + scale.to(tl.float32)
         for first_split in range(0, splits, BLOCK_SPLITS):
             s = first_split + split
             mask = (s < splits) & column_mask
@@ -54,7 +56,7 @@ def group_norm_fold_sums_kernel(
     tl.store(sum_g_xhat_ptr + row, tl.sum(tl.sum(sum_g_xhat, 1), 0))
 
 
-@triton.jit(do_not_specialize=["splits", "columns"])
+@triton.jit(do_not_specialize=["splits", "columns", "scale_stride"])
 def group_norm_fold_samples_kernel(
     dz_part_ptr,
     dz_xhat_part_ptr,
@@ -67,6 +69,7 @@ def group_norm_fold_samples_kernel(
     dz_xhat_sum_ptr,
     splits: tl.int32,
     columns: tl.int32,
+    scale_stride: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -92,7 +95,7 @@ def group_norm_fold_samples_kernel(
         tl.store(dshift_ptr + at, dz.to(dshift_ptr.dtype.element_ty), mask=column_mask)
     factor = tl.full((1, COLUMNS), 1.0, tl.float32)
     if scale_ptr is not None:
-        factor += tl.load(scale_ptr + at, mask=column_mask, other=0.0).to(tl.float32)
+        factor += tl.load(scale_ptr + sample * scale_stride + column, mask=column_mask, other=0.0).to(tl.float32)
     if dscale_ptr is not None:
         dscale = dz_xhat
         if weight_ptr is not None:

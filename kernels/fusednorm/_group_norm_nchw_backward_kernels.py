@@ -15,7 +15,7 @@ from fusednorm._group_norm_tiles import load_masked, load_sum
 from fusednorm._reductions import sum_pair
 
 
-@triton.jit(do_not_specialize=["rows", "channel_units", "groups", "channels"])
+@triton.jit(do_not_specialize=["rows", "channel_units", "groups", "channels", "scale_stride"])
 def group_norm_nchw_backward_tile_kernel(
     dy_ptr,
     x_ptr,
@@ -31,6 +31,7 @@ def group_norm_nchw_backward_tile_kernel(
     channel_units: tl.int32,
     groups: tl.int32,
     channels: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -73,7 +74,7 @@ def group_norm_nchw_backward_tile_kernel(
         mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
 
-    slope, offset = load_gained_affine(parameters, parameter, row * channels + channel, channel_mask, GAIN)
+    slope, offset = load_gained_affine(parameters, parameter, sample * scale_stride + parameter, channel_mask, GAIN)
     xhat = tl.where(mask, (h - mean) * rstd, 0.0)
     sample_start = sample * groups * channels * (channel_units.to(tl.int64) * VEC)
     dz = gained_gradient(

@@ -39,7 +39,8 @@ def _prefetch_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CH
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "members", "parts", "channel_units", "groups", "channels", "seed", "dropout_threshold"
+        "rows", "members", "parts", "channel_units", "groups", "channels", "scale_stride",
+        "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nchw_backward_shared_kernel(
@@ -60,6 +61,7 @@ def group_norm_nchw_backward_shared_kernel(
     channel_units: tl.int32,
     groups: tl.int32,
     channels: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -138,8 +140,9 @@ def group_norm_nchw_backward_shared_kernel(
         rstd = tl.load(rstd_ptr + row, mask=wanted, other=0.0)
         sample = row // groups
         group_channel = (row - sample * groups) * channels + channel
-        row_channel = row.to(tl.int64) * channels + channel
-        slope, offset = load_gained_affine(parameters, group_channel, row_channel, channel_mask & wanted, GAIN)
+        slope, offset = load_gained_affine(
+            parameters, group_channel, sample * scale_stride + group_channel, channel_mask & wanted, GAIN
+        )
         if AHEAD > 0 and step + AHEAD < steps:
             turn_ahead = (step + AHEAD) // PIECES
             run_ahead = ((step + AHEAD) % PIECES) * RUN
@@ -164,7 +167,7 @@ def group_norm_nchw_backward_shared_kernel(
             late_sample = late_row // groups
             late_channel = (late_row - late_sample * groups) * channels + channel
             late_slope, late_offset = load_gained_affine(
-                parameters, late_channel, late_row.to(tl.int64) * channels + channel, channel_mask, GAIN
+                parameters, late_channel, late_sample * scale_stride + late_channel, channel_mask, GAIN
             )
             if late_piece == 0:
                 tag = start + late_turn.to(tl.uint32)

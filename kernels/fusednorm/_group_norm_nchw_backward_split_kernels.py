@@ -12,7 +12,9 @@ from fusednorm._group_norm_gradients import load_gained_affine
 from fusednorm._group_norm_nchw_runs import load_runs, run_gradient, run_mask, run_position, write_run
 from fusednorm._reductions import sum_pair
 
-_SIZES = ["parts", "blocks", "pieces", "channel_units", "groups", "channels", "seed", "dropout_threshold"]
+_SIZES = [
+    "parts", "blocks", "pieces", "channel_units", "groups", "channels", "scale_stride", "seed", "dropout_threshold"
+]  # fmt: skip
 
 
 @triton.jit
@@ -61,6 +63,7 @@ def group_norm_nchw_backward_sums_kernel(
     channel_units: tl.int64,
     groups: tl.int32,
     channels: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -94,7 +97,7 @@ def group_norm_nchw_backward_sums_kernel(
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
     slope, offset = load_gained_affine(
-        parameters, group_channel + channel, row.to(tl.int64) * channels + channel, channel_mask, GAIN
+        parameters, group_channel + channel, sample * scale_stride + group_channel + channel, channel_mask, GAIN
     )
     sum_dz = tl.zeros((LANES, 1), tl.float32)
     sum_dz_centred = tl.zeros((LANES, 1), tl.float32)
@@ -153,6 +156,7 @@ def group_norm_nchw_backward_apply_kernel(
     channel_units: tl.int64,
     groups: tl.int32,
     channels: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -187,7 +191,7 @@ def group_norm_nchw_backward_apply_kernel(
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
     slope, offset = load_gained_affine(
-        parameters, group_channel + channel, row.to(tl.int64) * channels + channel, channel_mask, GAIN
+        parameters, group_channel + channel, sample * scale_stride + group_channel + channel, channel_mask, GAIN
     )
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     scale = slope * rstd

@@ -69,6 +69,7 @@ def group_norm_nhwc_backward_shared_kernel(
     bundle_units: tl.int32,
     bundle_blocks: tl.int32,
     block_units: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -206,7 +207,7 @@ def group_norm_nhwc_backward_shared_kernel(
             late_rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
             late_channel = late_first + vector_first + inner
             slope, offset = load_gained_affine(
-                parameters, late_channel, late_sample * c.to(tl.int64) + late_channel, late_columns, GAIN
+                parameters, late_channel, late_sample * scale_stride + late_channel, late_columns, GAIN
             )
             if late_run == 0:
                 late_tag = start + late_turn.to(tl.uint32)
@@ -255,9 +256,7 @@ def group_norm_nhwc_backward_shared_kernel(
             mean = load_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
             rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
             channel = bundle_first + vector_first + inner
-            slope, offset = load_gained_affine(
-                parameters, channel, sample * c.to(tl.int64) + channel, columns, GAIN
-            )
+            slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
             scale = slope * rstd
             sum_dz = tl.where(piece > 0, sum_dz, 0.0)
             sum_dz_centred = tl.where(piece > 0, sum_dz_centred, 0.0)
@@ -283,7 +282,7 @@ def group_norm_nhwc_backward_shared_kernel(
                 mine = touched == (block_first + block_column) // channels - block_group
                 block_channel = bundle_first + block_first + block_column
                 block_slope, _block_offset = load_gained_affine(
-                    parameters, block_channel, sample * c.to(tl.int64) + block_channel, there, GAIN
+                    parameters, block_channel, sample * scale_stride + block_channel, there, GAIN
                 )
                 g, g_xhat = sum_pair(
                     tl.where(mine, channel_dz * block_slope, 0.0), tl.where(mine, channel_dz_xhat * block_slope,

@@ -42,6 +42,7 @@ def group_norm_nhwc_backward_sums_kernel(
     column_units: tl.int64,
     groups: tl.int32,
     channels: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -79,7 +80,7 @@ def group_norm_nhwc_backward_sums_kernel(
     mean = load_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column
-    slope, offset = load_gained_affine(parameters, channel, sample * c + channel, columns, GAIN)
+    slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
     scale = slope * rstd
     first = split.to(tl.int64) * pieces * RUN
     sum_dz = tl.zeros((LANES, GROUP), tl.float32)
@@ -132,6 +133,7 @@ def group_norm_nhwc_backward_apply_kernel(
     column_units: tl.int64,
     groups: tl.int32,
     channels: tl.int32,
+    scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
@@ -171,7 +173,7 @@ def group_norm_nhwc_backward_apply_kernel(
     mean = load_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column
-    slope, offset = load_gained_affine(parameters, channel, sample * c + channel, columns, GAIN)
+    slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
     await_previous(EARLY)
     sum_g = load_statistic(sum_g_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, vector_group, groups - 1, place, LABELS)

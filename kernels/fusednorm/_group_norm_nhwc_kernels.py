@@ -183,7 +183,7 @@ def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, 
     return column, mask
 
 
-@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs", "scale_stride"])
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
 def group_norm_nhwc_slab_kernel(
     x_ptr,
     residual_ptr,
@@ -293,9 +293,7 @@ def group_norm_nhwc_stats_kernel(
     tl.store(square_part_ptr + run * c + column, square, mask=column_mask)
 
 
-@triton.jit(
-    do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks", "scale_stride"]
-)
+@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks"])
 def group_norm_nhwc_apply_kernel(
     x_ptr,
     residual_ptr,

@@ -27,7 +27,7 @@ def _store_statistics(mean_ptr, rstd_ptr, mean, rstd, at, mask):
 @triton.jit(
     do_not_specialize=[
         "writers", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
-        "scale_stride", "seed", "dropout_threshold",
+        "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nhwc_held_kernel(
@@ -119,7 +119,7 @@ def group_norm_nhwc_held_kernel(
 @triton.jit(
     do_not_specialize=[
         "units", "members", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
-        "scale_stride", "seed", "dropout_threshold",
+        "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nhwc_shared_kernel(

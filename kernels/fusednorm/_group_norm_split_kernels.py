@@ -175,7 +175,7 @@ def group_norm_nhwc_split_moments_kernel(
 @triton.jit(
     do_not_specialize=[
         "hw", "column_units", "groups", "channels", "blocks", "block_groups", "splits",
-        "scale_stride", "seed", "dropout_threshold",
+        "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nhwc_split_apply_kernel(

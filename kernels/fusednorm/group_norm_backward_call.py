@@ -9,7 +9,7 @@ from fusednorm._group_norm_gradients import derivative_gain
 from fusednorm.checks import Epilogue
 from fusednorm.device import since_hopper
 from fusednorm.group_norm_checks import in_layout
-from fusednorm.group_norm_forward_call import empty_statistics, epilogue_options
+from fusednorm.group_norm_forward_call import empty_statistics, epilogue_options, sample_stride
 from fusednorm.group_norm_forward_plan import plan_statistics
 from fusednorm.group_norm_launch import Sample, vector_width
 from fusednorm.launch import Launch
@@ -66,6 +66,11 @@ class BackwardCall:
     def channel_vec(self) -> int:
         """Elements of one access where channels are contiguous."""
         return vector_width(self.x.element_size(), self.sample.hw)
+
+    @property
+    def scale_stride(self) -> int:
+        """Elements from sample to sample of scale and of shift."""
+        return sample_stride(self.scale, self.shift)
 
     @property
     def affine_parameters(self) -> tuple[Tensor | None, ...]:

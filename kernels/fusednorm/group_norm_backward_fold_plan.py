@@ -36,7 +36,8 @@ def fold_parameters(call: BackwardCall, parts: tuple[Tensor | None, Tensor | Non
     if call.scale is not None or call.shift is not None:
         sums = dz.new_empty((2, call.n, c)) if affine else (None, None)
         of_samples = (
-            dz, dz_xhat, call.weight, call.bias, call.scale, out.dscale, out.dshift, sums[0], sums[1], splits, c
+            dz, dz_xhat, call.weight, call.bias, call.scale, out.dscale, out.dshift, sums[0], sums[1], splits, c,
+            call.scale_stride,
         )  # fmt: skip
         launches.append(Launch(group_norm_fold_samples_kernel, (blocks, call.n), of_samples, options))
         dz, dz_xhat, rows = sums[0], sums[1], call.n

@@ -70,7 +70,8 @@ def _tile(call: BackwardCall, config: configs.BackwardTile) -> list[Launch]:
     parts = call.wanted_parts(1)
     arguments = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *parts,
-        rows, sample.hw // vec, sample.groups, sample.channels, call.eps, *dropout_arguments(call.epilogue),
+        rows, sample.hw // vec, sample.groups, sample.channels, call.scale_stride, call.eps,
+        *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         "VEC": vec,
@@ -103,7 +104,8 @@ def _shared(call: BackwardCall, config: configs.BackwardShared) -> list[Launch]:
     arguments = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
         mailbox(call.x.device, depth * teams * members),
-        rows, members, parts, sample.hw // vec, sample.groups, sample.channels, *dropout_arguments(call.epilogue),
+        rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
+        *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         "VEC": vec,
@@ -149,7 +151,7 @@ def _blocks(call: BackwardCall, config: configs.BackwardBlocks) -> list[Launch]:
         mailbox(call.x.device, triton.cdiv(pairs, 2)),
         units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
         bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, config.columns // group,
-        *dropout_arguments(call.epilogue),
+        call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     whole = config.columns // group == config.vectors(itemsize) and sample.c % (blocks * config.columns) == 0
     options = {

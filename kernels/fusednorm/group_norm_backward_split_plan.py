@@ -31,7 +31,7 @@ def split_launches(call: BackwardCall, config: configs.BackwardSplit) -> list[La
     parts = triton.cdiv(sample.hw, config.part_positions(itemsize))
     blocks = triton.cdiv(sample.channels, config.channels)
     walk = (
-        parts, blocks, config.pieces, sample.hw // vec, sample.groups, sample.channels,
+        parts, blocks, config.pieces, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
         *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
@@ -57,7 +57,7 @@ def columns_launches(call: BackwardCall, config: configs.BackwardColumns) -> lis
     blocks = triton.cdiv(sample.c, config.columns)
     walk = (
         splits, blocks, config.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
-        *dropout_arguments(call.epilogue),
+        call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
         "GROUP": vec,
@@ -92,7 +92,8 @@ def _sums_and_apply(
         *call.inputs, call.affine_parameters, call.mean, call.rstd, parts[0], parts[1], *walk
     )  # fmt: skip
     fold_arguments = (
-        parts[0], parts[1], call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits
+        parts[0], parts[1], call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits,
+        call.scale_stride,
     )  # fmt: skip
     apply_arguments = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,

@@ -32,6 +32,12 @@ def register_cap(limit: int | None, epilogue: Epilogue, residual: Tensor | None)
     return {"maxnreg": limit} if limit and lean and not INTERPRETED else {}
 
 
+def sample_stride(scale: Tensor | None, shift: Tensor | None) -> int:
+    """Elements from sample to sample of scale and of shift, [N, C]; 0 where it does not matter."""
+    tensor = shift if scale is None else scale
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """The checked arguments of one forward pass."""
@@ -70,8 +76,7 @@ class ForwardCall:
     @property
     def scale_stride(self) -> int:
         """Elements from sample to sample of scale and of shift."""
-        tensor = self.shift if self.scale is None else self.scale
-        return self.sample.c if tensor is None else tensor.stride(0)
+        return sample_stride(self.scale, self.shift)
 
     @property
     def group_vec(self) -> int:

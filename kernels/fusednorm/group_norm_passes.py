@@ -131,9 +131,8 @@ def group_norm_backward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: x, dy or dresidual_out is neither contiguous nor channels-last, or residual is not
-            laid
-            out as x is.
+        UnsupportedShapeError: x, dy or dresidual_out is neither contiguous nor channels-last, residual is not laid
+            out as x is, or scale and shift lie otherwise than forward takes them.
 
     Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from
     L2, and those too large for that from memory, where absent statistics cost another read of x.  Where dy or
@@ -150,15 +149,13 @@ def group_norm_backward(
         if tensor is not None:
             check_tensor(name, tensor, like=x)
             is_channels_last(tensor, name)
-    check_parameter("scale", scale, x.shape[:2], x)
-    check_parameter("shift", shift, x.shape[:2], x)
+    check_scale_and_shift(scale, shift, x)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
     dx = torch.empty_like(x)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    dscale = None if scale is None else torch.empty_like(scale)
-    dshift = None if shift is None else torch.empty_like(shift)
+    dscale, dshift = (None if t is None else t.new_empty(t.shape) for t in (scale, shift))
     result = Backward(dx, dweight, dbias, None if residual is None else dx, dscale, dshift)
     if x.shape[0]:
         plan = plan_backward(

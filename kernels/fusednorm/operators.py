@@ -121,8 +121,6 @@ def gradients(
     after those.
     """
     x, weight, bias, residual, scale, shift, mean, rstd = saved
-    # [N, C], perhaps halves of one tensor: a small copy.
-    scale, shift = (None if t is None else t.contiguous() for t in (scale, shift))
     dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
     dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
     dx, dweight, dbias, dresidual, dscale, dshift = run(
@@ -215,7 +213,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         *_: Any,
     ) -> tuple[Tensor, ...]:
         dweight, dbias, dscale, dshift = (
-            _absent(x) if p is None else torch.empty_like(p) for p in (weight, bias, scale, shift)
+            _absent(x) if p is None else p.new_empty(p.shape) for p in (weight, bias, scale, shift)
         )
         dresidual = _like(op, residual) if _has_own_gradient(residual, op, x) else _absent(x)
         return _like(op, x), dweight, dbias, dresidual, dscale, dshift

@@ -196,8 +196,10 @@ def test_scale_and_shift_of_samples_have_gradients(algorithm, affine, activation
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((3, 6, 5, 7), 2, torch.float32, device, last, affine=affine, activation=activation)
     dy = torch.randn_like(case.x)
-    scale, shift = torch.randn(2, 3, 6, device=device)
-    for given in ({"scale": scale, "shift": shift}, {"scale": scale}, {"shift": shift}):
+    # Halves of one tensor, as they come out of a projection, and one row for all samples.
+    scale, shift = torch.randn(3, 12, device=device).chunk(2, dim=1)
+    same = torch.randn(6, device=device).expand(3, 6)
+    for given in ({"scale": scale, "shift": shift}, {"scale": same}, {"shift": shift}):
         actual = case.backward(ours, dy, **given)
         exact = case.backward(reference, dy, **given, precision=torch.float64)
         for got, wanted in zip(actual, exact, strict=True):
@@ -216,6 +218,8 @@ def test_scale_and_shift_laid_out_otherwise_are_refused(device):
         ours.group_norm_forward(x, 3, shift=both[:, ::2])
     with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
         ours.group_norm_forward(x, 3, scale=own, shift=both[:, 6:])
+    with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
+        ours.group_norm_backward(x, x, 3, scale=own, shift=both[:, 6:])
 
 
 def test_what_means_nothing_is_refused(device):
