@@ -112,7 +112,6 @@ def forward_launches(
                 "GROUP": 16 // x.element_size(),
                 "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias, residual),
                 "ALONE": config.programs_per_sm == 1,
-                "EARLY": layer_norm_launch.has_room_for_parameters(config, x.element_size(), residual is not None),
                 "maxnreg": registers_for(config),
             }
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)

@@ -35,9 +35,6 @@ SHARED_BYTES_PER_SM = 200 << 10
 _REGISTERS_BESIDE = 48
 """Of a thread, for all but the row that it holds."""
 
-_REGISTERS_BESIDE_ALL = 32
-"""Of a thread, for all but the row and its parameters, of which none is loaded while others are used."""
-
 FOLD_ELEMENTS, FOLD_MAX_PARTIALS, FOLD_MIN_COLS = 2048, 1024, 8
 """Of the tile of the kernel that folds partial dweight and dbias: in one access where there are as few partials."""
 
@@ -134,13 +131,6 @@ def choose_fold(most_partials: int) -> dict[str, int]:
     block_p = min(1 << (most_partials - 1).bit_length(), FOLD_MAX_PARTIALS)
     block_n = max(FOLD_MIN_COLS, FOLD_ELEMENTS // block_p)
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
-
-
-def has_room_for_parameters(config: ForwardRow, itemsize: int, residual: bool) -> bool:
-    """Whether a program's registers take weight and bias beside the row and its residual."""
-    held = 2 * config.chunks * itemsize
-    registers = REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm)
-    return (3 + residual) * held + _REGISTERS_BESIDE_ALL <= registers
 
 
 def choose_parts_a_program(parts: int) -> int:

@@ -41,11 +41,11 @@ FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (14336, ForwardRow(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
         (16384, ForwardRow(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
         (20480, ForwardRow(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (24576, ForwardRow(12, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (32768, ForwardRow(16, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.97
-        (49152, ForwardRow(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.94
-        (65536, ForwardRow(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.89
-        (524288, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.82-0.87
+        (24576, ForwardRow(6, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (32768, ForwardRow(8, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (49152, ForwardRow(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (65536, ForwardRow(8, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.91
+        (524288, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.77-0.87
         (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
     ),
     4: (
@@ -73,7 +73,7 @@ FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (20480, ForwardRow(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
         (24576, ForwardRow(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
         (32768, ForwardRow(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
-        (524288, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.86-0.92
+        (524288, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.85-0.92
         (2**31, ForwardShared(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
 }
@@ -116,7 +116,8 @@ BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
             12288,
             BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
         ),  # 0.93
-        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.80-0.86
+        (65536, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.79-0.86
+        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.78
     ),
     4: (
         (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
@@ -146,7 +147,7 @@ BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
             BackwardTile(1, 1024, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=7, ahead=3),
         ),  # 0.97
         (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
-        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.88-0.92
+        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.92-0.94
     ),
 }
 

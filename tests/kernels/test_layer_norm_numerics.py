@@ -28,7 +28,9 @@ def test_first_value_far_from_the_rest_does_not_cancel(first, cols, device):
     x = torch.randn(2, cols, device=device) + 3
     x[:, 0] = first
     exact = reference.layer_norm_forward(x, precision=torch.float64).y
-    torch.testing.assert_close(layer_norm_forward(x).y, exact.float(), rtol=1e-6, atol=1e-6)
+    # Within what rounding the largest value alone does to the mean.
+    atol = float(exact.abs().max()) * torch.finfo(torch.float32).eps / 4
+    torch.testing.assert_close(layer_norm_forward(x).y, exact.float(), rtol=1e-6, atol=max(1e-6, atol))
 
 
 @pytest.mark.parametrize("cols", COLS)
