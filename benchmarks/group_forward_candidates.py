@@ -19,10 +19,17 @@ from fusednorm.group_norm_forward_configs import (
     ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
+    ForwardStream,
     block_tile,
 )
-from fusednorm.group_norm_forward_launch import block_groups, choose_forward, never_waiting
-from fusednorm.group_norm_launch import Sample
+from fusednorm.group_norm_forward_launch import (
+    STREAM_WARPS,
+    block_groups,
+    choose_forward,
+    never_waiting,
+    stream,
+)
+from fusednorm.group_norm_launch import Sample, vector_width
 from fusednorm.launch import registers_for
 from triton import next_power_of_2
 
@@ -60,15 +67,13 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward
     yield never_waiting(sample, itemsize)
     if sample.channels_last:
         yield from blocks(sample, itemsize, samples)
-        together = list(shared_blocks(sample, itemsize, samples))
-        yield from together
-        for groups in block_groups(sample, itemsize)[: 1 if together else 4]:
-            yield from pieces(sample, itemsize, groups)
+        yield from shared_blocks(sample, itemsize, samples)
+        yield from streams(sample, itemsize)
     else:
         yield from held(sample, itemsize, samples)
         yield from rolling(sample, itemsize, samples)
         yield from shared(sample, itemsize, samples)
-        yield from pieces(sample, itemsize, 0)
+        yield from pieces(sample, itemsize)
 
 
 def held(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardHeld]:
@@ -164,12 +169,25 @@ def shared_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[Forwa
         yield from _best(found, count)
 
 
-def pieces(sample: Sample, itemsize: int, groups: int) -> Iterator[ForwardPieces]:
+def pieces(sample: Sample, itemsize: int) -> Iterator[ForwardPieces]:
     """Two sweeps of memory."""
     if sample.group_length * itemsize < _PIECES_BYTES:
         return
     for chunks, warps, programs_per_sm in ((8, 4, 5), (8, 8, 3), (16, 4, 4), (4, 8, 4)):
-        yield ForwardPieces(chunks, warps, programs_per_sm, groups)
+        yield ForwardPieces(chunks, warps, programs_per_sm)
+
+
+def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
+    """Two sweeps of all columns of a position."""
+    usual = stream(sample, itemsize)
+    if usual is None:
+        return
+    units = sample.c // vector_width(itemsize, sample.c)
+    fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units and 32 * warps % units <= 8 * warps]
+    for warps, (chunks, apply_chunks) in product(fitting[:2], ((2, 2), (4, 2), (4, 4), (8, 4))):
+        yield replace(usual, num_warps=warps, chunks=chunks, apply_chunks=apply_chunks)
+    for splits in (usual.splits // 2, 2 * usual.splits):
+        yield replace(usual, splits=max(1, splits))
 
 
 def _by_lag(group_bytes: int) -> Iterable[tuple[int, int]]:

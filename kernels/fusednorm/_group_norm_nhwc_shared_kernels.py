@@ -11,6 +11,7 @@ from fusednorm._group_norm_nhwc_pieces import (
     load_rows,
     merge_members,
     of_runs,
+    row_of_lane,
     run_moments,
     write_rows,
 )
@@ -81,8 +82,8 @@ def group_norm_nhwc_held_kernel(
     block = unit % blocks
     c = column_units * VEC
     block_units = block_groups * channels // VEC
-    column, column_mask = columns_of(block, block_units, column_units, CV, VEC, EVEN)
-    at = tl.arange(0, ROWS)[:, None, None].to(tl.int64) * c + column
+    column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
+    at = row_of_lane(ROWS, CV).to(tl.int64) * c + column
     stride = c.to(tl.int64)
     base = sample * hw * c
     group = tl.arange(0, GROUPS)
@@ -110,7 +111,7 @@ def group_norm_nhwc_held_kernel(
     )
     write_rows(
         chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, hw, column_mask,
-        of_runs(mean, belongs, CV, KEEP, VEC), of_runs(rstd, belongs, CV, KEEP, VEC), sample, 0,
+        of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
         (seed, dropout_threshold, dropout_scale), writer, writers,
         FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
@@ -190,7 +191,7 @@ def group_norm_nhwc_shared_kernel(
     rows_of_other = tl.minimum(tl.maximum(hw - other.to(tl.int64) * piece, 0), piece)
     count_of_other = rows_of_other.to(tl.float32) * channels
     dropout = (seed, dropout_threshold, dropout_scale)
-    row = tl.arange(0, ROWS)[:, None, None].to(tl.int64) * stride
+    row = row_of_lane(ROWS, CV).to(tl.int64) * stride
 
     tag = start
     for turn in range(0, turns + LAG):
@@ -198,7 +199,7 @@ def group_norm_nhwc_shared_kernel(
         unit = team + tl.minimum(turn, turns - 1) * teams
         sample = (unit // blocks).to(tl.int64)
         block = unit % blocks
-        column, column_mask = columns_of(block, block_units, column_units, CV, VEC, EVEN)
+        column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
         base = (sample * hw + first_row) * stride
         chunks = load_rows(
             x_ptr, base, row + column, stride, rows, column_mask, FULL, ROWS, CHUNKS, "evict_last" if LAG else ""
@@ -225,7 +226,7 @@ def group_norm_nhwc_shared_kernel(
             late_unit = team + tl.maximum(turn - LAG, 0) * teams
             late_sample = (late_unit // blocks).to(tl.int64)
             late_block = late_unit % blocks
-            late_column, late_mask = columns_of(late_block, block_units, column_units, CV, VEC, EVEN)
+            late_column, late_mask = columns_of(late_block, block_units, column_units, ROWS, CV, VEC, EVEN)
             late_base = (late_sample * hw + first_row) * stride
 
         if LAG == 0 or turn >= LAG:
@@ -269,7 +270,7 @@ def group_norm_nhwc_shared_kernel(
             )
             write_rows(
                 late, late_residuals, affine, y_ptr, residual_out_ptr, late_base, row + late_column, stride, rows,
-                late_mask, of_runs(mean, belongs, CV, KEEP, VEC), of_runs(rstd, belongs, CV, KEEP, VEC),
+                late_mask, of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC),
                 late_sample, first_row * stride, dropout, 0, 1,
                 FULL, ROWS, False, "evict_first" if LAG else "", ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip

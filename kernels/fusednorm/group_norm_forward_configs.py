@@ -5,8 +5,8 @@ From the smallest groups to the largest, contiguous and (channels-last):
 - tile: several whole groups a program, in registers;
 - held, rolling (block): one program holds a group (a block of columns of whole groups) as it lies in memory;
 - shared (shared block): programs of a cooperative launch share it and tell one another its moments;
-- sweep (slab): one program reads it twice; split (columns) and pieces: a kernel for partial moments, one that folds
-  them and one that applies them.  These never wait for other programs.
+- sweep (slab): one program reads it twice; split (columns), pieces (stream): a kernel for partial moments, one that
+  folds them and one that applies them.  These never wait for other programs.
 """
 
 from dataclasses import dataclass
@@ -141,15 +141,22 @@ class ForwardSharedBlock:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPieces:
-    """Moments of pieces of `chunks` chunks of 16 bytes a thread, their fold, then y of as large pieces.
-
-    Pieces are of a group, or, channels-last, of a block of `block_groups` groups' columns of a sample.
-    """
+    """Moments of pieces of a group, `chunks` chunks of 16 bytes a thread, their fold, then y of as large pieces."""
 
     chunks: int
     num_warps: int
     programs_per_sm: int
-    block_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStream:
+    """Moments of up to `splits` parts of each sample, `chunks` accesses of a thread a step; their fold; then y of
+    pieces of `apply_chunks` accesses."""
+
+    num_warps: int
+    chunks: int
+    apply_chunks: int
+    splits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +195,7 @@ Forward = (
     | ForwardBlock
     | ForwardSharedBlock
     | ForwardPieces
+    | ForwardStream
     | ForwardSlab
     | ForwardColumns
 )

@@ -222,7 +222,7 @@ def parameters_mode(call: ForwardCall, block: int, piece: int) -> str:
 
 def block_options(
     call: ForwardCall,
-    config: configs.ForwardBlock | configs.ForwardSharedBlock | configs.ForwardPieces,
+    config: configs.ForwardBlock | configs.ForwardSharedBlock,
     tile: configs.BlockTile,
 ) -> dict[str, object]:
     sample = call.sample

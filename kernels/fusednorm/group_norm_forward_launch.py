@@ -28,6 +28,7 @@ from fusednorm.group_norm_forward_configs import (
     ForwardSharedBlock,
     ForwardSlab,
     ForwardSplit,
+    ForwardStream,
     ForwardSweep,
     ForwardTile,
     block_tile,
@@ -46,6 +47,15 @@ MAX_BLOCK_COLUMNS = 256
 
 USUAL_REGISTERS = 20
 """Registers of a thread beside what it holds, at the least."""
+
+STREAM_WARPS = (4, 8, 16)
+"""Of programs that stream channels-last samples: the fewest that leave few lanes without a column."""
+
+MAX_STREAM_GROUPS = 64
+"""Groups into which a program that streams samples sorts what its lanes have summed."""
+
+STREAM_BYTES, MAX_STREAM_SPLITS = 32 << 10, 512
+"""Of x for each program that takes moments, and the most of these for one sample."""
 
 _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 8}
 """Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
@@ -84,7 +94,7 @@ def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: b
 def never_waiting(sample: Sample, itemsize: int) -> Forward:
     """The configuration of a pass whose registers neither hold nor share its groups: it reads them twice."""
     if sample.channels_last:
-        return _slab(sample, itemsize) or split_forward(sample, itemsize)
+        return stream(sample, itemsize) or _slab(sample, itemsize) or split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
         return ForwardSweep(_sweep_units(vector_width(itemsize, sample.group_length)), 16)
     return split_forward(sample, itemsize)
@@ -140,7 +150,12 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
             yield config
         return
     for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
-        if channels != sample.channels or sample.hw > most or not _in_blocks(sample, block.block_groups, itemsize):
+        if channels != sample.channels or sample.hw > most:
+            continue
+        if isinstance(block, ForwardStream):
+            yield from filter(None, [stream(sample, itemsize)])
+            continue
+        if not _in_blocks(sample, block.block_groups, itemsize):
             continue
         if isinstance(block, ForwardSharedBlock):
             rows = block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
@@ -199,6 +214,21 @@ def _block(
         return None
     chunks = -(-sample.hw // (members * rows))
     return ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
+
+
+def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
+    """The configuration that streams samples twice, or None where lanes do not take all columns or groups."""
+    units = sample.c // vector_width(itemsize, sample.c)
+    if units > 32 * STREAM_WARPS[-1] or sample.groups > MAX_STREAM_GROUPS or sample.hw >= 2**31 // sample.channels:
+        return None
+
+    def idle(num_warps: int) -> float:
+        return 32 * num_warps % units / (32 * num_warps)
+
+    fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
+    num_warps = next((warps for warps in fitting if idle(warps) <= 0.125), min(fitting, key=idle))
+    splits = max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))
+    return ForwardStream(num_warps, chunks=4, apply_chunks=4, splits=splits)
 
 
 def _slab_groups(sample: Sample, itemsize: int) -> int | None:

@@ -33,6 +33,7 @@ from fusednorm.group_norm_forward_held_plan import (
     shared_launch,
 )
 from fusednorm.group_norm_forward_split_plan import pieces_launches
+from fusednorm.group_norm_forward_stream_plan import stream_launches
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import Launch, dependent, dropout_arguments
 from fusednorm.results import Forward
@@ -75,6 +76,8 @@ def plan_forward(
             return [shared_block_launch(call, shared_block)]
         case configs.ForwardPieces() as pieces:
             return pieces_launches(call, pieces)
+        case configs.ForwardStream() as stream:
+            return stream_launches(call, stream)
         case configs.ForwardTile() as tile:
             return _tile(call, tile)
         case configs.ForwardSweep() as sweep:

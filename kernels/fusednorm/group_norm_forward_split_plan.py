@@ -1,4 +1,4 @@
-"""Launches of the forward passes of GroupNorm that read x twice, in pieces."""
+"""Launches of the forward pass of GroupNorm that reads contiguous groups twice, in pieces."""
 
 import torch
 import triton
@@ -6,15 +6,13 @@ from torch import Tensor
 
 from fusednorm import group_norm_forward_configs as configs
 from fusednorm._group_norm_fold_kernels import group_norm_fold_moments_kernel
-from fusednorm._group_norm_split_kernels import (
+from fusednorm._group_norm_nchw_split_kernels import (
     group_norm_nchw_split_apply_kernel,
     group_norm_nchw_split_moments_kernel,
-    group_norm_nhwc_split_apply_kernel,
-    group_norm_nhwc_split_moments_kernel,
 )
 from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options
-from fusednorm.group_norm_forward_held_plan import block_options, parameters_mode, piece_walk
+from fusednorm.group_norm_forward_held_plan import parameters_mode, piece_walk
 from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
 from fusednorm.launch import Launch, dependent, dropout_arguments, registers_for
 
@@ -26,14 +24,6 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
         mean, rstd = empty_statistics(call.x, call.sample)
     else:
         mean, rstd = out.mean, out.rstd
-    if call.sample.channels_last:
-        return _column_pieces(call, config, mean, rstd)
-    return _contiguous_pieces(call, config, mean, rstd)
-
-
-def _contiguous_pieces(
-    call: ForwardCall, config: configs.ForwardPieces, mean: Tensor, rstd: Tensor
-) -> list[Launch]:
     sample, size = call.sample, call.x.element_size()
     block = 32 * config.num_warps * 16 // size
     piece = config.chunks * block
@@ -65,35 +55,6 @@ def _contiguous_pieces(
         Launch(group_norm_nchw_split_moments_kernel, grid, moments, moments_options),
         _fold(call, parts, mean, rstd, piece, sample.group_length),
         Launch(group_norm_nchw_split_apply_kernel, grid, apply, apply_options),
-    ]
-
-
-def _column_pieces(call: ForwardCall, config: configs.ForwardPieces, mean: Tensor, rstd: Tensor) -> list[Launch]:
-    sample = call.sample
-    tile = configs.block_tile(sample, config.block_groups, config.num_warps, call.x.element_size())
-    piece = config.chunks * tile.rows
-    splits, blocks = triton.cdiv(sample.hw, piece), triton.cdiv(sample.groups, config.block_groups)
-    parts = call.x.new_empty((2, call.n, splits, sample.groups), dtype=torch.float32)
-    grid = (call.n * splits * blocks,)
-    walk = (
-        sample.hw, sample.c // tile.vec, sample.groups, sample.channels, blocks, config.block_groups, splits
-    )  # fmt: skip
-    options = {
-        **block_options(call, config, tile),
-        "CHUNKS": config.chunks,
-        "FULL": config.chunks if sample.hw % piece == 0 else 0,
-        "maxnreg": registers_for(config),
-    }
-    moments_options = {**options, "EARLY": call.early, "FAST": not INTERPRETED}
-    apply_options = {**options, **dependent(call.early), **epilogue_options(call.epilogue)}
-    for name in ("KEEP", "GROUPS"):
-        del apply_options[name]
-    moments = (call.x, call.residual, parts[0], parts[1], *walk)
-    apply = (*call.tensors, mean, rstd, *walk, call.scale_stride, *dropout_arguments(call.epilogue))
-    return [
-        Launch(group_norm_nhwc_split_moments_kernel, grid, moments, moments_options),
-        _fold(call, parts, mean, rstd, piece * sample.channels, sample.group_length),
-        Launch(group_norm_nhwc_split_apply_kernel, grid, apply, apply_options),
     ]
 
 

@@ -14,10 +14,11 @@ from fusednorm.group_norm_forward_configs import (
     ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
+    ForwardStream,
 )
 
 Contiguous = ForwardHeld | ForwardRolling | ForwardShared | ForwardPieces
-ChannelsLast = ForwardBlock | ForwardSharedBlock | ForwardPieces
+ChannelsLast = ForwardBlock | ForwardSharedBlock | ForwardStream
 
 # Up to 64 elements a thread are held, by as many warps as leave registers for two programs on a multiprocessor or
 # more; above, what programs share is read again from L1 or L2, and 64 KB a multiprocessor are under way.

@@ -24,7 +24,7 @@ CONTIGUOUS = {
 }
 CHANNELS_LAST = {
     "block": (None, None),
-    "column pieces": (configs.ForwardPieces(3, 1, 1, block_groups=2), None),
+    "stream": (configs.ForwardStream(1, 2, 3, 3), None),
     "slab": (configs.ForwardSlab(1, 16, 4, 2, 2), None),
     "columns": (configs.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }

@@ -1,0 +1,335 @@
+"""Forward kernels of GroupNorm that stream channels-last samples twice: moments, their fold, then y.
+
+A tile is [LANES, VEC], a lane for each thread and VEC neighbouring columns (channels), a vector, what it loads at
+once.  `units` lanes side by side are all columns of a position, the next ones those of the next position; lanes
+that are too few for one more position idle.  A lane keeps its columns for the whole walk, and its sums apart for
+KEEP runs of them, each of which lies in one group.  No program waits for another.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm._early_start import await_previous, let_next_start
+from fusednorm._group_norm_affine import load_masked_affine
+from fusednorm._reductions import rounded_product, sum_pair
+from fusednorm._row_pieces import chunk_of
+from fusednorm.epilogue import activate_to, dropout_keep
+
+
+@triton.jit
+def _places(units, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Each lane's position, [LANES, 1], its columns, [LANES, VEC], and the positions of a tile."""
+    lane = tl.arange(0, LANES)[:, None]
+    return lane // units, (lane % units) * VEC + tl.arange(0, VEC)[None, :], LANES // units
+
+
+@triton.jit
+def _load_tiles(
+    ptr, at, positions, step, left, position,
+    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """CHUNKS tiles from ptr on, `step` elements apart, as they lie in memory; none where ptr is None.
+
+    Unless they are WHOLE, positions from `left` on are masked; where some lanes IDLE, these are.
+    """
+    tiles = ()
+    if ptr is not None:
+        for i in tl.static_range(CHUNKS):
+            mask = _mask(position, positions, left, i, WHOLE, IDLE)
+            tiles = tiles + (tl.load(ptr + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
+    return tiles
+
+
+@triton.jit
+def _mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
+    """Which lanes of tile i exist, [LANES, 1]; a constant mask is folded away."""
+    mask = tl.full(position.shape, True, tl.int1)
+    if IDLE:
+        mask = position < positions
+    if not WHOLE:
+        mask = mask & (position + i * positions < left)
+    return mask
+
+
+@triton.jit
+def _add_tiles(
+    tiles, residuals, pivot, sum_1, sum_2, positions, left, position,
+    WHOLE: tl.constexpr, IDLE: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Sums about the pivot of each run of columns, [LANES, KEEP], and of squares, with those of the tiles."""
+    for i in tl.static_range(len(tiles)):
+        d = _runs(chunk_of(tiles, residuals, i, FAST), KEEP) - pivot[:, :, None]
+        if IDLE or not WHOLE:
+            d = tl.where(_mask(position, positions, left, i, WHOLE, IDLE)[:, :, None], d, 0.0)
+        sum_1 += tl.sum(d, 2)
+        sum_2 += tl.sum(d * d, 2)
+    return sum_1, sum_2
+
+
+@triton.jit
+def _runs(value, KEEP: tl.constexpr):
+    """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
+    return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
+
+
+@triton.jit
+def _by_group(value, label, first, group, LABELS: tl.constexpr):
+    """[LANES, GROUPS]: what each lane has for each group, of the values [LANES, KEEP] of its runs.
+
+    `label` [LANES, KEEP] is the group of each run, of which a lane has LABELS from `first` [LANES, 1] on at most.
+    """
+    result = tl.zeros((value.shape[0], group.shape[1]), tl.float32)
+    for i in tl.static_range(LABELS):
+        of_label = tl.sum(tl.where(label == first + i, value, 0.0), 1)[:, None]
+        result += tl.where(group == first + i, of_label, 0.0)
+    return result
+
+
+@triton.jit
+def _of_group(value, label, first, group, LABELS: tl.constexpr):
+    """For each run [LANES, KEEP], the value [1, GROUPS] of its group."""
+    result = tl.zeros(label.shape, tl.float32)
+    for i in tl.static_range(LABELS):
+        of_label = tl.sum(tl.where(group == first + i, value, 0.0), 1)[:, None]
+        result += tl.where(label == first + i, of_label, 0.0)
+    return result
+
+
+@triton.jit(do_not_specialize=["hw", "units", "groups", "channels", "splits"])
+def group_norm_nhwc_stream_moments_kernel(
+    x_ptr,
+    residual_ptr,
+    mean_part_ptr,
+    square_part_ptr,
+    hw: tl.int64,
+    units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IDLE: tl.constexpr,
+    KEEP: tl.constexpr,
+    LABELS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVICT: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Moments of each group over every `splits`th step of CHUNKS tiles of a sample; parts lie as [N, G, splits].
+
+    All programs of a sample walk it side by side, so that what memory is asked for at a time lies together.
+    """
+    let_next_start(EARLY)
+    program = tl.program_id(0)
+    sample = (program // splits).to(tl.int64)
+    split = program % splits
+    c = units * VEC
+    width: tl.constexpr = VEC // KEEP
+    position, column, positions = _places(units, LANES, VEC)
+    at = position * c + column
+    tile = positions * c
+    step_positions = positions * CHUNKS
+    steps = tl.cdiv(hw, step_positions).to(tl.int32)
+    turns = tl.cdiv(steps - split, splits)
+    # Of the turns all but the last of the last program are whole.
+    left = (hw - (split + (turns - 1) * splits).to(tl.int64) * step_positions).to(tl.int32)
+    left = tl.minimum(left, step_positions)
+    whole = turns
+    if not WHOLE:
+        whole = turns - (left < step_positions).to(tl.int32)
+    start = (sample * hw + split.to(tl.int64) * step_positions) * c
+    stride = (splits * step_positions).to(tl.int64) * c
+
+    first_left = tl.minimum(hw - split.to(tl.int64) * step_positions, step_positions).to(tl.int32)
+    first = _load_tiles(x_ptr + start, at, positions, tile, first_left, position, 1, WHOLE, LANES, IDLE, EVICT)
+    residual = ()
+    if residual_ptr is not None:
+        residual = _load_tiles(
+            residual_ptr + start, at, positions, tile, first_left, position, 1, WHOLE, LANES, IDLE, EVICT
+        )
+    pivot = tl.sum(_runs(chunk_of(first, residual, 0, FAST), KEEP), 2) * (1.0 / width)
+    sum_1 = tl.zeros(pivot.shape, tl.float32)
+    sum_2 = tl.zeros(pivot.shape, tl.float32)
+    for _ in range(0, whole):
+        tiles = _load_tiles(x_ptr + start, at, positions, tile, 0, position, CHUNKS, True, LANES, IDLE, EVICT)
+        residuals = ()
+        if residual_ptr is not None:
+            residuals = _load_tiles(
+                residual_ptr + start, at, positions, tile, 0, position, CHUNKS, True, LANES, IDLE, EVICT
+            )
+        sum_1, sum_2 = _add_tiles(
+            tiles, residuals, pivot, sum_1, sum_2, positions, 0, position, True, IDLE, KEEP, FAST
+        )
+        start += stride
+    count = (whole * (CHUNKS * width)).to(tl.float32) + tl.zeros((LANES, 1), tl.float32)
+    if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if whole < turns:
+            tiles = _load_tiles(
+                x_ptr + start, at, positions, tile, left, position, CHUNKS, False, LANES, IDLE, EVICT
+            )
+            residuals = ()
+            if residual_ptr is not None:
+                residuals = _load_tiles(
+                    residual_ptr + start, at, positions, tile, left, position, CHUNKS, False, LANES, IDLE, EVICT
+                )
+            sum_1, sum_2 = _add_tiles(
+                tiles, residuals, pivot, sum_1, sum_2, positions, left, position, False, IDLE, KEEP, FAST
+            )
+            more = tl.maximum(left - position + positions - 1, 0) // positions
+            count += (more * width).to(tl.float32)
+    if IDLE:
+        count = tl.where(position < positions, count, 0.0)
+
+    values = (((turns - 1) * step_positions + left) * channels).to(tl.float32)
+    unit_column = (tl.arange(0, LANES)[:, None] % units) * VEC
+    first_label = unit_column // channels
+    label = (unit_column + tl.arange(0, KEEP)[None, :] * width) // channels
+    distance = sum_1 / tl.maximum(count, 1.0)
+    own_square = sum_2 - sum_1 * distance
+    share = rounded_product(count / values + tl.zeros_like(pivot), pivot + distance, FAST)
+    # All groups at once would be more than the registers that the walk takes.
+    for first_group in range(0, groups, GROUPS):
+        group = first_group + tl.arange(0, GROUPS)[None, :]
+        rough = tl.sum(_by_group(share, label, first_label, group, LABELS), 0, keep_dims=True)
+        delta = (pivot - _of_group(rough, label, first_label, group, LABELS)) + distance
+        weighted = count * delta
+        rest, square = sum_pair(
+            _by_group(weighted, label, first_label, group, LABELS),
+            _by_group(own_square + weighted * delta, label, first_label, group, LABELS),
+            0,
+            FAST,
+        )
+        rest = rest / values
+        square = square - values * rest * rest
+        slot = (sample * groups + group) * splits + split
+        tl.store(mean_part_ptr + slot, rough + rest, mask=group < groups)
+        # maximum would lose a NaN.
+        tl.store(square_part_ptr + slot, tl.where(square < 0.0, 0.0, square), mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["hw", "groups", "channels", "splits", "step_positions", "scale_stride", "columns"])
+def group_norm_nhwc_stream_fold_kernel(
+    mean_part_ptr,
+    square_part_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    mean_ptr,
+    rstd_ptr,
+    coefficient_ptr,
+    hw: tl.int64,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    step_positions: tl.int32,
+    scale_stride: tl.int64,
+    columns: tl.int64,
+    eps: tl.float32,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Statistics of one group a program, and what its channels are normalised by.
+
+    With the three coefficients of `columns` columns each, y is act((h - first) * second + third).
+    """
+    let_next_start(EARLY)
+    program = tl.program_id(0).to(tl.int64)
+    sample = program // groups
+    group = (program - sample * groups).to(tl.int32)
+    split = tl.arange(0, BLOCK_SPLITS)
+    steps = tl.cdiv(hw, step_positions).to(tl.int32)
+    turns = tl.cdiv(tl.maximum(steps - split, 0), splits)
+    last = (steps - 1) % splits
+    missing = (steps.to(tl.int64) * step_positions - hw).to(tl.int32)
+    positions = turns * step_positions - tl.where(split == last, missing, 0)
+    count = tl.where(split < splits, positions, 0).to(tl.float32) * channels
+    total = hw.to(tl.float32) * channels
+    await_previous(EARLY)
+    mask = split < splits
+    mean = tl.load(mean_part_ptr + program * splits + split, mask=mask, other=0.0)
+    square = tl.load(square_part_ptr + program * splits + split, mask=mask, other=0.0)
+    rough = tl.sum(rounded_product(count / total, mean, FAST), 0)
+    delta = mean - rough
+    weighted = count * delta
+    rest, square = sum_pair(weighted, square + weighted * delta, 0, FAST)
+    rest = tl.sum(rest) / total
+    variance = tl.sum(square) / total - rest * rest
+    mean = rough + rest
+    rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + program, mean)
+        tl.store(rstd_ptr + program, rstd)
+    for start in range(0, channels, BLOCK_CHANNELS):
+        within = start + tl.arange(0, BLOCK_CHANNELS)
+        channel = group * channels + within
+        of_group = within < channels
+        parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+        slope, offset = load_masked_affine(parameters, channel, sample * scale_stride + channel, of_group)
+        at = coefficient_ptr + sample * (groups * channels) + channel
+        tl.store(at, mean + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
+        tl.store(at + columns, rstd * slope, mask=of_group)
+        tl.store(at + 2 * columns, offset + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
+
+
+@triton.jit(do_not_specialize=["hw", "units", "samples", "seed", "dropout_threshold"])
+def group_norm_nhwc_stream_apply_kernel(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    residual_out_ptr,
+    coefficient_ptr,
+    hw: tl.int64,
+    units: tl.int32,
+    samples: tl.int32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IDLE: tl.constexpr,
+    EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Write one piece of CHUNKS tiles; the last positions of all samples first, for they were read last."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    sample = (program % samples).to(tl.int64)
+    position, column, positions = _places(units, LANES, VEC)
+    c = units * VEC
+    first = (program // samples).to(tl.int64) * (positions * CHUNKS)
+    left = tl.minimum(hw - first, positions * CHUNKS).to(tl.int32)
+    start = (sample * hw + first) * c
+    at = position * c + column
+    tile = positions * c
+    tiles = _load_tiles(x_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT)
+    residuals = ()
+    if residual_ptr is not None:
+        residuals = _load_tiles(
+            residual_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT
+        )
+    await_previous(EARLY)
+    coefficients = coefficient_ptr + sample * c + column
+    columns = samples.to(tl.int64) * c
+    mean = tl.load(coefficients)
+    slope = tl.load(coefficients + columns)
+    offset = tl.load(coefficients + 2 * columns)
+    for i in tl.static_range(CHUNKS):
+        mask = _mask(position, positions, left, i, WHOLE, IDLE)
+        h = chunk_of(tiles, residuals, i, FAST)
+        if residual_out_ptr is not None:
+            tl.store(residual_out_ptr + start + i * tile + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+        y = activate_to((h - mean) * slope + offset, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+        if DROPOUT:
+            keep = dropout_keep(seed, sample, first * c + i * tile + at, dropout_threshold)
+            y = tl.where(keep, y * dropout_scale, 0.0)
+        tl.store(y_ptr + start + i * tile + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
