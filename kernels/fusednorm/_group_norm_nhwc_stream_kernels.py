@@ -73,29 +73,25 @@ def _runs(value, KEEP: tl.constexpr):
 
 
 @triton.jit
-def _by_group(value, label, first, group, LABELS: tl.constexpr):
-    """[LANES, GROUPS]: what each lane has for each group, of the values [LANES, KEEP] of its runs.
+def _of_all_positions(pivot, distance, square, count, values, POSITIONS: tl.constexpr, FAST: tl.constexpr):
+    """Mean and sum of squared deviations of each run of columns, [1, UNITS * KEEP], from those of the lanes.
 
-    `label` [LANES, KEEP] is the group of each run, of which a lane has LABELS from `first` [LANES, 1] on at most.
+    A lane's mean is pivot + distance, each [LANES, KEEP], of `count` [LANES, 1] of all `values`.
     """
-    result = tl.zeros((value.shape[0], group.shape[1]), tl.float32)
-    for i in tl.static_range(LABELS):
-        of_label = tl.sum(tl.where(label == first + i, value, 0.0), 1)[:, None]
-        result += tl.where(group == first + i, of_label, 0.0)
-    return result
+    runs: tl.constexpr = pivot.shape[0] // POSITIONS * pivot.shape[1]
+    share = rounded_product(count / values + tl.zeros_like(pivot), pivot + distance, FAST)
+    rough = tl.sum(tl.reshape(share, (POSITIONS, runs)), 0, keep_dims=True)
+    rough_of_lane = tl.reshape(tl.broadcast_to(rough, (POSITIONS, runs)), pivot.shape)
+    delta = (pivot - rough_of_lane) + distance
+    weighted = count * delta
+    rest, square = sum_pair(
+        tl.reshape(weighted, (POSITIONS, runs)), tl.reshape(square + weighted * delta, (POSITIONS, runs)), 0, FAST
+    )
+    rest = rest / values
+    return rough + rest, square - values * rest * rest
 
 
-@triton.jit
-def _of_group(value, label, first, group, LABELS: tl.constexpr):
-    """For each run [LANES, KEEP], the value [1, GROUPS] of its group."""
-    result = tl.zeros(label.shape, tl.float32)
-    for i in tl.static_range(LABELS):
-        of_label = tl.sum(tl.where(group == first + i, value, 0.0), 1)[:, None]
-        result += tl.where(label == first + i, of_label, 0.0)
-    return result
-
-
-@triton.jit(do_not_specialize=["hw", "units", "groups", "channels", "splits"])
+@triton.jit(do_not_specialize=["hw", "units", "splits"])
 def group_norm_nhwc_stream_moments_kernel(
     x_ptr,
     residual_ptr,
@@ -103,23 +99,21 @@ def group_norm_nhwc_stream_moments_kernel(
     square_part_ptr,
     hw: tl.int64,
     units: tl.int32,
-    groups: tl.int32,
-    channels: tl.int32,
     splits: tl.int32,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
+    POSITIONS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
     IDLE: tl.constexpr,
     KEEP: tl.constexpr,
-    LABELS: tl.constexpr,
-    GROUPS: tl.constexpr,
     EVICT: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Moments of each group over every `splits`th step of CHUNKS tiles of a sample; parts lie as [N, G, splits].
+    """Moments of each run of columns over every `splits`th step of CHUNKS tiles of a sample.
 
+    Parts lie as [N, splits, units * KEEP] or, where lanes IDLE, as [N, splits, positions of a tile, units * KEEP].
     All programs of a sample walk it side by side, so that what memory is asked for at a time lies together.
     """
     let_next_start(EARLY)
@@ -183,34 +177,62 @@ def group_norm_nhwc_stream_moments_kernel(
     if IDLE:
         count = tl.where(position < positions, count, 0.0)
 
-    values = (((turns - 1) * step_positions + left) * channels).to(tl.float32)
-    unit_column = (tl.arange(0, LANES)[:, None] % units) * VEC
-    first_label = unit_column // channels
-    label = (unit_column + tl.arange(0, KEEP)[None, :] * width) // channels
     distance = sum_1 / tl.maximum(count, 1.0)
-    own_square = sum_2 - sum_1 * distance
-    share = rounded_product(count / values + tl.zeros_like(pivot), pivot + distance, FAST)
-    # All groups at once would be more than the registers that the walk takes.
-    for first_group in range(0, groups, GROUPS):
-        group = first_group + tl.arange(0, GROUPS)[None, :]
-        rough = tl.sum(_by_group(share, label, first_label, group, LABELS), 0, keep_dims=True)
-        delta = (pivot - _of_group(rough, label, first_label, group, LABELS)) + distance
-        weighted = count * delta
-        rest, square = sum_pair(
-            _by_group(weighted, label, first_label, group, LABELS),
-            _by_group(own_square + weighted * delta, label, first_label, group, LABELS),
-            0,
-            FAST,
-        )
-        rest = rest / values
-        square = square - values * rest * rest
-        slot = (sample * groups + group) * splits + split
-        tl.store(mean_part_ptr + slot, rough + rest, mask=group < groups)
-        # maximum would lose a NaN.
-        tl.store(square_part_ptr + slot, tl.where(square < 0.0, 0.0, square), mask=group < groups)
+    mean = pivot + distance
+    square = sum_2 - sum_1 * distance
+    if IDLE:
+        lane = tl.arange(0, LANES)[:, None]
+        slot = (program.to(tl.int64) * (positions * units) + lane) * KEEP + tl.arange(0, KEEP)[None, :]
+        mask = position < positions
+    else:
+        values = (((turns - 1) * step_positions + left) * width).to(tl.float32)
+        mean, square = _of_all_positions(pivot, distance, square, count, values, POSITIONS, FAST)
+        slot = program.to(tl.int64) * (units * KEEP) + tl.arange(0, LANES // POSITIONS * KEEP)[None, :]
+        mask = tl.full(mean.shape, True, tl.int1)
+    tl.store(mean_part_ptr + slot, mean, mask=mask)
+    # maximum would lose a NaN.
+    tl.store(square_part_ptr + slot, tl.where(square < 0.0, 0.0, square), mask=mask)
 
 
-@triton.jit(do_not_specialize=["hw", "groups", "channels", "splits", "step_positions", "scale_stride", "columns"])
+@triton.jit
+def _load_parts(
+    mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks, total,
+    BLOCK_PARTS: tl.constexpr, BLOCK_RUNS: tl.constexpr, POSITIONS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Values, mean and sum of squares of parts from `first_part` on, [BLOCK_PARTS, BLOCK_RUNS]; see the kernel.
+
+    POSITIONS is how many of a tile's `positions` are in one part.
+    """
+    part = first_part + tl.arange(0, BLOCK_PARTS)[:, None]
+    run = tl.arange(0, BLOCK_RUNS)[None, :]
+    if POSITIONS == 1:
+        split = part // positions
+        position = part % positions
+    else:
+        split = part
+        position = 0
+    step = positions * chunks
+    steps = tl.cdiv(hw, step).to(tl.int32)
+    # Whole steps, and what the last step of all has left.
+    turns = tl.cdiv(tl.maximum(steps - split, 0), splits)
+    left = tl.where((steps - 1) % splits == split, (hw - (steps - 1).to(tl.int64) * step).to(tl.int32), step)
+    if POSITIONS == 1:
+        taken = (turns - 1) * chunks + (tl.maximum(left - position, 0) + positions - 1) // positions
+    else:
+        taken = (turns - 1) * step + left
+    mask = (split < splits) & (run < group_runs)
+    values = tl.where(mask, taken, 0).to(tl.float32) * WIDTH
+    at = part.to(tl.int64) * runs + run
+    mean = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
+    return values, mean, tl.load(square_part_ptr + at, mask=mask, other=0.0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "hw", "groups", "channels", "splits", "positions", "chunks", "parts", "group_runs", "scale_stride",
+        "columns",
+    ]
+)  # fmt: skip
 def group_norm_nhwc_stream_fold_kernel(
     mean_part_ptr,
     square_part_ptr,
@@ -225,41 +247,57 @@ def group_norm_nhwc_stream_fold_kernel(
     groups: tl.int32,
     channels: tl.int32,
     splits: tl.int32,
-    step_positions: tl.int32,
+    positions: tl.int32,
+    chunks: tl.int32,
+    parts: tl.int32,
+    group_runs: tl.int32,
     scale_stride: tl.int64,
     columns: tl.int64,
     eps: tl.float32,
-    BLOCK_SPLITS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Statistics of one group a program, and what its channels are normalised by.
 
+    A sample has `parts` parts of all runs of WIDTH columns, `group_runs` to a group: one for each split, or
+    (POSITIONS is 1) one for each of the `positions` of a tile in each split, whose steps are of `chunks` tiles.
     With the three coefficients of `columns` columns each, y is act((h - first) * second + third).
     """
     let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     sample = program // groups
     group = (program - sample * groups).to(tl.int32)
-    split = tl.arange(0, BLOCK_SPLITS)
-    steps = tl.cdiv(hw, step_positions).to(tl.int32)
-    turns = tl.cdiv(tl.maximum(steps - split, 0), splits)
-    last = (steps - 1) % splits
-    missing = (steps.to(tl.int64) * step_positions - hw).to(tl.int32)
-    positions = turns * step_positions - tl.where(split == last, missing, 0)
-    count = tl.where(split < splits, positions, 0).to(tl.float32) * channels
+    runs = groups.to(tl.int64) * group_runs
+    first = sample * parts * runs + group * group_runs
+    mean_part_ptr += first
+    square_part_ptr += first
     total = hw.to(tl.float32) * channels
     await_previous(EARLY)
-    mask = split < splits
-    mean = tl.load(mean_part_ptr + program * splits + split, mask=mask, other=0.0)
-    square = tl.load(square_part_ptr + program * splits + split, mask=mask, other=0.0)
-    rough = tl.sum(rounded_product(count / total, mean, FAST), 0)
-    delta = mean - rough
-    weighted = count * delta
-    rest, square = sum_pair(weighted, square + weighted * delta, 0, FAST)
-    rest = tl.sum(rest) / total
-    variance = tl.sum(square) / total - rest * rest
+    rough = tl.zeros((BLOCK_PARTS, BLOCK_RUNS), tl.float32)
+    for first_part in range(0, parts, BLOCK_PARTS):
+        values, part_mean, _ = _load_parts(
+            mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks, total,
+            BLOCK_PARTS, BLOCK_RUNS, POSITIONS, WIDTH,
+        )  # fmt: skip
+        rough += rounded_product(values / total, part_mean, FAST)
+    rough = tl.sum(tl.sum(rough, 1), 0)
+    weighted = tl.zeros((BLOCK_PARTS, BLOCK_RUNS), tl.float32)
+    square = tl.zeros((BLOCK_PARTS, BLOCK_RUNS), tl.float32)
+    for first_part in range(0, parts, BLOCK_PARTS):
+        values, part_mean, part_square = _load_parts(
+            mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks, total,
+            BLOCK_PARTS, BLOCK_RUNS, POSITIONS, WIDTH,
+        )  # fmt: skip
+        delta = part_mean - rough
+        weighted += values * delta
+        square += part_square + values * delta * delta
+    rest = tl.sum(tl.sum(weighted, 1), 0) / total
+    variance = tl.sum(tl.sum(square, 1), 0) / total - rest * rest
     mean = rough + rest
     rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
     if mean_ptr is not None:

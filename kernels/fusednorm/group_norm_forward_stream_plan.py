@@ -16,8 +16,8 @@ from fusednorm.group_norm_forward_configs import ForwardStream
 from fusednorm.group_norm_launch import vector_width
 from fusednorm.launch import Launch, dependent, dropout_arguments
 
-_GROUPS = 8
-"""Groups at a time whose sums are taken out of the lanes."""
+_FOLD_ELEMENTS = 4096
+"""Partial results that the fold of one group takes at once, at most."""
 
 _FOLD_CHANNELS = 512
 """Channels at a time, at most, for which the fold writes coefficients."""
@@ -31,15 +31,22 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
     positions = lanes // units
     step = positions * config.chunks
     splits = min(config.splits, triton.cdiv(sample.hw, step))
-    parts = x.new_empty((2, call.n, sample.groups, splits), dtype=torch.float32)
-    coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
+    idle = lanes % units != 0
     keep = vec // gcd(vec, sample.channels)
-    tile = {"VEC": vec, "LANES": lanes, "IDLE": lanes % units != 0, "num_warps": config.num_warps}
+    width = vec // keep
+    # Lanes that fill a tile to the last are a power of 2 for each position, whose sums a program adds up.
+    count = splits * positions if idle else splits
+    parts = x.new_empty((2, call.n, count, sample.c // width), dtype=torch.float32)
+    coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
+    tile = {"VEC": vec, "LANES": lanes, "IDLE": idle, "num_warps": config.num_warps}
     piece = positions * config.apply_chunks
-    moments = (x, call.residual, parts[0], parts[1], sample.hw, units, sample.groups, sample.channels, splits)
+    block_runs = triton.next_power_of_2(sample.channels // width)
+    block_parts = min(triton.next_power_of_2(count), max(1, _FOLD_ELEMENTS // block_runs))
+    moments = (x, call.residual, parts[0], parts[1], sample.hw, units, splits)
     fold = (
         parts[0], parts[1], *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
-        sample.channels, splits, step, call.scale_stride, call.n * sample.c, call.eps,
+        sample.channels, splits, positions, config.chunks, count, sample.channels // width, call.scale_stride,
+        call.n * sample.c, call.eps,
     )  # fmt: skip
     apply = (
         x, call.residual, out.y, out.residual_out, coefficients, sample.hw, units, call.n,
@@ -52,11 +59,10 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             moments,
             {
                 **tile,
+                "POSITIONS": 1 if idle else positions,
                 "CHUNKS": config.chunks,
                 "WHOLE": sample.hw % step == 0,
                 "KEEP": keep,
-                "LABELS": _labels(vec, sample.channels),
-                "GROUPS": min(_GROUPS, triton.next_power_of_2(sample.groups)),
                 "EVICT": "",
                 "FAST": not INTERPRETED,
                 "EARLY": call.early,
@@ -67,10 +73,13 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             (call.n * sample.groups,),
             fold,
             {
-                "BLOCK_SPLITS": triton.next_power_of_2(splits),
+                "POSITIONS": 1 if idle else positions,
+                "WIDTH": width,
+                "BLOCK_PARTS": block_parts,
+                "BLOCK_RUNS": block_runs,
                 "BLOCK_CHANNELS": min(_FOLD_CHANNELS, triton.next_power_of_2(sample.channels)),
                 "FAST": not INTERPRETED,
-                "num_warps": max(1, min(4, splits // 64)),
+                "num_warps": max(1, min(8, block_parts * block_runs // 256)),
                 **dependent(call.early),
             },
         ),
@@ -88,9 +97,3 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             },
         ),
     ]
-
-
-def _labels(vec: int, channels: int) -> int:
-    """Groups that a vector of columns touches at most, vectors starting at multiples of their width."""
-    width = gcd(vec, channels)
-    return 1 + (vec - width + channels - 1) // channels
