@@ -141,5 +141,6 @@ def warmup_group_norm(
     sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
     config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
     if isinstance(config, ForwardHeld | ForwardBlock) and config.writers > 1:
-        # Few groups are written by several programs each, which is another kernel than for many.
-        run(multiprocessors // num_groups + 1)
+        # Few groups or blocks are written by several programs each, which is another kernel than for many.
+        of_sample = num_groups if isinstance(config, ForwardHeld) else -(-num_groups // config.block_groups)
+        run(multiprocessors // (2 * of_sample) + 1)
