@@ -4,8 +4,8 @@
 
 One PNG for each operation, pass, variant and dtype.  Of rows, GB/s against the row length, a line a provider, the
 copy's own rate above them: of the sweep with x of 256 MiB, and of every series with the same number of rows.  Rows
-of an odd number of elements, which no vector access fits, are left to the tables.  Of groups, the fraction of a copy
-and the time of each shape, a bar a provider, in both layouts (`group_charts`).
+of an odd number of elements, which no vector access fits, are left to the tables.  Of groups, the fraction of a
+copy and the time of each shape, a bar a provider, in both layouts (`group_charts`).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Backward kernels of GroupNorm for contiguous groups whose programs wait for nothing: sums first, then dx.
 
 The formulas are in `_group_norm_nchw_backward_kernels`; z's slope and offset, and GAIN, in `_group_norm_gradients`.
-dy and dresidual_out may be channels-last: their elements are then read one by one.
+dy, residual and dresidual_out may be channels-last: their elements are then read one by one.
 """
 
 import triton
@@ -74,6 +74,7 @@ def group_norm_nchw_backward_sums_kernel(
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     DY_OTHER: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -110,6 +111,9 @@ def group_norm_nchw_backward_sums_kernel(
         dy_start, dy_at, dy_step = _start_of(
             sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, DY_OTHER
         )
+        residual_start, residual_at, residual_step = _start_of(
+            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, RESIDUAL_OTHER
+        )
         runs = (
             load_runs(
                 dy_ptr, dy_start, dy_at, dy_step, position, left, channel_mask, True,
@@ -117,7 +121,8 @@ def group_norm_nchw_backward_sums_kernel(
             ),
             load_runs(x_ptr, start, at, step, position, left, channel_mask, True, EVEN, STEP, CHUNKS, "evict_last"),
             load_runs(
-                residual_ptr, start, at, step, position, left, channel_mask, True, EVEN, STEP, CHUNKS, "evict_last"
+                residual_ptr, residual_start, residual_at, residual_step, position, left, channel_mask, True,
+                EVEN, STEP, CHUNKS, "evict_last",
             ),
         )  # fmt: skip
         for i in tl.static_range(CHUNKS):
@@ -167,6 +172,7 @@ def group_norm_nchw_backward_apply_kernel(
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     DY_OTHER: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     OUTSIDE_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -210,14 +216,20 @@ def group_norm_nchw_backward_apply_kernel(
         outside_start, outside_at, outside_step = _start_of(
             sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, OUTSIDE_OTHER
         )
+        residual_start, residual_at, residual_step = _start_of(
+            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, RESIDUAL_OTHER
+        )
         runs = (
             load_runs(
                 dy_ptr, dy_start, dy_at, dy_step, position, left, channel_mask, True,
                 EVEN, STEP, CHUNKS, "evict_first",
             ),
-            load_runs(x_ptr, start, at, step, position, left, channel_mask, True, EVEN, STEP, CHUNKS,
-            "evict_first"), load_runs(
-                residual_ptr, start, at, step, position, left, channel_mask, True, EVEN, STEP, CHUNKS, "evict_first"
+            load_runs(
+                x_ptr, start, at, step, position, left, channel_mask, True, EVEN, STEP, CHUNKS, "evict_first"
+            ),
+            load_runs(
+                residual_ptr, residual_start, residual_at, residual_step, position, left, channel_mask, True,
+                EVEN, STEP, CHUNKS, "evict_first",
             ),
         )  # fmt: skip
         outsides = load_runs(

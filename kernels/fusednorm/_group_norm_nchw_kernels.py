@@ -35,10 +35,26 @@ def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
+def _residual_at(at, elsewhere, OTHER: tl.constexpr):
+    """Where the residual of elements `at` of a group lies: there, or, OTHER, in its sample with channels last.
+
+    `elsewhere` is the group's first channel, the positions of a channel and the sample's channels.
+    """
+    if OTHER:
+        channel = at // elsewhere[1]
+        return (at - channel * elsewhere[1]) * elsewhere[2] + (elsewhere[0] + channel)
+    else:
+        return at
+
+
+@triton.jit
+def _accumulate(
+    x_ptr, residual_ptr, elsewhere, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr, OTHER: tl.constexpr
+):
     """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; each sum over VEC stays in its thread."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
-    d = tl.where(mask, load_sum(x_ptr, residual_ptr, at, mask, "evict_last") - pivot, 0.0)
+    h = load_sum(x_ptr, residual_ptr, at, _residual_at(at, elsewhere, OTHER), mask, "evict_last")
+    d = tl.where(mask, h - pivot, 0.0)
     return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(d * d, 2, keep_dims=True)
 
 
@@ -46,28 +62,36 @@ def _accumulate(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.co
 def run_moments(
     x_ptr,
     residual_ptr,
+    elsewhere,
     first,
     last,
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
+    OTHER: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Mean and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1]."""
+    """Mean and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
+
+    `elsewhere` and OTHER are those of `_residual_at`.
+    """
     lane = tl.arange(0, UNITS)[None, :, None]
     units = last - first
     full = units // UNITS
     tail = units - full * UNITS
 
-    pivot = load_sum(x_ptr, residual_ptr, (first + lane) * VEC, lane < units, "evict_last")
+    start = (first + lane) * VEC
+    pivot = load_sum(x_ptr, residual_ptr, start, _residual_at(start, elsewhere, OTHER), lane < units, "evict_last")
     sum_1 = tl.zeros((1, UNITS, 1), tl.float32)
     sum_2 = tl.zeros((1, UNITS, 1), tl.float32)
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for tile in range(0, full):
         unit = first + tile * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, whole, pivot, sum_1, sum_2, VEC)
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, elsewhere, unit, whole, pivot, sum_1, sum_2, VEC, OTHER)
     if tail > 0:
         unit = first + full * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, unit < last, pivot, sum_1, sum_2, VEC)
+        sum_1, sum_2 = _accumulate(
+            x_ptr, residual_ptr, elsewhere, unit, unit < last, pivot, sum_1, sum_2, VEC, OTHER
+        )
 
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
     total = units.to(tl.float32) * VEC
@@ -161,6 +185,7 @@ def _normalise_run(
     UNITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
+    OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -169,16 +194,20 @@ def _normalise_run(
     base = row * (group_units.to(tl.int64) * VEC)
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
+    elsewhere = (group * channels, channel_length.to(tl.int64) * VEC, groups * channels.to(tl.int64))
+    if not ALIGNED:
+        elsewhere = (group * channels, channel_length.to(tl.int64), groups * channels.to(tl.int64))
     x_ptr += base
     if residual_ptr is not None:
-        residual_ptr += base
+        residual_ptr += sample * groups * channels * elsewhere[1] if OTHER else base
     lane = tl.arange(0, UNITS)[None, :, None]
     inner = tl.arange(0, VEC)[None, None, :]
     full = (last - first) // UNITS
     if first + full * UNITS < last:
         unit = first + full * UNITS + lane
         mask = unit < last
-        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, mask, "evict_first")
+        at = unit * VEC + inner
+        h = load_sum(x_ptr, residual_ptr, at, _residual_at(at, elsewhere, OTHER), mask, "evict_first")
         _store_normalised(
             h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
@@ -187,7 +216,8 @@ def _normalise_run(
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for step in range(0, full):
         unit = first + (full - 1 - step) * UNITS + lane
-        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, whole, "evict_first")
+        at = unit * VEC + inner
+        h = load_sum(x_ptr, residual_ptr, at, _residual_at(at, elsewhere, OTHER), whole, "evict_first")
         _store_normalised(
             h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
@@ -250,7 +280,7 @@ def group_norm_nchw_tile_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += base
-    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
+    h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
     offset, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
@@ -309,7 +339,7 @@ def group_norm_nchw_sweep_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
-    mean, square = run_moments(x_ptr + base, group_residual_ptr, 0, group_units, VEC, UNITS, FAST)
+    mean, square = run_moments(x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False, FAST)
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
@@ -319,11 +349,11 @@ def group_norm_nchw_sweep_kernel(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
-        VEC, UNITS, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
+        VEC, UNITS, ALIGNED, False, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group_units", "groups", "splits", "split_units"])
+@triton.jit(do_not_specialize=["group_units", "groups", "channels", "splits", "split_units"])
 def group_norm_nchw_stats_kernel(
     x_ptr,
     residual_ptr,
@@ -331,11 +361,13 @@ def group_norm_nchw_stats_kernel(
     square_part_ptr,
     group_units: tl.int64,
     groups: tl.int32,
+    channels: tl.int32,
     splits: tl.int32,
     split_units: tl.int64,
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
     WIDE: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -350,11 +382,12 @@ def group_norm_nchw_stats_kernel(
     if not WIDE:
         first = first.to(tl.int32)
         last = last.to(tl.int32)
+    sample = row // groups
+    elsewhere = ((row - sample * groups) * channels, group_units * VEC // channels, groups.to(tl.int64) * channels)
     x_ptr += base
     if residual_ptr is not None:
-        residual_ptr += base
-    mean, square = run_moments(x_ptr, residual_ptr, first, last, VEC, UNITS, FAST)
-    sample = row // groups
+        residual_ptr += sample * groups * (group_units * VEC) if RESIDUAL_OTHER else base
+    mean, square = run_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST)
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)
     tl.store(square_part_ptr + slot, square)
@@ -400,6 +433,7 @@ def group_norm_nchw_apply_kernel(
     BLOCK_SPLITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -439,5 +473,5 @@ def group_norm_nchw_apply_kernel(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
-        VEC, UNITS, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+        VEC, UNITS, ALIGNED, WIDE, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Backward kernels of GroupNorm for channels-last samples whose programs wait for nothing: sums first, then dx.
 
 The formulas are in `_group_norm_nchw_backward_kernels`; z's slope and offset, and GAIN, in `_group_norm_gradients`.
-dy and dresidual_out may be contiguous: their elements are then read one by one.
+dy, residual and dresidual_out may be contiguous: their elements are then read one by one.
 """
 
 import triton
@@ -53,6 +53,7 @@ def group_norm_nhwc_backward_sums_kernel(
     EVEN: tl.constexpr,
     LABELS: tl.constexpr,
     DY_OTHER: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -90,12 +91,18 @@ def group_norm_nhwc_backward_sums_kernel(
         left = tl.minimum(hw - position, RUN).to(tl.int32)
         start, at, step = _start_of(sample, block_first, position, hw, c, lane_column, row, ROWS, False)
         dy_start, dy_at, dy_step = _start_of(sample, block_first, position, hw, c, lane_column, row, ROWS, DY_OTHER)
+        residual_start, residual_at, residual_step = _start_of(
+            sample, block_first, position, hw, c, lane_column, row, ROWS, RESIDUAL_OTHER
+        )
         tiles = (
             load_tiles(
                 dy_ptr, dy_start, dy_at, dy_step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_last"
             ),
             load_tiles(x_ptr, start, at, step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_last"),
-            load_tiles(residual_ptr, start, at, step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_last"),
+            load_tiles(
+                residual_ptr, residual_start, residual_at, residual_step, row, left, columns, True,
+                EVEN, ROWS, CHUNKS, "evict_last",
+            ),
         )  # fmt: skip
         for i in tl.static_range(CHUNKS):
             centred, dz = tile_gradient(
@@ -144,6 +151,7 @@ def group_norm_nhwc_backward_apply_kernel(
     EVEN: tl.constexpr,
     LABELS: tl.constexpr,
     DY_OTHER: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     OUTSIDE_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -190,12 +198,18 @@ def group_norm_nhwc_backward_apply_kernel(
         outside_start, outside_at, outside_step = _start_of(
             sample, block_first, position, hw, c, lane_column, row, ROWS, OUTSIDE_OTHER
         )
+        residual_start, residual_at, residual_step = _start_of(
+            sample, block_first, position, hw, c, lane_column, row, ROWS, RESIDUAL_OTHER
+        )
         tiles = (
             load_tiles(
                 dy_ptr, dy_start, dy_at, dy_step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_first"
             ),
             load_tiles(x_ptr, start, at, step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_first"),
-            load_tiles(residual_ptr, start, at, step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_first"),
+            load_tiles(
+                residual_ptr, residual_start, residual_at, residual_step, row, left, columns, True,
+                EVEN, ROWS, CHUNKS, "evict_first",
+            ),
         )  # fmt: skip
         outsides = load_tiles(
             dresidual_out_ptr, outside_start, outside_at, outside_step, row, left, columns, True,

@@ -20,22 +20,34 @@ from fusednorm.epilogue import activate_to, dropout_keep
 
 
 @triton.jit
+def _residual_at(at, row, column, hw, OTHER: tl.constexpr):
+    """Where the residual of positions `row` of each column lies: where x does, or, OTHER, with positions last."""
+    if OTHER:
+        return column * hw + row
+    else:
+        return at
+
+
+@triton.jit
 def channel_moments(
     x_ptr,
     residual_ptr,
     first_row,
     last_row,
+    hw,
     row_stride,
     column,
     column_mask,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
+    OTHER: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """Mean and sum of squared deviations of each column over first_row <= row < last_row, [1, CV, VEC] each.
 
     Args:
         x_ptr, residual_ptr: the sample's first element.
+        hw, OTHER: positions of the sample, and whether the residual is contiguous, as `_residual_at` takes them.
         column: [1, CV, VEC] int32.
         column_mask: [1, CV, 1], which vectors of columns exist.
     """
@@ -44,19 +56,25 @@ def channel_moments(
     at = row.to(tl.int64) * row_stride + column
     rows = last_row - first_row
     mask = (row < rows) & column_mask
-    pivot = load_sum(x_ptr, residual_ptr, first_row * row_stride + at, mask, "evict_last")
+    offset = first_row * row_stride + at
+    residual_at = _residual_at(offset, first_row + row, column, hw, OTHER)
+    pivot = load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_last")
     sum_1 = tl.zeros(at.shape, tl.float32)
     sum_2 = tl.zeros(at.shape, tl.float32)
     full = rows // STEP
     for step in range(0, full):
         for k in tl.static_range(UNROLL):
-            start = (first_row + step * STEP + k * ROWS) * row_stride
-            d = load_sum(x_ptr, residual_ptr, start + at, column_mask, "evict_last") - pivot
+            start = first_row + step * STEP + k * ROWS
+            offset = start * row_stride + at
+            residual_at = _residual_at(offset, start + row, column, hw, OTHER)
+            d = load_sum(x_ptr, residual_ptr, offset, residual_at, column_mask, "evict_last") - pivot
             sum_1 += d
             sum_2 += d * d
     for tail in range(first_row + full * STEP, last_row, ROWS):
         mask = (tail + row < last_row) & column_mask
-        h = load_sum(x_ptr, residual_ptr, tail * row_stride + at, mask, "evict_last")
+        offset = tail * row_stride + at
+        residual_at = _residual_at(offset, tail + row, column, hw, OTHER)
+        h = load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_last")
         d = tl.where(mask, h - pivot, 0.0)
         sum_1 += d
         sum_2 += d * d
@@ -96,7 +114,7 @@ def slab_moments(
 ):
     """Each column's group's mean and variance, [COLUMNS], from whole groups by Chan's formula."""
     mean, square = channel_moments(
-        x_ptr, residual_ptr, 0, rows, row_stride, column, column_mask, ROWS, UNROLL, FAST
+        x_ptr, residual_ptr, 0, rows, rows, row_stride, column, column_mask, ROWS, UNROLL, False, FAST
     )
     mean = tl.reshape(mean, label.shape)
     square = tl.reshape(square, label.shape)
@@ -121,6 +139,7 @@ def _normalise_rows(
     sample,
     first_row,
     last_row,
+    hw,
     row_stride,
     column,
     column_mask,
@@ -129,6 +148,7 @@ def _normalise_rows(
     dropout_scale,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
+    OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -148,7 +168,8 @@ def _normalise_rows(
         for k in tl.static_range(UNROLL):
             mask = (start + k * ROWS + row < last_row) & column_mask
             offset = (start + k * ROWS) * row_stride + at
-            tiles = tiles + (load_sum(x_ptr, residual_ptr, offset, mask, "evict_first"),)
+            residual_at = _residual_at(offset, start + k * ROWS + row, column, hw, OTHER)
+            tiles = tiles + (load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_first"),)
         for k in tl.static_range(UNROLL):
             mask = (start + k * ROWS + row < last_row) & column_mask
             offset = (start + k * ROWS) * row_stride + at
@@ -247,8 +268,8 @@ def group_norm_nhwc_slab_kernel(
     _normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         tl.reshape(mean, (1, CV, VEC)), tl.reshape(rstd, (1, CV, VEC)) * weight, bias,
-        sample, 0, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
-        ROWS, UNROLL, ACTIVATION, DROPOUT, FAST,
+        sample, 0, hw, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
+        ROWS, UNROLL, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
 
@@ -268,6 +289,7 @@ def group_norm_nhwc_stats_kernel(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -286,8 +308,8 @@ def group_norm_nhwc_stats_kernel(
     if residual_ptr is not None:
         residual_ptr += base
     mean, square = channel_moments(
-        x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64),
-        column, column_mask, ROWS, UNROLL, FAST,
+        x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), hw, c.to(tl.int64),
+        column, column_mask, ROWS, UNROLL, RESIDUAL_OTHER, FAST,
     )  # fmt: skip
     tl.store(mean_part_ptr + run * c + column, mean, mask=column_mask)
     tl.store(square_part_ptr + run * c + column, square, mask=column_mask)
@@ -320,6 +342,7 @@ def group_norm_nhwc_apply_kernel(
     CV: tl.constexpr,
     ROWS: tl.constexpr,
     EVEN: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -347,6 +370,6 @@ def group_norm_nhwc_apply_kernel(
     _normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         load_statistic(mean_ptr, group, column_mask), scale, bias,
-        sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
-        seed, dropout_threshold, dropout_scale, ROWS, 1, ACTIVATION, DROPOUT, FAST,
+        sample, first_row, tl.minimum(first_row + run_rows, hw), hw, c.to(tl.int64), column, column_mask,
+        seed, dropout_threshold, dropout_scale, ROWS, 1, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

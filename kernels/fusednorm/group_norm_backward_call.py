@@ -8,7 +8,7 @@ from torch import Tensor
 from fusednorm._group_norm_gradients import derivative_gain
 from fusednorm.checks import Epilogue
 from fusednorm.device import since_hopper
-from fusednorm.group_norm_checks import in_layout
+from fusednorm.group_norm_checks import lies_otherwise
 from fusednorm.group_norm_forward_call import empty_statistics, epilogue_options, sample_stride
 from fusednorm.group_norm_forward_plan import plan_statistics
 from fusednorm.group_norm_launch import Sample, vector_width
@@ -60,7 +60,7 @@ class BackwardCall:
 
     def lies_otherwise(self, tensor: Tensor | None) -> bool:
         """Whether a companion of x is in the other of the two layouts."""
-        return tensor is not None and not in_layout(tensor, self.sample.channels_last)
+        return lies_otherwise(tensor, self.sample.channels_last)
 
     @property
     def channel_vec(self) -> int:

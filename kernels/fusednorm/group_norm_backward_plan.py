@@ -44,7 +44,7 @@ def plan_backward(
         dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, out, scale, shift
     )
     if config is None:
-        if call.lies_otherwise(dy) or call.lies_otherwise(dresidual_out):
+        if any(map(call.lies_otherwise, (dy, residual, dresidual_out))):
             config = group_norm_backward_launch.split_backward(sample, x.element_size())
         else:
             multiprocessors = multiprocessor_count(x.device)

@@ -99,7 +99,11 @@ def _sums_and_apply(
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
         call.out.dx, *walk,
     )  # fmt: skip
-    sums_options = {**options, "DY_OTHER": call.lies_otherwise(call.dy)}
+    sums_options = {
+        **options,
+        "DY_OTHER": call.lies_otherwise(call.dy),
+        "RESIDUAL_OTHER": call.lies_otherwise(call.residual),
+    }
     apply_options = {
         **sums_options,
         **dependent(call.early),

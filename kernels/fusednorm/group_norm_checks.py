@@ -23,6 +23,11 @@ def is_channels_last(x: Tensor, name: str = "x") -> bool:
     )
 
 
+def lies_otherwise(tensor: Tensor | None, channels_last: bool) -> bool:
+    """Whether a companion of x is in the other of the two layouts."""
+    return tensor is not None and not in_layout(tensor, channels_last)
+
+
 def in_layout(tensor: Tensor, channels_last: bool) -> bool:
     """Whether [N, C, *spatial] lies in memory as that layout has it; a tensor may be of both."""
     order = (0, *range(2, tensor.dim()), 1) if channels_last else tuple(range(tensor.dim()))
@@ -44,22 +49,6 @@ def check_groups(x: Tensor, num_groups: int) -> None:
         )
     if any(size == 0 for size in shape[1:]):
         raise KernelInputError(f"x must have at least one element in each group, got {shape}")
-
-
-def check_layout(name: str, tensor: Tensor | None, channels_last: bool) -> None:
-    """Refuse a companion of x whose memory order is not x's: reading it would need a copy.
-
-    Raises:
-        UnsupportedShapeError: another layout than x's.
-    """
-    if tensor is None:
-        return
-    order = (0, *range(2, tensor.dim()), 1) if channels_last else tuple(range(tensor.dim()))
-    if not tensor.permute(order).is_contiguous():
-        raise UnsupportedShapeError(
-            f"{name} must be {'channels-last' if channels_last else 'contiguous'} as x is, "
-            f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
-        )
 
 
 def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor) -> None:

@@ -23,6 +23,7 @@ from fusednorm._group_norm_nhwc_kernels import (
 )
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
+from fusednorm.group_norm_checks import lies_otherwise
 from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options, register_cap
 from fusednorm.group_norm_forward_held_plan import (
     block_launch,
@@ -60,8 +61,11 @@ def plan_forward(
     """
     call = ForwardCall(x, sample, weight, bias, eps, residual, scale, shift, epilogue, out)
     if config is None:
-        multiprocessors = multiprocessor_count(x.device)
-        config = group_norm_forward_launch.choose_forward(sample, x.element_size(), multiprocessors, may_wait())
+        if lies_otherwise(residual, sample.channels_last):
+            config = group_norm_forward_launch.split_forward(sample, x.element_size())
+        else:
+            multiprocessors = multiprocessor_count(x.device)
+            config = group_norm_forward_launch.choose_forward(sample, x.element_size(), multiprocessors, may_wait())
     config = fitted(call, config) or group_norm_forward_launch.never_waiting(sample, x.element_size())
     match config:
         case configs.ForwardHeld() as held:
@@ -144,6 +148,7 @@ def _split(call: ForwardCall, config: configs.ForwardSplit) -> list[Launch]:
     options = {
         "BLOCK_SPLITS": min(launch.FOLD_BLOCK, triton.next_power_of_2(splits)),
         "WIDE": call.sample.group_length >= launch.WIDE_GROUP,
+        "RESIDUAL_OTHER": lies_otherwise(call.residual, False),
         **dependent(call.early),
         **call.contiguous_options(config.units, config.num_warps),
     }
@@ -159,11 +164,14 @@ def _group_parts(
     group_units = sample.group_length // vec
     splits = triton.cdiv(group_units, config.split_units)
     parts = x.new_empty((2, x.shape[0], splits, sample.groups), dtype=torch.float32)
-    arguments = (x, residual, parts[0], parts[1], group_units, sample.groups, splits, config.split_units)
+    arguments = (
+        x, residual, parts[0], parts[1], group_units, sample.groups, sample.channels, splits, config.split_units
+    )  # fmt: skip
     options = {
         "VEC": vec,
         "UNITS": config.units,
         "WIDE": sample.group_length >= launch.WIDE_GROUP,
+        "RESIDUAL_OTHER": lies_otherwise(residual, False),
         "EARLY": since_hopper(x.device),
         "FAST": not INTERPRETED,
         "num_warps": config.num_warps,
@@ -207,7 +215,13 @@ def _columns(call: ForwardCall, config: configs.ForwardColumns) -> list[Launch]:
         *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
         runs, config.run_rows, blocks, call.scale_stride, *dropout_arguments(call.epilogue),
     )  # fmt: skip
-    options = {"ROWS": config.apply_rows, **tile, **dependent(call.early), **epilogue_options(call.epilogue)}
+    options = {
+        "ROWS": config.apply_rows,
+        "RESIDUAL_OTHER": lies_otherwise(call.residual, True),
+        **tile,
+        **dependent(call.early),
+        **epilogue_options(call.epilogue),
+    }
     return [
         *_column_statistics(call.x, sample, call.eps, call.residual, mean, rstd, config),
         Launch(group_norm_nhwc_apply_kernel, (call.n * runs * blocks,), arguments, options),
@@ -244,6 +258,7 @@ def _column_statistics(
     options = {
         "ROWS": config.rows,
         "UNROLL": config.unroll,
+        "RESIDUAL_OTHER": lies_otherwise(residual, True),
         "EARLY": since_hopper(x.device),
         "FAST": not INTERPRETED,
         **tile,

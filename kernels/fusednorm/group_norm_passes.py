@@ -12,7 +12,7 @@ from torch import Tensor
 from fusednorm.checks import Epilogue, check_eps, check_parameter, check_statistics, check_tensor
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_checks import check_groups, check_layout, check_scale_and_shift, is_channels_last
+from fusednorm.group_norm_checks import check_groups, check_scale_and_shift, is_channels_last
 from fusednorm.group_norm_forward_call import empty_statistics
 from fusednorm.group_norm_forward_plan import plan_forward
 from fusednorm.group_norm_launch import Sample
@@ -51,8 +51,8 @@ def group_norm_forward(
         weight: [C], any of these dtypes, or None for ones.
         bias: [C], any of these dtypes, or None for zeros.
         eps: added to the variance; positive and finite.
-        residual: as x and in its layout, any of these dtypes.  h is summed in float32 and returned rounded to
-            x's dtype.
+        residual: in x's shape, any of these dtypes, contiguous or channels-last.  h is summed in float32 and
+            returned rounded to x's dtype, in x's layout.
         scale: [N, C] float32 or any of these dtypes, or None for zeros; each sample's channels contiguous.
         shift: as scale, and with its stride from sample to sample: both may be halves of one [N, 2 * C].
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
@@ -67,18 +67,19 @@ def group_norm_forward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or an empty group.
-        UnsupportedShapeError: x is neither contiguous nor channels-last, or residual is not laid out as x is;
-            nothing is copied to make them fit.
+        UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift lie
+            otherwise than above; nothing is copied to make them fit.
 
     Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
-    program's registers are read a second time from L1 or L2, and those too large for that from memory.
+    program's registers are read a second time from L1 or L2, and those too large for that from memory.  Where
+    residual is laid out otherwise than x, both are read twice from memory, and residual slowly.
 
     Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
     Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     epilogue = Epilogue(activation, dropout, seed)
     sample = _checked_sample(x, num_groups, weight, bias, eps)
-    _check_companion("residual", residual, x, sample)
+    _check_companion("residual", residual, x)
     check_scale_and_shift(scale, shift, x)
 
     y = torch.empty_like(x, dtype=out_dtype or x.dtype)
@@ -131,12 +132,13 @@ def group_norm_backward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: x, dy or dresidual_out is neither contiguous nor channels-last, residual is not laid
-            out as x is, or scale and shift lie otherwise than forward takes them.
+        UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last, or scale
+            and shift lie otherwise than forward takes them.
 
     Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from
-    L2, and those too large for that from memory, where absent statistics cost another read of x.  Where dy or
-    dresidual_out is laid out otherwise than x, everything is read twice from memory, and that tensor slowly.
+    L2, and those too large for that from memory, where absent statistics cost another read of x.  Where dy,
+    residual or dresidual_out is laid out otherwise than x, everything is read twice from memory, and that tensor
+    slowly.
 
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """
@@ -144,11 +146,8 @@ def group_norm_backward(
         raise KernelInputError("mean and rstd must come together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
     sample = _checked_sample(x, num_groups, weight, bias, eps)
-    _check_companion("residual", residual, x, sample)
-    for name, tensor in (("dy", dy), ("dresidual_out", dresidual_out)):
-        if tensor is not None:
-            check_tensor(name, tensor, like=x)
-            is_channels_last(tensor, name)
+    for name, tensor in (("residual", residual), ("dy", dy), ("dresidual_out", dresidual_out)):
+        _check_companion(name, tensor, x)
     check_scale_and_shift(scale, shift, x)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
@@ -180,7 +179,7 @@ def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Ten
     return Sample(num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]), channels_last)
 
 
-def _check_companion(name: str, tensor: Tensor | None, x: Tensor, sample: Sample) -> None:
+def _check_companion(name: str, tensor: Tensor | None, x: Tensor) -> None:
     if tensor is not None:
         check_tensor(name, tensor, like=x)
-        check_layout(name, tensor, sample.channels_last)
+        is_channels_last(tensor, name)

@@ -8,7 +8,11 @@ import torch
 from fusednorm import group_norm_passes, layer_norm_passes
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
+from fusednorm.group_norm_forward_configs import ForwardBlock, ForwardHeld
+from fusednorm.group_norm_forward_launch import choose_forward
+from fusednorm.group_norm_launch import Sample
 from fusednorm.layer_norm_tables import SINGLE_ROW_COLS
+from fusednorm.waiting import may_wait
 
 _OPERATIONS = ("layer_norm", "rms_norm")
 
@@ -70,10 +74,6 @@ def warmup(
             differentiate(x, x, *parameters, **statistics, **options)
 
 
-_HELD_BYTES = 128 << 10
-"""Of the largest group that one program holds: several write it where there are few of them."""
-
-
 def warmup_group_norm(
     dtype: torch.dtype,
     num_groups: int,
@@ -115,9 +115,9 @@ def warmup_group_norm(
         raise KernelInputError(f"shape must be (C, *spatial), each at least 1, got {shape}")
     device = device or torch.device("cpu" if INTERPRETED else "cuda")
     weight = torch.zeros(shape[0], dtype=parameter_dtype or dtype, device=device)
-    # Few groups that fit one program each are written by several, which is another kernel than for many.
-    few = math.prod(shape) * dtype.itemsize <= num_groups * _HELD_BYTES
-    for samples in (1, multiprocessor_count(device) // num_groups + 1) if few else (1,):
+    parameters = (num_groups, weight, weight)
+
+    def run(samples: int) -> None:
         x = torch.zeros(samples, *shape, dtype=dtype, device=device)
         if channels_last:
             x = torch.zeros(samples, *shape[1:], shape[0], dtype=dtype, device=device).movedim(-1, 1)
@@ -130,9 +130,17 @@ def warmup_group_norm(
             "dropout": dropout,
             "seed": 0 if dropout else None,
         }
-        parameters = (num_groups, weight, weight)
         group_norm_passes.group_norm_forward(x, *parameters, **options)
         result = group_norm_passes.group_norm_forward(x, *parameters, stats=True, **options)
         if backward:
             group_norm_passes.group_norm_backward(x, x, *parameters, **options)
             group_norm_passes.group_norm_backward(x, x, *parameters, mean=result.mean, rstd=result.rstd, **options)
+
+    run(1)
+    multiprocessors = multiprocessor_count(device)
+    sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
+    config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
+    if isinstance(config, ForwardHeld | ForwardBlock) and config.writers > 1:
+        # Few groups or blocks are written by several programs each, which is another kernel than for many.
+        of_sample = num_groups if isinstance(config, ForwardHeld) else -(-num_groups // config.block_groups)
+        run(multiprocessors // (2 * of_sample) + 1)

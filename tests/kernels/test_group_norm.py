@@ -7,7 +7,7 @@ out is every pairing of algorithm, dtype and activation; those meet only in the 
 import fusednorm.group_norm_passes as ours
 import pytest
 import torch
-from fusednorm import reference
+from fusednorm import group_norm_backward_launch, group_norm_forward_launch, reference
 from fusednorm.epilogue import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
@@ -169,24 +169,63 @@ def test_tensors_laid_out_otherwise_are_refused(device):
     x = torch.randn(2, 6, 4, 4, device=device)
     with pytest.raises(UnsupportedShapeError, match="contiguous or channels-last"):
         ours.group_norm_forward(x[:, :, ::2], 3)
-    with pytest.raises(UnsupportedShapeError, match="residual must be contiguous as x is"):
-        ours.group_norm_forward(x, 3, residual=channels_last(x))
+    with pytest.raises(UnsupportedShapeError, match="residual must be contiguous or channels-last"):
+        ours.group_norm_forward(x, 3, residual=x.transpose(2, 3))
     with pytest.raises(UnsupportedShapeError, match="dy must be contiguous or channels-last"):
         ours.group_norm_backward(x.transpose(2, 3), x, 3)
     with pytest.raises(UnsupportedShapeError, match="dresidual_out must be contiguous or channels-last"):
         ours.group_norm_backward(x, x, 3, dresidual_out=x.transpose(2, 3))
 
 
+def in_the_other_layout(t):
+    return channels_last(t) if t.is_contiguous() else t.contiguous()
+
+
+@pytest.mark.parametrize("positions", [(5, 9), (4, 8)])
 @pytest.mark.parametrize("algorithm", ["split", "columns"])
-def test_gradients_of_the_other_layout_are_read_where_they_lie(algorithm, device, poisoned, monkeypatch):
+def test_companions_of_the_other_layout_are_read_where_they_lie(
+    algorithm, positions, device, poisoned, monkeypatch
+):
     last = use_configuration(monkeypatch, algorithm)
-    case = make_case((2, 6, 5, 9), 2, torch.float32, device, last, residual=True, activation="silu")
+    forward, backward = (CONTIGUOUS | CHANNELS_LAST)[algorithm]
+    monkeypatch.setattr(group_norm_forward_launch, "split_forward", lambda *_: forward)
+    monkeypatch.setattr(group_norm_backward_launch, "split_backward", lambda *_: backward)
+    case = make_case((2, 6, *positions), 2, torch.float32, device, last, residual=True, activation="silu")
     dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
-    expected = case.backward(ours, dy, dresidual_out=outside)
-    dy, outside = (t.contiguous() if last else channels_last(t) for t in (dy, outside))
-    for actual, wanted in zip(case.backward(ours, dy, dresidual_out=outside)[:3], expected, strict=False):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
-        assert actual.stride() == wanted.stride()
+    residual = case.residual
+
+    def results(dy, residual, outside):
+        case.residual = residual
+        forward = case.forward(ours, stats=True)
+        saved = {"mean": forward.mean, "rstd": forward.rstd}
+        gradients = case.backward(ours, dy, dresidual_out=outside, **saved)
+        return *forward[:4], *gradients[:3], *case.backward(ours, dy, dresidual_out=outside)[:3]
+
+    expected = results(dy, residual, outside)
+    for given in (
+        (in_the_other_layout(dy), residual, outside),
+        (dy, in_the_other_layout(residual), outside),
+        (dy, residual, in_the_other_layout(outside)),
+        tuple(map(in_the_other_layout, (dy, residual, outside))),
+    ):
+        for actual, wanted in zip(results(*given), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+            assert actual.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_other_layout_is_not_copied(last, device, monkeypatch):
+    case = make_case((1, 6, 5, 4), 2, torch.float32, device, last, residual=True)
+    case.residual, dy = in_the_other_layout(case.residual), in_the_other_layout(torch.randn_like(case.x))
+    given = set()
+
+    def note(kernel, grid, arguments, options, device):
+        given.update(a.data_ptr() for a in arguments if isinstance(a, torch.Tensor))
+
+    monkeypatch.setattr("fusednorm.launch.prepared.start", note)
+    case.forward(ours)
+    case.backward(ours, dy)
+    assert {t.data_ptr() for t in (case.x, case.residual, dy)} <= given
 
 
 @pytest.mark.parametrize("activation", ["none", "silu"])

@@ -48,7 +48,7 @@ def test_a_single_very_long_row_is_cut_as_several_are(itemsize, compiled):
 
 
 def test_programs_wait_for_one_another_only_where_they_can(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETED", True)
+    monkeypatch.setattr(waiting, "INTERPRETED", True)
     assert isinstance(launch.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), ForwardSweep)
 
 
