@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._group_norm_affine import load_affine, slope_and_offset
-from fusednorm._group_norm_nchw_kernels import quotient
+from fusednorm._group_norm_nchw_sweeps import quotient
 from fusednorm._group_norm_words import widened_words
 from fusednorm._reductions import rounded_product
 from fusednorm._row_pieces import chunk_of

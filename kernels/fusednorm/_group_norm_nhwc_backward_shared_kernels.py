@@ -209,12 +209,16 @@ def group_norm_nhwc_backward_shared_kernel(
             slope, offset = load_gained_affine(
                 parameters, late_channel, late_sample * scale_stride + late_channel, late_columns, GAIN
             )
-            if late_run == 0:
+            # Only totals that wait for this program's own part may be waited for: of others the next one may have
+            # taken the place.  So a lane keeps to groups of the block, and a block without columns to none.
+            late_end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - late_first)
+            if (late_run == 0) & (block_first < late_end):
                 late_tag = start + late_turn.to(tl.uint32)
+                lane_last = (tl.minimum(vector_first + GROUP, late_end) - 1) // channels
                 constants = ()
                 factors = ()
                 for i in tl.static_range(LABELS):
-                    group = tl.minimum(vector_group + i, last_group)
+                    group = tl.minimum(vector_group + i, lane_last)
                     total_ptrs = slots_of_group(
                         mailbox_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
                     )

@@ -59,7 +59,8 @@ def _add_tiles(
     """Sums about the pivot of each run of columns, [LANES, KEEP], and of squares, with those of the tiles."""
     for i in tl.static_range(len(tiles)):
         d = _runs(chunk_of(tiles, residuals, i, FAST), KEEP) - pivot[:, :, None]
-        if IDLE or not WHOLE:
+        # Idle lanes hold zeros about a pivot of zero.
+        if not WHOLE:
             d = tl.where(_mask(position, positions, left, i, WHOLE, IDLE)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)
         sum_2 += tl.sum(d * d, 2)

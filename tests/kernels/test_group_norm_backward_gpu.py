@@ -60,7 +60,7 @@ def test_shared_groups_take_any_activation(shape, groups, config, last, activati
 def test_the_forms_that_wait_and_the_one_that_does_not_agree(shape, groups, config, last, share, device):
     case = make_case(shape, groups, torch.float32, device, last, activation="silu", dropout=0.2, seed=3)
     dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
-    scale, shift = torch.randn(2, shape[0], shape[1], device=device)
+    scale, shift = torch.randn(shape[0], 2 * shape[1], device=device).chunk(2, dim=1)
     given = {"dresidual_out": outside, "scale": scale, "shift": shift}
     share(config)
     shared = case.backward(ours, dy, **given)

@@ -80,6 +80,21 @@ def test_residuals_and_dropout_of_shared_groups(config, last, use, device, poiso
     assert torch.equal(case.forward(ours).y == 0, case.forward(reference).y == 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("config", "last"),
+    [*SHARED, (ForwardHeld(8, 2), False), (ForwardRolling(8, 2, 0), False), (ForwardBlock(4, 8, 2), True)],
+)
+def test_scale_and_shift_of_groups_in_registers(config, last, dtype, use, device, poisoned):
+    use(config)
+    case = make_case((5, 80, 32, 32), 8, dtype, device, last, activation="silu")
+    scale, shift = torch.randn(5, 160, device=device).to(dtype).chunk(2, dim=1)
+    exact = case.forward(reference, scale=scale, shift=shift, precision=torch.float64).y
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    actual = case.forward(ours, scale=scale, shift=shift).y
+    torch.testing.assert_close(actual.double(), exact.double(), rtol=tolerance, atol=4 * tolerance)
+
+
 @pytest.mark.parametrize(("config", "last"), SHARED)
 def test_a_mean_far_from_zero_does_not_cancel_between_members(config, last, use, device):
     use(config)
