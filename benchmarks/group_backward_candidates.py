@@ -16,9 +16,10 @@ from fusednorm.group_norm_backward_configs import (
     BackwardColumns,
     BackwardShared,
     BackwardSplit,
+    BackwardStream,
     most_touched,
 )
-from fusednorm.group_norm_backward_launch import MOST_LABELS, choose_backward, split_backward
+from fusednorm.group_norm_backward_launch import MOST_LABELS, choose_backward, split_backward, stream
 from fusednorm.group_norm_launch import Sample, vector_width
 
 Shared = TypeVar("Shared", BackwardShared, BackwardBlocks)
@@ -44,6 +45,7 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Backwar
     yield split_backward(sample, itemsize)
     if sample.channels_last:
         yield from _blocks(sample, itemsize, samples)
+        yield from _streams(sample, itemsize)
         yield from _columns(sample, itemsize)
     else:
         yield from _shared(sample, itemsize, samples)
@@ -154,3 +156,13 @@ def _columns(sample: Sample, itemsize: int) -> Iterator[BackwardColumns]:
         config = BackwardColumns(size // itemsize, chunks, pieces, warps)
         if config.columns <= sample.c and chunks * pieces * config.rows(vec) <= sample.hw:
             yield config
+
+
+def _streams(sample: Sample, itemsize: int) -> Iterator[BackwardStream]:
+    """All columns of a position side by side."""
+    usual = stream(sample, itemsize)
+    if usual is not None:
+        for chunks, apply_chunks, apply_pieces in ((2, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 2), (2, 2, 1)):
+            yield replace(usual, chunks=chunks, apply_chunks=apply_chunks, apply_pieces=apply_pieces)
+        yield replace(usual, splits=max(1, usual.splits // 2))
+        yield replace(usual, num_warps=2 * usual.num_warps)

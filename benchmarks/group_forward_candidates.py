@@ -23,13 +23,12 @@ from fusednorm.group_norm_forward_configs import (
     block_tile,
 )
 from fusednorm.group_norm_forward_launch import (
-    STREAM_WARPS,
     block_groups,
     choose_forward,
     never_waiting,
     stream,
 )
-from fusednorm.group_norm_launch import Sample, vector_width
+from fusednorm.group_norm_launch import STREAM_WARPS, Sample, vector_width
 from fusednorm.launch import registers_for
 from triton import next_power_of_2
 

@@ -1,9 +1,7 @@
 """Forward kernels of GroupNorm that stream channels-last samples twice: moments, their fold, then y.
 
-A tile is [LANES, VEC], a lane for each thread and VEC neighbouring columns (channels), a vector, what it loads at
-once.  `units` lanes side by side are all columns of a position, the next ones those of the next position; lanes
-that are too few for one more position idle.  A lane keeps its columns for the whole walk, and its sums apart for
-KEEP runs of them, each of which lies in one group.  No program waits for another.
+Tiles are those of `_group_norm_nhwc_positions`; a lane's sums are kept apart for KEEP runs of its columns, each of
+which lies in one group.  No program waits for another.
 """
 
 import triton
@@ -11,44 +9,10 @@ import triton.language as tl
 
 from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_affine import load_masked_affine
+from fusednorm._group_norm_nhwc_positions import load_positions, places, position_mask
 from fusednorm._reductions import rounded_product, sum_pair
 from fusednorm._row_pieces import chunk_of
 from fusednorm.epilogue import activate_to, dropout_keep
-
-
-@triton.jit
-def _places(units, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Each lane's position, [LANES, 1], its columns, [LANES, VEC], and the positions of a tile."""
-    lane = tl.arange(0, LANES)[:, None]
-    return lane // units, (lane % units) * VEC + tl.arange(0, VEC)[None, :], LANES // units
-
-
-@triton.jit
-def _load_tiles(
-    ptr, at, positions, step, left, position,
-    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """CHUNKS tiles from ptr on, `step` elements apart, as they lie in memory; none where ptr is None.
-
-    Unless they are WHOLE, positions from `left` on are masked; where some lanes IDLE, these are.
-    """
-    tiles = ()
-    if ptr is not None:
-        for i in tl.static_range(CHUNKS):
-            mask = _mask(position, positions, left, i, WHOLE, IDLE)
-            tiles = tiles + (tl.load(ptr + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
-    return tiles
-
-
-@triton.jit
-def _mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
-    """Which lanes of tile i exist, [LANES, 1]; a constant mask is folded away."""
-    mask = tl.full(position.shape, True, tl.int1)
-    if IDLE:
-        mask = position < positions
-    if not WHOLE:
-        mask = mask & (position + i * positions < left)
-    return mask
 
 
 @triton.jit
@@ -61,7 +25,7 @@ def _add_tiles(
         d = _runs(chunk_of(tiles, residuals, i, FAST), KEEP) - pivot[:, :, None]
         # Idle lanes hold zeros about a pivot of zero.
         if not WHOLE:
-            d = tl.where(_mask(position, positions, left, i, WHOLE, IDLE)[:, :, None], d, 0.0)
+            d = tl.where(position_mask(position, positions, left, i, WHOLE, IDLE)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)
         sum_2 += tl.sum(d * d, 2)
     return sum_1, sum_2
@@ -123,7 +87,7 @@ def group_norm_nhwc_stream_moments_kernel(
     split = program % splits
     c = units * VEC
     width: tl.constexpr = VEC // KEEP
-    position, column, positions = _places(units, LANES, VEC)
+    position, column, positions = places(units, LANES, VEC)
     at = position * c + column
     tile = positions * c
     step_positions = positions * CHUNKS
@@ -139,20 +103,20 @@ def group_norm_nhwc_stream_moments_kernel(
     stride = (splits * step_positions).to(tl.int64) * c
 
     first_left = tl.minimum(hw - split.to(tl.int64) * step_positions, step_positions).to(tl.int32)
-    first = _load_tiles(x_ptr + start, at, positions, tile, first_left, position, 1, WHOLE, LANES, IDLE, EVICT)
+    first = load_positions(x_ptr + start, at, positions, tile, first_left, position, 1, WHOLE, LANES, IDLE, EVICT)
     residual = ()
     if residual_ptr is not None:
-        residual = _load_tiles(
+        residual = load_positions(
             residual_ptr + start, at, positions, tile, first_left, position, 1, WHOLE, LANES, IDLE, EVICT
         )
     pivot = tl.sum(_runs(chunk_of(first, residual, 0, FAST), KEEP), 2) * (1.0 / width)
     sum_1 = tl.zeros(pivot.shape, tl.float32)
     sum_2 = tl.zeros(pivot.shape, tl.float32)
     for _ in range(0, whole):
-        tiles = _load_tiles(x_ptr + start, at, positions, tile, 0, position, CHUNKS, True, LANES, IDLE, EVICT)
+        tiles = load_positions(x_ptr + start, at, positions, tile, 0, position, CHUNKS, True, LANES, IDLE, EVICT)
         residuals = ()
         if residual_ptr is not None:
-            residuals = _load_tiles(
+            residuals = load_positions(
                 residual_ptr + start, at, positions, tile, 0, position, CHUNKS, True, LANES, IDLE, EVICT
             )
         sum_1, sum_2 = _add_tiles(
@@ -162,12 +126,12 @@ def group_norm_nhwc_stream_moments_kernel(
     count = (whole * (CHUNKS * width)).to(tl.float32) + tl.zeros((LANES, 1), tl.float32)
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole < turns:
-            tiles = _load_tiles(
+            tiles = load_positions(
                 x_ptr + start, at, positions, tile, left, position, CHUNKS, False, LANES, IDLE, EVICT
             )
             residuals = ()
             if residual_ptr is not None:
-                residuals = _load_tiles(
+                residuals = load_positions(
                     residual_ptr + start, at, positions, tile, left, position, CHUNKS, False, LANES, IDLE, EVICT
                 )
             sum_1, sum_2 = _add_tiles(
@@ -343,17 +307,17 @@ def group_norm_nhwc_stream_apply_kernel(
     """Write one piece of CHUNKS tiles; the last positions of all samples first, for they were read last."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)
-    position, column, positions = _places(units, LANES, VEC)
+    position, column, positions = places(units, LANES, VEC)
     c = units * VEC
     first = (program // samples).to(tl.int64) * (positions * CHUNKS)
     left = tl.minimum(hw - first, positions * CHUNKS).to(tl.int32)
     start = (sample * hw + first) * c
     at = position * c + column
     tile = positions * c
-    tiles = _load_tiles(x_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT)
+    tiles = load_positions(x_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT)
     residuals = ()
     if residual_ptr is not None:
-        residuals = _load_tiles(
+        residuals = load_positions(
             residual_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT
         )
     await_previous(EARLY)
@@ -363,7 +327,7 @@ def group_norm_nhwc_stream_apply_kernel(
     slope = tl.load(coefficients + columns)
     offset = tl.load(coefficients + 2 * columns)
     for i in tl.static_range(CHUNKS):
-        mask = _mask(position, positions, left, i, WHOLE, IDLE)
+        mask = position_mask(position, positions, left, i, WHOLE, IDLE)
         h = chunk_of(tiles, residuals, i, FAST)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + start + i * tile + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)

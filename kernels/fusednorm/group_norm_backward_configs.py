@@ -3,8 +3,8 @@
 - tile: small groups whole in the registers of one program, read once;
 - shared and blocks: programs that wait for one another share a contiguous group, or channels-last the groups of a
   block of columns; x and dy are read a second time out of L1 or L2;
-- split and columns: a kernel for partial sums, a small one that folds them and one that applies them; nothing
-  waits, and x and dy come from memory twice.
+- split, columns and stream: a kernel for partial sums, a small one that folds them and one that applies them;
+  nothing waits, and x and dy come from memory twice.
 """
 
 from dataclasses import dataclass
@@ -167,7 +167,21 @@ class BackwardColumns:
         return 32 * self.num_warps * vec // self.columns
 
 
-Backward = BackwardTile | BackwardShared | BackwardBlocks | BackwardSplit | BackwardColumns
+@dataclass(frozen=True, slots=True)
+class BackwardStream:
+    """Sums over up to `splits` parts of each channels-last sample, all columns of a position side by side.
+
+    `chunks` accesses of a thread a step; dx of `apply_pieces` pieces of `apply_chunks` accesses a program.
+    """
+
+    num_warps: int
+    chunks: int
+    apply_chunks: int
+    apply_pieces: int
+    splits: int
+
+
+Backward = BackwardTile | BackwardShared | BackwardBlocks | BackwardSplit | BackwardColumns | BackwardStream
 
 
 def most_touched(size: int, window: int) -> int:

@@ -7,15 +7,37 @@ from torch import Tensor
 from fusednorm._group_norm_backward_fold_kernels import (
     group_norm_fold_rows_kernel,
     group_norm_fold_samples_kernel,
+    group_norm_fold_sums_kernel,
 )
 from fusednorm.group_norm_backward_call import BackwardCall
 from fusednorm.launch import Launch, dependent
 
-FOLD_ROWS, FOLD_COLUMNS, FOLD_NUM_WARPS = 256, 8, 8
+SUMS_ELEMENTS, SUMS_COLUMNS = 4096, 64
+"""Elements of a tile of the kernel that folds one group's two sums, and columns, at most."""
+
+FOLD_ROWS, FOLD_COLUMNS, FOLD_NUM_WARPS = 512, 8, 8
 """Tile and warps of the kernel that folds dweight and dbias: one step for most, and many programs."""
 
 FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
 """Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
+
+
+def fold_groups(call: BackwardCall, parts: Tensor, sum_g: Tensor, sum_g_xhat: Tensor, splits: int) -> Launch:
+    """The two sums of each group, [N, groups], from those of channels, [2, N, splits, C]."""
+    sample = call.sample
+    block_columns = min(SUMS_COLUMNS, triton.next_power_of_2(sample.channels))
+    block_splits = min(SUMS_ELEMENTS // block_columns, triton.next_power_of_2(splits))
+    arguments = (
+        parts[0], parts[1], call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits,
+        call.scale_stride,
+    )  # fmt: skip
+    options = {
+        "BLOCK_SPLITS": block_splits,
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": max(4, min(8, block_splits * block_columns // 256)),
+        **dependent(call.early),
+    }
+    return Launch(group_norm_fold_sums_kernel, (sum_g.numel(),), arguments, options)
 
 
 def fold_parameters(call: BackwardCall, parts: tuple[Tensor | None, Tensor | None], splits: int) -> list[Launch]:

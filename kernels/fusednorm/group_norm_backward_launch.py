@@ -17,10 +17,19 @@ from fusednorm.group_norm_backward_configs import (
     BackwardColumns,
     BackwardShared,
     BackwardSplit,
+    BackwardStream,
     BackwardTile,
     most_touched,
 )
-from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
+from fusednorm.group_norm_launch import (
+    STREAM_FROM,
+    Sample,
+    column_width,
+    max_splits,
+    stream_splits,
+    stream_warps,
+    vector_width,
+)
 
 MOST_LABELS = 2
 """Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
@@ -45,8 +54,14 @@ def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: 
         waits: whether programs may wait for one another, which takes a cooperative launch.
     """
     if sample.channels_last:
+        measured = measured_blocks(sample, itemsize, multiprocessors) if waits else None
+        if measured is not None:
+            return measured
+        streamed = stream(sample, itemsize)
+        if streamed is not None and sample.hw * sample.c * itemsize >= STREAM_FROM:
+            return streamed
         blocks = shared_blocks(sample, itemsize, multiprocessors) if waits else None
-        return blocks or split_backward(sample, itemsize)
+        return blocks or streamed or split_backward(sample, itemsize)
     channels, positions = int(next_power_of_2(sample.channels)), int(next_power_of_2(sample.hw))
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
@@ -81,11 +96,19 @@ def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Back
     )
 
 
-def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
-    """The configuration in which programs share blocks of columns, or None where it does not fit the device."""
-    vector = 16 // itemsize
-    labels = most_touched(sample.channels, vector)
-    if sample.c % vector or labels > MOST_LABELS:
+def stream(sample: Sample, itemsize: int) -> BackwardStream | None:
+    """The configuration that streams samples twice, or None where lanes do not take all columns."""
+    num_warps = stream_warps(sample, itemsize)
+    if num_warps is None:
+        return None
+    return BackwardStream(
+        num_warps, chunks=4, apply_chunks=4, apply_pieces=2, splits=stream_splits(sample, itemsize)
+    )
+
+
+def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
+    """The entry of the tables for the sample's class, or None where there is none that fits."""
+    if sample.c % (16 // itemsize) or most_touched(sample.channels, 16 // itemsize) > MOST_LABELS:
         return None
     for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
         if (
@@ -94,6 +117,15 @@ def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Backwa
             and config.fits(sample, itemsize, multiprocessors)
         ):
             return config
+    return None
+
+
+def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
+    """The configuration in which programs share blocks of columns, or None where it does not fit the device."""
+    vector = 16 // itemsize
+    labels = most_touched(sample.channels, vector)
+    if sample.c % vector or labels > MOST_LABELS:
+        return None
     programs_per_sm = 4 if labels == 1 else 3
     widths = {size // itemsize for size in (64, 128, 256)}
     widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}

@@ -13,6 +13,7 @@ from fusednorm.device import multiprocessor_count
 from fusednorm.group_norm_backward_call import BackwardCall
 from fusednorm.group_norm_backward_fold_plan import fold_parameters
 from fusednorm.group_norm_backward_split_plan import columns_launches, split_launches
+from fusednorm.group_norm_backward_stream_plan import stream_launches
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import Launch, can_prefetch, dropout_arguments, mailbox, resident_options
 from fusednorm.results import Backward
@@ -62,6 +63,8 @@ def plan_backward(
             return split_launches(call, split)
         case configs.BackwardColumns() as columns:
             return columns_launches(call, columns)
+        case configs.BackwardStream() as stream:
+            return stream_launches(call, stream)
 
 
 def _tile(call: BackwardCall, config: configs.BackwardTile) -> list[Launch]:

@@ -6,7 +6,6 @@ from typing import Any
 import triton
 
 from fusednorm import group_norm_backward_configs as configs
-from fusednorm._group_norm_backward_fold_kernels import group_norm_fold_sums_kernel
 from fusednorm._group_norm_nchw_backward_split_kernels import (
     group_norm_nchw_backward_apply_kernel,
     group_norm_nchw_backward_sums_kernel,
@@ -16,13 +15,10 @@ from fusednorm._group_norm_nhwc_backward_split_kernels import (
     group_norm_nhwc_backward_sums_kernel,
 )
 from fusednorm.group_norm_backward_call import BackwardCall
-from fusednorm.group_norm_backward_fold_plan import fold_parameters
+from fusednorm.group_norm_backward_fold_plan import fold_groups, fold_parameters
 from fusednorm.group_norm_forward_call import empty_statistics
 from fusednorm.group_norm_launch import vector_width
 from fusednorm.launch import Launch, dependent, dropout_arguments
-
-SUMS_BLOCK, SUMS_NUM_WARPS = 512, 4
-"""Elements of a tile, and warps, of the kernel that folds one group's two sums."""
 
 
 def split_launches(call: BackwardCall, config: configs.BackwardSplit) -> list[Launch]:
@@ -91,10 +87,6 @@ def _sums_and_apply(
     sums_arguments = (
         *call.inputs, call.affine_parameters, call.mean, call.rstd, parts[0], parts[1], *walk
     )  # fmt: skip
-    fold_arguments = (
-        parts[0], parts[1], call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits,
-        call.scale_stride,
-    )  # fmt: skip
     apply_arguments = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
         call.out.dx, *walk,
@@ -112,23 +104,7 @@ def _sums_and_apply(
     return [
         *launches,
         Launch(sums_kernel, grid, sums_arguments, sums_options),
-        Launch(
-            group_norm_fold_sums_kernel,
-            (sum_g.numel(),),
-            fold_arguments,
-            {**_sums_tile(splits, sample.channels), **dependent(call.early)},
-        ),
+        fold_groups(call, parts, sum_g, sum_g_xhat, splits),
         Launch(apply_kernel, grid, apply_arguments, apply_options),
         *fold_parameters(call, (parts[0], parts[1]), splits),
     ]
-
-
-def _sums_tile(splits: int, columns: int) -> dict[str, int]:
-    """The tile in which one group's partial sums are folded, as wide as its columns where they fit."""
-    block_columns = min(64, triton.next_power_of_2(columns))
-    block_splits = min(SUMS_BLOCK // block_columns, triton.next_power_of_2(splits))
-    return {
-        "BLOCK_SPLITS": block_splits,
-        "BLOCK_COLUMNS": block_columns,
-        "num_warps": SUMS_NUM_WARPS,
-    }

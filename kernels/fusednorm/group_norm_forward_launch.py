@@ -33,7 +33,15 @@ from fusednorm.group_norm_forward_configs import (
     ForwardTile,
     block_tile,
 )
-from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
+from fusednorm.group_norm_launch import (
+    STREAM_FROM,
+    Sample,
+    column_width,
+    max_splits,
+    stream_splits,
+    stream_warps,
+    vector_width,
+)
 from fusednorm.launch import registers_for
 
 MAX_PROGRAM_BYTES = 256 * 1024
@@ -47,15 +55,6 @@ MAX_BLOCK_COLUMNS = 256
 
 USUAL_REGISTERS = 20
 """Registers of a thread beside what it holds, at the least."""
-
-STREAM_WARPS = (4, 8, 16)
-"""Of programs that stream channels-last samples: the fewest that leave few lanes without a column."""
-
-MAX_STREAM_GROUPS = 64
-"""Groups into which a program that streams samples sorts what its lanes have summed."""
-
-STREAM_BYTES, MAX_STREAM_SPLITS = 32 << 10, 512
-"""Of x for each program that takes moments, and the most of these for one sample."""
 
 _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 8}
 """Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
@@ -86,8 +85,11 @@ def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: b
                 return config
         else:
             return config
-    block = _block(sample, itemsize, multiprocessors, waits) if sample.channels_last else None
-    return block or never_waiting(sample, itemsize)
+    if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
+        block = _block(sample, itemsize, multiprocessors, waits)
+        if block is not None:
+            return block
+    return never_waiting(sample, itemsize)
 
 
 @lru_cache(maxsize=4096)
@@ -152,9 +154,6 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
     for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
         if channels != sample.channels or sample.hw > most:
             continue
-        if isinstance(block, ForwardStream):
-            yield from filter(None, [stream(sample, itemsize)])
-            continue
         if not _in_blocks(sample, block.block_groups, itemsize):
             continue
         if isinstance(block, ForwardSharedBlock):
@@ -217,18 +216,11 @@ def _block(
 
 
 def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
-    """The configuration that streams samples twice, or None where lanes do not take all columns or groups."""
-    units = sample.c // vector_width(itemsize, sample.c)
-    if units > 32 * STREAM_WARPS[-1] or sample.groups > MAX_STREAM_GROUPS or sample.hw >= 2**31 // sample.channels:
+    """The configuration that streams samples twice, or None where lanes do not take all columns."""
+    num_warps = stream_warps(sample, itemsize)
+    if num_warps is None:
         return None
-
-    def idle(num_warps: int) -> float:
-        return 32 * num_warps % units / (32 * num_warps)
-
-    fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
-    num_warps = next((warps for warps in fitting if idle(warps) <= 0.125), min(fitting, key=idle))
-    splits = max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))
-    return ForwardStream(num_warps, chunks=4, apply_chunks=4, splits=splits)
+    return ForwardStream(num_warps, chunks=4, apply_chunks=2, splits=stream_splits(sample, itemsize))
 
 
 def _slab_groups(sample: Sample, itemsize: int) -> int | None:

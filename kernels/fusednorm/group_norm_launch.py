@@ -13,6 +13,15 @@ WIDE_GROUP = 2**31
 FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
 """Elements of a tile, and warps, of the kernels that fold partial results of one group."""
 
+STREAM_WARPS, STREAM_IDLE = (4, 8, 16), 1 / 8
+"""Of programs that stream channels-last samples: the fewest that leave at most that share of lanes no column."""
+
+STREAM_FROM = 2 << 20
+"""Bytes of x in a sample from which streaming it twice is faster than what fewer kernels do."""
+
+STREAM_BYTES, MAX_STREAM_SPLITS = 32 << 10, 512
+"""Of x for each program that takes sums of a streamed sample, and the most of these for one sample."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -57,3 +66,21 @@ def column_width(sample: Sample, itemsize: int) -> int:
     if sample.c * itemsize < 32:
         widths = [int(next_power_of_2(sample.c))]
     return min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
+
+
+def stream_warps(sample: Sample, itemsize: int) -> int | None:
+    """Warps whose lanes take all columns of a position or of several, or None where these are too many."""
+    units = sample.c // vector_width(itemsize, sample.c)
+    fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
+    if not fitting or sample.hw >= 2**31:
+        return None
+
+    def idle(num_warps: int) -> float:
+        return 32 * num_warps % units / (32 * num_warps)
+
+    return next((warps for warps in fitting if idle(warps) <= STREAM_IDLE), min(fitting, key=idle))
+
+
+def stream_splits(sample: Sample, itemsize: int) -> int:
+    """Parts of a streamed sample, by its size alone."""
+    return max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import group_norm_backward_launch, group_norm_forward_launch, reference
 from fusednorm import group_norm_forward_configs as configs
-from fusednorm.group_norm_backward_configs import BackwardColumns, BackwardSplit
+from fusednorm.group_norm_backward_configs import BackwardColumns, BackwardSplit, BackwardStream
 from torch import Tensor
 
 from tests.kernels.accuracy import assert_close_to_oracle
@@ -24,7 +24,7 @@ CONTIGUOUS = {
 }
 CHANNELS_LAST = {
     "block": (None, None),
-    "stream": (configs.ForwardStream(1, 2, 3, 3), None),
+    "stream": (configs.ForwardStream(1, 2, 3, 3), BackwardStream(1, 2, 1, 2, 3)),
     "slab": (configs.ForwardSlab(1, 16, 4, 2, 2), None),
     "columns": (configs.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }
