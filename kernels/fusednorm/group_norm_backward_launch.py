@@ -34,7 +34,7 @@ from fusednorm.group_norm_launch import (
 MOST_LABELS = 2
 """Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
 
-MAX_WASTE = 1.13
+MAX_WASTE = 1.15
 """Lanes of an entry of the tables for each element, at most."""
 
 

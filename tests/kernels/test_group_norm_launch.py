@@ -2,9 +2,15 @@
 
 import pytest
 from fusednorm import group_norm_tables as tables
-from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardColumns, BackwardShared, BackwardSplit
+from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardColumns, BackwardShared, BackwardStream
 from fusednorm.group_norm_backward_launch import choose_backward, split_backward
-from fusednorm.group_norm_forward_configs import ForwardShared, ForwardSharedBlock, ForwardTile
+from fusednorm.group_norm_forward_configs import (
+    ForwardColumns,
+    ForwardShared,
+    ForwardSharedBlock,
+    ForwardStream,
+    ForwardTile,
+)
 from fusednorm.group_norm_forward_launch import choose_forward
 from fusednorm.group_norm_launch import Sample
 
@@ -61,14 +67,30 @@ def test_nothing_is_shared_where_programs_may_not_wait(sample, itemsize):
     forward = choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False)
     assert not isinstance(forward, ForwardShared | ForwardSharedBlock)
     backward = choose_backward(sample, itemsize, MULTIPROCESSORS, waits=False)
-    assert isinstance(backward, BackwardSplit | BackwardColumns)
+    assert not isinstance(backward, BackwardShared | BackwardBlocks)
 
 
 def test_groups_larger_than_the_device_are_read_twice():
     for last in (False, True):
         sample = Sample(1, 64, 2**24, last)
         assert not isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardShared | ForwardSharedBlock)
-        assert choose_backward(sample, 2, MULTIPROCESSORS) == split_backward(sample, 2)
+        assert not isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardShared | BackwardBlocks)
+
+
+@pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])
+def test_streams_leave_few_lanes_without_columns(channels):
+    sample = Sample(32, channels // 32, 1 << 14, channels_last=True)
+    forward = choose_forward(sample, 2, MULTIPROCESSORS, waits=False)
+    backward = choose_backward(sample, 2, MULTIPROCESSORS, waits=False)
+    if channels > 4096:
+        assert isinstance(forward, ForwardColumns)
+        assert isinstance(backward, BackwardColumns)
+    else:
+        assert isinstance(forward, ForwardStream)
+        assert isinstance(backward, BackwardStream)
+        lanes, units = 32 * forward.num_warps, channels // 8
+        assert forward.num_warps == backward.num_warps
+        assert 0 <= lanes % units <= lanes // 8
 
 
 @pytest.mark.parametrize("hw", [1, 40, 4096])
