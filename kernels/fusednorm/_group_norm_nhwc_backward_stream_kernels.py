@@ -76,7 +76,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     rstd_ptr,
     dz_part_ptr,
     dz_xhat_part_ptr,
-    hw: tl.int64,
+    hw: tl.int32,
     units: tl.int32,
     groups: tl.int32,
     channels: tl.int32,
@@ -113,7 +113,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     at = position * c + column
     tile = positions * c
     step_positions = positions * CHUNKS
-    steps = tl.cdiv(hw, step_positions).to(tl.int32)
+    steps = tl.cdiv(hw, step_positions)
     turns = tl.cdiv(steps - split, splits)
     left = (hw - (split + (turns - 1) * splits).to(tl.int64) * step_positions).to(tl.int32)
     whole = turns
@@ -188,7 +188,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     sum_g_ptr,
     sum_g_xhat_ptr,
     dx_ptr,
-    hw: tl.int64,
+    hw: tl.int32,
     units: tl.int32,
     groups: tl.int32,
     channels: tl.int32,
@@ -232,7 +232,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     await_previous(EARLY)
     sum_g = load_statistic(sum_g_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    inverse_size = 1.0 / (channels * hw).to(tl.float32)
+    inverse_size = 1.0 / (hw.to(tl.float32) * channels)
     constant = sum_g * inverse_size * rstd
     factor = sum_g_xhat * inverse_size * rstd * rstd
     first = (program // samples).to(tl.int64) * pieces * piece_positions

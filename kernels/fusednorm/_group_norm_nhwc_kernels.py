@@ -1,7 +1,7 @@
 """Forward kernels of GroupNorm where channels come last in memory, [N, positions, C], and x is read twice.
 
-Slabs of whole groups, a program each, and blocks of columns in a kernel for moments of channels and one for y; what
-they walk in is in `_group_norm_nhwc_sweeps`.
+Blocks of columns in a kernel for moments of channels and one for y, for what `_group_norm_nhwc_stream_kernels` do
+not take: a residual in the other layout, and more columns than a program has lanes.
 """
 
 import triton
@@ -14,77 +14,7 @@ from fusednorm._group_norm_nhwc_sweeps import (
     channel_moments,
     load_statistic,
     normalise_rows,
-    slab_moments,
 )
-
-
-@triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "slab_groups", "slabs"])
-def group_norm_nhwc_slab_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    shift_ptr,
-    y_ptr,
-    residual_out_ptr,
-    mean_ptr,
-    rstd_ptr,
-    hw: tl.int64,
-    column_units: tl.int32,
-    groups: tl.int32,
-    channels: tl.int32,
-    slab_groups: tl.int32,
-    slabs: tl.int32,
-    eps: tl.float32,
-    scale_stride: tl.int64,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
-    dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    CV: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """A slab of whole groups of one sample a program, in two sweeps, the second backwards out of L2."""
-    program = tl.program_id(0)
-    sample = (program // slabs).to(tl.int64)
-    slab = program % slabs
-    c = column_units * VEC
-    slab_units = slab_groups * channels // VEC
-    first_unit = slab * slab_units
-    end_unit = tl.minimum(first_unit + slab_units, column_units)
-    column, column_mask = block_of_columns(first_unit, end_unit, CV, VEC, EVEN)
-    label = tl.arange(0, CV * VEC) // channels
-    base = sample * hw * c
-    x_ptr += base
-    if residual_ptr is not None:
-        residual_ptr += base
-        residual_out_ptr += base
-
-    mean, variance = slab_moments(
-        x_ptr, residual_ptr, hw, c.to(tl.int64), column, column_mask, label, channels, ROWS, UNROLL, FAST
-    )
-    rstd = 1.0 / tl.sqrt(variance + eps)
-    if mean_ptr is not None:
-        lane = tl.arange(0, CV * VEC)
-        group = sample * groups + slab * slab_groups + label
-        first_of_group = (lane % channels == 0) & (lane < (end_unit - first_unit) * VEC)
-        tl.store(mean_ptr + group, mean, mask=first_of_group)
-        tl.store(rstd_ptr + group, rstd, mask=first_of_group)
-
-    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
-    normalise_rows(
-        x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
-        tl.reshape(mean, (1, CV, VEC)), tl.reshape(rstd, (1, CV, VEC)) * weight, bias,
-        sample, 0, hw, hw, c.to(tl.int64), column, column_mask, seed, dropout_threshold, dropout_scale,
-        ROWS, UNROLL, False, ACTIVATION, DROPOUT, FAST,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "splits", "split_rows", "blocks"])

@@ -62,7 +62,7 @@ def group_norm_nhwc_stream_moments_kernel(
     residual_ptr,
     mean_part_ptr,
     square_part_ptr,
-    hw: tl.int64,
+    hw: tl.int32,
     units: tl.int32,
     splits: tl.int32,
     VEC: tl.constexpr,
@@ -91,7 +91,7 @@ def group_norm_nhwc_stream_moments_kernel(
     at = position * c + column
     tile = positions * c
     step_positions = positions * CHUNKS
-    steps = tl.cdiv(hw, step_positions).to(tl.int32)
+    steps = tl.cdiv(hw, step_positions)
     turns = tl.cdiv(steps - split, splits)
     # Of the turns all but the last of the last program are whole.
     left = (hw - (split + (turns - 1) * splits).to(tl.int64) * step_positions).to(tl.int32)
@@ -161,7 +161,7 @@ def group_norm_nhwc_stream_moments_kernel(
 
 @triton.jit
 def _load_parts(
-    mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks, total,
+    mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks,
     BLOCK_PARTS: tl.constexpr, BLOCK_RUNS: tl.constexpr, POSITIONS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Values, mean and sum of squares of parts from `first_part` on, [BLOCK_PARTS, BLOCK_RUNS]; see the kernel.
@@ -177,10 +177,10 @@ def _load_parts(
         split = part
         position = 0
     step = positions * chunks
-    steps = tl.cdiv(hw, step).to(tl.int32)
+    steps = tl.cdiv(hw, step)
     # Whole steps, and what the last step of all has left.
     turns = tl.cdiv(tl.maximum(steps - split, 0), splits)
-    left = tl.where((steps - 1) % splits == split, (hw - (steps - 1).to(tl.int64) * step).to(tl.int32), step)
+    left = tl.where((steps - 1) % splits == split, hw - (steps - 1) * step, step)
     if POSITIONS == 1:
         taken = (turns - 1) * chunks + (tl.maximum(left - position, 0) + positions - 1) // positions
     else:
@@ -208,7 +208,7 @@ def group_norm_nhwc_stream_fold_kernel(
     mean_ptr,
     rstd_ptr,
     coefficient_ptr,
-    hw: tl.int64,
+    hw: tl.int32,
     groups: tl.int32,
     channels: tl.int32,
     splits: tl.int32,
@@ -234,9 +234,9 @@ def group_norm_nhwc_stream_fold_kernel(
     With the three coefficients of `columns` columns each, y is act((h - first) * second + third).
     """
     let_next_start(EARLY)
-    program = tl.program_id(0).to(tl.int64)
-    sample = program // groups
-    group = (program - sample * groups).to(tl.int32)
+    program = tl.program_id(0)
+    sample = (program // groups).to(tl.int64)
+    group = program % groups
     runs = groups.to(tl.int64) * group_runs
     first = sample * parts * runs + group * group_runs
     mean_part_ptr += first
@@ -246,7 +246,7 @@ def group_norm_nhwc_stream_fold_kernel(
     rough = tl.zeros((BLOCK_PARTS, BLOCK_RUNS), tl.float32)
     for first_part in range(0, parts, BLOCK_PARTS):
         values, part_mean, _ = _load_parts(
-            mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks, total,
+            mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks,
             BLOCK_PARTS, BLOCK_RUNS, POSITIONS, WIDTH,
         )  # fmt: skip
         rough += rounded_product(values / total, part_mean, FAST)
@@ -255,7 +255,7 @@ def group_norm_nhwc_stream_fold_kernel(
     square = tl.zeros((BLOCK_PARTS, BLOCK_RUNS), tl.float32)
     for first_part in range(0, parts, BLOCK_PARTS):
         values, part_mean, part_square = _load_parts(
-            mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks, total,
+            mean_part_ptr, square_part_ptr, first_part, hw, group_runs, runs, splits, positions, chunks,
             BLOCK_PARTS, BLOCK_RUNS, POSITIONS, WIDTH,
         )  # fmt: skip
         delta = part_mean - rough
@@ -287,7 +287,7 @@ def group_norm_nhwc_stream_apply_kernel(
     y_ptr,
     residual_out_ptr,
     coefficient_ptr,
-    hw: tl.int64,
+    hw: tl.int32,
     units: tl.int32,
     samples: tl.int32,
     seed: tl.int64,

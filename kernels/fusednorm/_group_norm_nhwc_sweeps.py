@@ -91,41 +91,6 @@ def channel_moments(
 
 
 @triton.jit
-def sum_same_label(value, label):
-    """For each of [COLUMNS], the sum of the values that bear its label."""
-    return tl.sum(tl.where(label[:, None] == label[None, :], value[None, :], 0.0), 1)
-
-
-@triton.jit
-def slab_moments(
-    x_ptr,
-    residual_ptr,
-    rows,
-    row_stride,
-    column,
-    column_mask,
-    label,
-    channels,
-    ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Each column's group's mean and variance, [COLUMNS], from whole groups by Chan's formula."""
-    mean, square = channel_moments(
-        x_ptr, residual_ptr, 0, rows, rows, row_stride, column, column_mask, ROWS, UNROLL, False, FAST
-    )
-    mean = tl.reshape(mean, label.shape)
-    square = tl.reshape(square, label.shape)
-    length = rows.to(tl.float32)
-    rough = sum_same_label(mean, label) / channels
-    group_mean = rough + sum_same_label(mean - rough, label) / channels
-    # Squares about the corrected mean: nothing is subtracted afterwards, so equal channels have no spread at all.
-    delta = mean - group_mean
-    square = sum_same_label(square + length * delta * delta, label)
-    return group_mean, square / (length * channels)
-
-
-@triton.jit
 def normalise_rows(
     x_ptr,
     residual_ptr,

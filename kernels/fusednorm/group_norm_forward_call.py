@@ -26,12 +26,6 @@ def epilogue_options(epilogue: Epilogue) -> dict[str, object]:
     }
 
 
-def register_cap(limit: int | None, epilogue: Epilogue, residual: Tensor | None) -> dict[str, int]:
-    """The compile option that caps registers, where what is fused is known to fit under it unspilled."""
-    lean = epilogue.activation != "gelu" and not epilogue.dropout and residual is None
-    return {"maxnreg": limit} if limit and lean and not INTERPRETED else {}
-
-
 def sample_stride(scale: Tensor | None, shift: Tensor | None) -> int:
     """Elements from sample to sample of scale and of shift, [N, C]; 0 where it does not matter."""
     tensor = shift if scale is None else scale

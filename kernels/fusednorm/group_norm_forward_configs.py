@@ -5,7 +5,7 @@ From the smallest groups to the largest, contiguous and (channels-last):
 - tile: several whole groups a program, in registers;
 - held, rolling (block): one program holds a group (a block of columns of whole groups) as it lies in memory;
 - shared (shared block): programs of a cooperative launch share it and tell one another its moments;
-- sweep (slab): one program reads it twice; split (columns), pieces (stream): a kernel for partial moments, one that
+- sweep: one program reads it twice; split (columns), pieces (stream): a kernel for partial moments, one that
   folds them and one that applies them.  These never wait for other programs.
 """
 
@@ -160,18 +160,6 @@ class ForwardStream:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardSlab:
-    """`slab_groups` groups a program in `width` columns; tiles of `rows` positions, `unroll` a step."""
-
-    slab_groups: int
-    width: int
-    rows: int
-    unroll: int
-    num_warps: int
-    max_registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ForwardColumns:
     """Blocks of `width` columns: statistics over `split_rows` positions in tiles of `rows`, `unroll` a step,
     then runs of `run_rows` in tiles of `apply_rows`."""
@@ -196,7 +184,6 @@ Forward = (
     | ForwardSharedBlock
     | ForwardPieces
     | ForwardStream
-    | ForwardSlab
     | ForwardColumns
 )
 

@@ -26,7 +26,6 @@ from fusednorm.group_norm_forward_configs import (
     ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
-    ForwardSlab,
     ForwardSplit,
     ForwardStream,
     ForwardSweep,
@@ -45,7 +44,7 @@ from fusednorm.group_norm_launch import (
 from fusednorm.launch import registers_for
 
 MAX_PROGRAM_BYTES = 256 * 1024
-"""Bytes of x above which a group or slab that a program reads twice is split over programs."""
+"""Bytes of x above which a group that a program reads twice is split over programs."""
 
 MIN_RUN_BYTES = 64
 """Bytes of neighbouring channels that a channels-last program reads at each position, where groups allow."""
@@ -56,7 +55,7 @@ MAX_BLOCK_COLUMNS = 256
 USUAL_REGISTERS = 20
 """Registers of a thread beside what it holds, at the least."""
 
-_BLOCK_CHUNKS = {1: 12, 2: 12, 4: 8}
+_BLOCK_CHUNKS = {1: 12, 2: 12, 4: 6}
 """Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
 
 With 8 runs, one for each column, too few accesses are left: such samples are read twice.
@@ -96,7 +95,7 @@ def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: b
 def never_waiting(sample: Sample, itemsize: int) -> Forward:
     """The configuration of a pass whose registers neither hold nor share its groups: it reads them twice."""
     if sample.channels_last:
-        return stream(sample, itemsize) or _slab(sample, itemsize) or split_forward(sample, itemsize)
+        return stream(sample, itemsize) or split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
         return ForwardSweep(_sweep_units(vector_width(itemsize, sample.group_length)), 16)
     return split_forward(sample, itemsize)
@@ -221,31 +220,6 @@ def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
     if num_warps is None:
         return None
     return ForwardStream(num_warps, chunks=4, apply_chunks=2, splits=stream_splits(sample, itemsize))
-
-
-def _slab_groups(sample: Sample, itemsize: int) -> int | None:
-    """Groups of a channels-last slab, or None where one would hold too many columns or bytes."""
-    whole = vector_width(itemsize, sample.c)
-    for groups in range(1, sample.groups + 1):
-        columns = groups * sample.channels
-        if columns > 128 or columns * sample.hw * itemsize > MAX_PROGRAM_BYTES:
-            return None
-        if groups == sample.groups or (columns % whole == 0 and columns * itemsize >= MIN_RUN_BYTES):
-            return groups
-    return None
-
-
-def _slab(sample: Sample, itemsize: int) -> ForwardSlab | None:
-    groups = _slab_groups(sample, itemsize)
-    if groups is None:
-        return None
-    columns = groups * sample.channels
-    vec = vector_width(itemsize, sample.c, columns)
-    width = max(vec, next_power_of_2(columns))
-    # 16 where there is much to read; at least what holds the width x width comparison of groups.
-    num_warps = max(_warps(sample.hw * width, 64), min(16, width * width // 1024))
-    rows = max(1, 32 * num_warps * vec // width)
-    return ForwardSlab(groups, width, rows, 2, num_warps, 64 if num_warps == 16 and width <= 32 else None)
 
 
 def _columns(sample: Sample, itemsize: int) -> ForwardColumns:

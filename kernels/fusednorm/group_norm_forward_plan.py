@@ -18,13 +18,12 @@ from fusednorm._group_norm_nchw_kernels import (
 )
 from fusednorm._group_norm_nhwc_kernels import (
     group_norm_nhwc_apply_kernel,
-    group_norm_nhwc_slab_kernel,
     group_norm_nhwc_stats_kernel,
 )
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.group_norm_checks import lies_otherwise
-from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options, register_cap
+from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options
 from fusednorm.group_norm_forward_held_plan import (
     block_launch,
     fitted,
@@ -88,8 +87,6 @@ def plan_forward(
             return _sweep(call, sweep)
         case configs.ForwardSplit() as split:
             return _split(call, split)
-        case configs.ForwardSlab() as slab:
-            return _slab(call, slab)
         case configs.ForwardColumns() as columns:
             return _columns(call, columns)
 
@@ -178,28 +175,6 @@ def _group_parts(
     }
     grid = (x.shape[0] * sample.groups * splits,)
     return parts, Launch(group_norm_nchw_stats_kernel, grid, arguments, options)
-
-
-def _slab(call: ForwardCall, config: configs.ForwardSlab) -> list[Launch]:
-    sample = call.sample
-    columns = config.slab_groups * sample.channels
-    vec = launch.vector_width(call.x.element_size(), sample.c, columns)
-    slabs = triton.cdiv(sample.groups, config.slab_groups)
-    arguments = (
-        *call.tensors, *call.statistics, sample.hw, sample.c // vec, sample.groups, sample.channels,
-        config.slab_groups, slabs, call.eps, call.scale_stride, *dropout_arguments(call.epilogue),
-    )  # fmt: skip
-    options = {
-        "VEC": vec,
-        "CV": config.width // vec,
-        "ROWS": config.rows,
-        "UNROLL": config.unroll,
-        "EVEN": columns % config.width == 0 and sample.c % columns == 0,
-        "num_warps": config.num_warps,
-        **register_cap(config.max_registers, call.epilogue, call.residual),
-        **epilogue_options(call.epilogue),
-    }
-    return [Launch(group_norm_nhwc_slab_kernel, (call.n * slabs,), arguments, options)]
 
 
 def _columns(call: ForwardCall, config: configs.ForwardColumns) -> list[Launch]:

@@ -79,7 +79,7 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
                 "BLOCK_RUNS": block_runs,
                 "BLOCK_CHANNELS": min(_FOLD_CHANNELS, triton.next_power_of_2(sample.channels)),
                 "FAST": not INTERPRETED,
-                "num_warps": max(1, min(8, block_parts * block_runs // 256)),
+                "num_warps": max(1, min(8, block_parts * block_runs // 128)),
                 **dependent(call.early),
             },
         ),

@@ -72,7 +72,7 @@ def stream_warps(sample: Sample, itemsize: int) -> int | None:
     """Warps whose lanes take all columns of a position or of several, or None where these are too many."""
     units = sample.c // vector_width(itemsize, sample.c)
     fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
-    if not fitting or sample.hw >= 2**31:
+    if not fitting or sample.hw >= 2**30:
         return None
 
     def idle(num_warps: int) -> float:

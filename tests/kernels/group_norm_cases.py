@@ -25,7 +25,6 @@ CONTIGUOUS = {
 CHANNELS_LAST = {
     "block": (None, None),
     "stream": (configs.ForwardStream(1, 2, 3, 3), BackwardStream(1, 2, 1, 2, 3)),
-    "slab": (configs.ForwardSlab(1, 16, 4, 2, 2), None),
     "columns": (configs.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }
 

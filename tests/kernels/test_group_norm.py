@@ -59,7 +59,7 @@ def test_any_channels_a_group(algorithm, channels, groups, device, poisoned, mon
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("algorithm", ["tile", "slab"])
+@pytest.mark.parametrize("algorithm", ["tile", "stream"])
 def test_activation_and_residual(algorithm, activation, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((2, 6, 4, 5), 2, torch.float32, device, last, residual=True, activation=activation)
