@@ -15,6 +15,7 @@ from .fake_jobs import layer
 DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 OPS = ("layer_norm", "rms_norm", "group_norm")
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def seeded():
     torch.manual_seed(11)
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(scope="module", params=[1, 3])
 def backend(request):
     before = torch.get_num_threads()
     made = TorchBackend(threads=request.param)
@@ -109,10 +110,22 @@ class TestKernels:
                 assert error <= 2e-3 * getattr(right, name).abs().max().clamp(min=1), name
 
 
-def row_jobs(op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[int]) -> list[NormJob]:
-    spec = NormSpec(op, direction, eps=1e-5, activation="gelu", stats=direction is Pass.FORWARD)
+def row_jobs(
+    op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[int], activation: str = "gelu"
+) -> list[NormJob]:
+    spec = NormSpec(op, direction, eps=1e-5, activation=activation, stats=direction is Pass.FORWARD)
     names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy")
     return [NormJob(spec, {name: host(torch.randn(count, cols).to(dtype)) for name in names}) for count in rows]
+
+
+def assert_same_bits_alone(backend: TorchBackend, jobs: list[NormJob]) -> None:
+    together = backend.run(Batch(tuple(jobs)))
+    for job, outputs in zip(jobs, together.outputs, strict=True):
+        (alone,) = backend.run(Batch((job,))).outputs
+        assert alone.keys() == outputs.keys()
+        for name in alone:
+            assert alone[name].shape == outputs[name].shape
+            assert bytes(alone[name].data) == bytes(outputs[name].data), name
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -135,14 +148,14 @@ class TestCompany:
     @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_rows_have_the_same_bits_alone_and_together(self, backend, op, direction, dtype, cols):
-        jobs = row_jobs(op, direction, dtype, cols, [1, 2, 5])
-        together = backend.run(Batch(tuple(jobs)))
-        for job, outputs in zip(jobs, together.outputs, strict=True):
-            (alone,) = backend.run(Batch((job,))).outputs
-            assert alone.keys() == outputs.keys()
-            for name in alone:
-                assert alone[name].shape == outputs[name].shape
-                assert bytes(alone[name].data) == bytes(outputs[name].data), name
+        assert_same_bits_alone(backend, row_jobs(op, direction, dtype, cols, [1, 2, 5]))
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("direction", Pass)
+    def test_no_activation_tells_where_an_element_lies(self, backend, direction, activation):
+        for cols in (1, 37, 40_003):
+            jobs = row_jobs(Op.LAYER_NORM, direction, torch.float32, cols, [1, 2, 5], activation)
+            assert_same_bits_alone(backend, jobs)
 
     @pytest.mark.parametrize("layout", Layout)
     @pytest.mark.parametrize("dtype", DTYPES)
