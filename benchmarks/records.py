@@ -18,6 +18,8 @@ COLUMNS = (
     *("ms_p20", "ms_p50", "ms_p80", "gbps", "of_copy", "max_error"),
 )
 
+OURS = "fusednorm"
+
 
 def machine(commit: str = "") -> dict[str, object]:
     """What is the same in every row of a run; the commit is asked of git when it is empty."""
@@ -77,13 +79,21 @@ def is_sweep(record: Mapping[str, str]) -> bool:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, str]]:
-    """The rows of several files; where two have the same provider of the same cell, the last holds."""
+    """The rows of several files; where two have the same provider of the same cell, the first holds.
+
+    Each row has one column more, `ours`: the fraction of a copy that fusednorm reached in the same file and cell,
+    empty where the file does not have it.
+    """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for path in paths:
         with path.open(newline="") as file:
-            for record in csv.DictReader(file):
-                rows[tuple(record[column] for column in _KEY)] = record
+            of_file = list(csv.DictReader(file))
+        ours = {_cell(record): record["of_copy"] for record in of_file if record["provider"] == OURS}
+        for record in of_file:
+            cell = _cell(record)
+            rows.setdefault((*cell, record["provider"]), record | {"ours": ours.get(cell, "")})
     return list(rows.values())
 
 
-_KEY = ("op", "pass", "variant", "shape", "dtype", "layout", "provider")
+def _cell(record: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(record[column] for column in ("op", "pass", "variant", "shape", "dtype", "layout"))

@@ -86,9 +86,10 @@ def piece_moments(
         first_count += GROUP
         count += len(chunks) * GROUP
     else:
-        first_count += tl.sum((col < piece_cols).to(tl.float32), 1, keep_dims=True)
+        left = piece_cols - tl.arange(0, lanes)[:, None] * GROUP
+        first_count += tl.minimum(tl.maximum(left, 0), GROUP).to(tl.float32)
         for i in tl.static_range(len(chunks)):
-            count += tl.sum((col + i * BLOCK_N < piece_cols).to(tl.float32), 1, keep_dims=True)
+            count += tl.minimum(tl.maximum(left - i * BLOCK_N, 0), GROUP).to(tl.float32)
     if not IS_RMS:
         first = tl.sum(chunk_of(chunks, residuals, 0, FAST), 1, keep_dims=True)
         # What the shift is about must be what is returned: contracted into the subtraction, it would be unrounded.

@@ -25,11 +25,21 @@ def test_host_time_has_no_bandwidth():
     assert (row["gbps"], row["of_copy"]) == ("", "")
 
 
-def test_the_last_of_two_rows_holds(write_csv):
+def test_the_first_of_two_rows_holds(write_csv):
     first = write_csv((CELL, "torch", 0.5), (CELL, "liger", 0.6), name="first.csv")
-    again = write_csv((CELL, "torch", 0.7), name="again.csv")
+    again = write_csv((CELL, "torch", 0.7), (CELL, "compile", 0.4), name="again.csv")
     fractions = {row["provider"]: row["of_copy"] for row in records.read([first, again])}
-    assert fractions == {"torch": "0.700", "liger": "0.600"}
+    assert fractions == {"torch": "0.500", "liger": "0.600", "compile": "0.400"}
+
+
+def test_a_row_knows_ours_of_its_own_file(write_csv):
+    files = (
+        write_csv((CELL, "fusednorm", 0.9), (CELL, "torch", 0.5), name="first.csv"),
+        write_csv((CELL, "fusednorm", 0.8), (CELL, "compile", 0.7), name="second.csv"),
+        write_csv((CELL, "liger", 0.6), name="third.csv"),
+    )
+    ours = {row["provider"]: row["ours"] for row in records.read(files)}
+    assert ours == {"fusednorm": "0.900", "torch": "0.900", "compile": "0.800", "liger": ""}
 
 
 @pytest.mark.parametrize(

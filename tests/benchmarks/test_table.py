@@ -30,6 +30,21 @@ def test_ours_stands_beside_the_best_peer_and_the_better_is_bold(write_csv, swee
     ]
 
 
+def test_the_best_peer_stands_beside_ours_of_its_own_file(write_csv, sweep_cell):
+    same, other = sweep_cell(1024), sweep_cell(4096)
+    first = write_csv(
+        *((cell, provider, 1.0) for cell in (same, other) for provider in ("copy", "torch")),
+        *((cell, "fusednorm", 0.97) for cell in (same, other)),
+        name="first.csv",
+    )
+    both = write_csv((same, "fusednorm", 1.04), (same, "compile", 1.02), name="both.csv")
+    alone = write_csv((other, "compile", 1.01), name="alone.csv")
+    assert lines(first, both, alone)[3:5] == [
+        "| 1024 | **1.040** | compile 1.020 |",
+        "| 4096 | 0.970 | **compile 1.010** |",
+    ]
+
+
 def test_rows_that_are_named_and_passes_have_tables_of_their_own(write_csv, sweep_cell):
     small = Cell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows")
     cells = (sweep_cell(4096), sweep_cell(4096, pass_="backward"), sweep_cell(4096, variant="relu"), small)
