@@ -123,6 +123,7 @@ def main() -> None:
 
 
 def _rows(provider: str, problem: Problem, oracle: Oracle) -> Iterator[dict[str, object]]:
+    assert problem.weight is not None
     assert problem.bias is not None
     for variant, call in CALLS[provider](problem.x, problem.weight, problem.bias).items():
         error = oracle.error(Run(partial(_checked, call)))

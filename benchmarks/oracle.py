@@ -11,7 +11,7 @@ from fusednorm.reference_chain import layer_norm_chain
 from fusednorm.reference_float8 import quantised_rows
 from torch import Tensor
 
-from benchmarks.problem import EPS, SEED, Problem, Results, Run
+from benchmarks.problem import EPS, SEED, Problem, Results, Run, present
 
 _PART_NUMEL = 1 << 24
 
@@ -96,7 +96,9 @@ def exact_results(problem: Problem, keep: Tensor | None = None) -> Results:
     of_parts, *gradients = zip(*parts, strict=True)
     dx = torch.cat(of_parts)
     dresidual = (dx,) if problem.cell.spec.has_dresidual(problem.x.dtype) else ()
-    return (dx, *(torch.stack(gradient).sum(0) for gradient in gradients), *dresidual)
+    count = len(gradients) - len(problem.of_samples)
+    of_all = (torch.stack(gradient).sum(0) for gradient in gradients[:count])
+    return (dx, *of_all, *map(torch.cat, gradients[count:]), *dresidual)
 
 
 def _parts(x: Tensor) -> Iterator[slice]:
@@ -125,21 +127,22 @@ def _backward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
     dy = problem.dy[part].double()
     if problem.cell.spec.dropout:
         dy = dy * _dropout_factors(problem, part, keep)
-    dx, dweight, dbias, _ = backward(dy, *_inputs(problem, part), **_options(problem, part))
-    return (dx, dweight) if dbias is None else (dx, dweight, dbias)
+    result = backward(dy, *_inputs(problem, part), **_options(problem, part))
+    return present((result.dx, result.dweight, result.dbias, result.dscale, result.dshift))
 
 
 def _inputs(problem: Problem, part: slice) -> tuple[Any, ...]:
     """x, the groups and the parameters, wide, so that what comes back is not rounded."""
     groups = (problem.cell.groups,) if problem.cell.groups else ()
-    bias = () if problem.bias is None else (problem.bias.double(),)
-    return (problem.x[part].double(), *groups, problem.weight.double(), *bias)
+    parameters = (tensor.double() for tensor in present((problem.weight, problem.bias)))
+    return (problem.x[part].double(), *groups, *parameters)
 
 
 def _options(problem: Problem, part: slice) -> dict[str, Any]:
     """Dropout is left out: a part does not know the index of its first row, on which the mask depends."""
     residual = None if problem.residual is None else problem.residual[part].double()
-    return {"eps": EPS, "activation": problem.cell.spec.activation, "residual": residual}
+    of_samples = {name: tensor[part].double() for name, tensor in problem.of_samples.items()}
+    return {"eps": EPS, "activation": problem.cell.spec.activation, "residual": residual, **of_samples}
 
 
 def _dropout_factors(problem: Problem, part: slice, keep: Tensor | None) -> Tensor:

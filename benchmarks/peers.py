@@ -108,6 +108,7 @@ _QUACK_RMS = {
 def _quack_layer_norm(problem: Problem) -> Run:
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
+    assert problem.weight is not None
     assert problem.bias is not None
     x, weight, bias = problem.x, problem.weight.float(), problem.bias.float()
     if problem.cell.pass_ == "forward":

@@ -1,33 +1,25 @@
-"""Benchmarks' CSVs as plots: GB/s against the row length, a line a provider, the copy's own rate above them.
+"""Benchmarks' CSVs as plots.
 
     python -m benchmarks.plots benchmarks/results/plain.csv [more.csv ...] --out docs/plots
 
-One PNG for each operation, pass, variant and dtype: of the sweep with x of 256 MiB, and of every series with the
-same number of rows.  Rows of an odd number of elements, which no vector access fits, are left to the tables.
+One PNG for each operation, pass, variant and dtype.  Of rows, GB/s against the row length, a line a provider, the
+copy's own rate above them: of the sweep with x of 256 MiB, and of every series with the same number of rows.  Rows
+of an odd number of elements, which no vector access fits, are left to the tables.  Of groups, the fraction of a
+copy and the time of each shape, a bar a provider, in both layouts (`group_charts`).
 """
 
 import argparse
 from collections.abc import Iterable, Iterator
-from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from benchmarks import records
+from benchmarks.group_charts import charts, draw_chart
+from benchmarks.plot_style import STYLES, of_machine, save
 
 Row = dict[str, str]
 
 LEAST_POINTS = 3
 """Row lengths that make a series."""
-
-STYLES: dict[str, dict[str, Any]] = {
-    "copy": {"color": "0.35", "linestyle": "--", "linewidth": 1.2},
-    "fusednorm": {"color": "#c1272d", "marker": "o", "linewidth": 2.2, "zorder": 3},
-    "torch": {"color": "#e08214", "marker": "s"},
-    "compile": {"color": "#35978f", "marker": "^"},
-    "liger": {"color": "#2166ac", "marker": "v"},
-    "quack": {"color": "#762a83", "marker": "D"},
-    "tutorial": {"color": "#7f6a3f", "marker": "x"},
-}
 
 
 def series(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
@@ -67,20 +59,11 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("N, elements in a row")
     axes.set_ylabel("GB/s by the fewest bytes")
-    axes.set_title(f"{title}\n{rows[0]['gpu']}, torch {rows[0]['torch']}, Triton {rows[0]['triton']}", fontsize=10)
+    axes.set_title(f"{title}\n{of_machine(rows)}", fontsize=10)
     axes.grid(color="0.9")
     figure.legend(loc="outside right upper", fontsize=8)
-    _save(figure, path)
+    save(figure, path)
     pyplot.close(figure)
-
-
-def _save(figure: Any, path: Path) -> None:
-    """As a PNG of few colours, a third of the size."""
-    from PIL import Image
-
-    buffer = BytesIO()
-    figure.savefig(buffer, dpi=100)
-    Image.open(buffer).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def _cols(row: Row) -> int:
@@ -93,8 +76,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for stem, title, rows in series(records.read(arguments.csv)):
-        draw(rows, title, arguments.out / f"{stem}.png")
+    rows = records.read(arguments.csv)
+    plots = [(draw, *plot) for plot in series(rows)] + [(draw_chart, *chart) for chart in charts(rows)]
+    for draw_one, stem, title, of_plot in plots:
+        draw_one(of_plot, title, arguments.out / f"{stem}.png")
         print(arguments.out / f"{stem}.png")
 
 

@@ -23,12 +23,14 @@ class Tensors:
         self._kept: dict[object, Tensor] = {}
 
     def of(self, role: str, cell: Cell) -> Tensor:
-        """x, dy or residual as x lies in `cell`; weight or bias as its parameters."""
+        """x, dy or residual as x lies in `cell`; weight or bias as its parameters; scale or shift [N, C]."""
         key = (cell.shape, cell.dtype, cell.layout)
         if key != self._key:
             self._key, self._kept = key, {}
-        is_parameter = role in ("weight", "bias")
-        shape = cell.parameter_shape if is_parameter else cell.shape
+        is_parameter = role in ("weight", "bias", "scale", "shift")
+        shape = cell.shape
+        if is_parameter:
+            shape = cell.parameter_shape if role in ("weight", "bias") else cell.shape[:2]
         dtype = cell.spec.stream if role == "residual" else None
         own_key = (role, shape, dtype)
         if own_key not in self._kept:
@@ -46,7 +48,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One cell with its tensors; residual and bias are None where the cell has none."""
+    """One cell with its tensors; those that it does not have are None."""
 
     cell: Cell
     tensors: Tensors
@@ -64,12 +66,18 @@ class Problem:
         return self.tensors.of("residual", self.cell) if self.cell.spec.residual else None
 
     @property
-    def weight(self) -> Tensor:
-        return self.tensors.of("weight", self.cell)
+    def weight(self) -> Tensor | None:
+        return self.tensors.of("weight", self.cell) if self.cell.spec.affine else None
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.cell.op == "rms_norm" else self.tensors.of("bias", self.cell)
+        has_bias = self.cell.spec.affine and self.cell.op != "rms_norm"
+        return self.tensors.of("bias", self.cell) if has_bias else None
+
+    @property
+    def of_samples(self) -> dict[str, Tensor]:
+        """scale and shift by name, [N, C], or nothing."""
+        return {role: self.tensors.of(role, self.cell) for role in self.cell.spec.roles_of_samples}
 
     @property
     def min_bytes(self) -> int:
@@ -83,7 +91,7 @@ class Run:
 
     Attributes:
         call: the whole pass, whatever it needs inside: (y[, residual_out][, scale]), or
-            (dx, dweight[, dbias][, dresidual]) with dresidual only where it is not dx.
+            (dx[, dweight][, dbias][, dscale, dshift][, dresidual]) with dresidual only where it is not dx.
         keep: which elements the provider's own dropout kept, bool like x, given the results of a call; None
             where there is no dropout or the mask is fusednorm's.
         before: what must be put back before each call, outside the time.

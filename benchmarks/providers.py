@@ -23,13 +23,24 @@ from benchmarks.problem import EPS, SEED, Problem, Results, Run, present
 Provider = Callable[[Problem], Run | None]
 
 
-def plain_torch(cell: Cell, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
+def plain_torch(
+    cell: Cell,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Any:
     """The operation as one writes it in torch: y, (y, h) with a residual, or (y, scale) in float8.
 
     A residual stream that is wider than x is rounded before the norm, as models that keep one do.
     """
     h = x if residual is None else x + residual
     y = _normalised(cell, h.to(x.dtype), weight, bias)
+    if scale is not None and shift is not None:
+        of_channels = (*scale.shape, *[1] * (x.ndim - 2))
+        y = y * (1 + scale.view(of_channels)) + shift.view(of_channels)
     match cell.spec.activation:
         case "relu":
             y = F.relu(y)
@@ -44,12 +55,13 @@ def plain_torch(cell: Cell, x: Tensor, weight: Tensor, bias: Tensor | None, resi
     return y if residual is None else (y, h)
 
 
-def _normalised(cell: Cell, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _normalised(cell: Cell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     size = h.shape[-1:]
     if cell.spec.per_head:
         y = F.rms_norm(h, size, eps=EPS) if cell.op == "rms_norm" else F.layer_norm(h, size, eps=EPS)
         return y * weight if bias is None else y * weight + bias
     if cell.spec.norms > 1:
+        assert weight is not None
         assert bias is not None
         for norm_weight, norm_bias in zip(weight.unbind(), bias.unbind(), strict=True):
             h = F.layer_norm(h, size, norm_weight, norm_bias, EPS)
@@ -75,7 +87,7 @@ def ours(problem: Problem) -> Run:
         return _our_chain(problem)
     leading = (problem.x, cell.groups) if cell.groups else (problem.x,)
     parameters = (problem.weight,) if cell.op == "rms_norm" else (problem.weight, problem.bias)
-    options = {"eps": EPS, "activation": cell.spec.activation, "residual": problem.residual}
+    options = {"eps": EPS, "activation": cell.spec.activation, "residual": problem.residual, **problem.of_samples}
     if cell.spec.dropout:
         options |= {"dropout": cell.spec.dropout, "seed": SEED}
     forward = getattr(fusednorm, f"{cell.op}_forward")
@@ -86,11 +98,18 @@ def ours(problem: Problem) -> Run:
     backward = getattr(fusednorm, f"{cell.op}_backward")
     saved = forward(*leading, *parameters, stats=True, **options)
     statistics = {"rstd": saved.rstd} if cell.op == "rms_norm" else {"mean": saved.mean, "rstd": saved.rstd}
-    count = 4 if cell.spec.has_dresidual(problem.x.dtype) else 3
-    return Run(lambda: present(backward(problem.dy, *leading, *parameters, **statistics, **options)[:count]))
+    has_dresidual = cell.spec.has_dresidual(problem.x.dtype)
+
+    def gradients() -> Results:
+        result = backward(problem.dy, *leading, *parameters, **statistics, **options)
+        dresidual = result.dresidual if has_dresidual else None
+        return present((result.dx, result.dweight, result.dbias, result.dscale, result.dshift, dresidual))
+
+    return Run(gradients)
 
 
 def _our_chain(problem: Problem) -> Run:
+    assert problem.weight is not None
     assert problem.bias is not None
     x, weights, biases = problem.x, problem.weight.unbind(), problem.bias.unbind()
     return Run(lambda: (fusednorm.layer_norm_chain(x, weights, biases, eps=EPS),))
@@ -107,9 +126,9 @@ def compiled(problem: Problem) -> Run:
     return _differentiated(problem, lambda function: torch.compile(function, dynamic=False))
 
 
-def _y_alone(*arguments: Any) -> Tensor:
+def _y_alone(*arguments: Any, **of_samples: Tensor) -> Tensor:
     """y of `plain_torch`: a compiled graph that returned the residual's sum too would expect its gradient."""
-    result = plain_torch(*arguments)
+    result = plain_torch(*arguments, **of_samples)
     y: Tensor = result[0] if isinstance(result, tuple) else result
     return y
 
@@ -122,29 +141,33 @@ def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Ca
 
         def forward() -> Results:
             with torch.no_grad():
-                result = function(cell, problem.x, problem.weight, problem.bias, problem.residual)
+                result = function(
+                    cell, problem.x, problem.weight, problem.bias, problem.residual, **problem.of_samples
+                )
             return result if isinstance(result, tuple) else (result,)
 
         return Run(forward, keep=(lambda results: results[0] != 0) if cell.spec.dropout else None)
 
     normalise = prepare(_y_alone)
 
-    def graph(tensors: Results, residual: Tensor | None) -> tuple[Tensor, Results]:
-        leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
-        bias = leaves[2] if problem.bias is not None else None
+    def graph(tensors: dict[str, Tensor], residual: Tensor | None) -> tuple[Tensor, Results]:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
         if residual is not None and cell.spec.has_dresidual(problem.x.dtype):
-            residual = residual.detach().requires_grad_()
-            leaves = (*leaves, residual)
+            residual = leaves["residual"] = residual.detach().requires_grad_()
         torch.manual_seed(SEED)
-        return normalise(cell, leaves[0], leaves[1], bias, residual), leaves
+        of_samples = {name: leaves[name] for name in cell.spec.roles_of_samples}
+        y = normalise(cell, leaves["x"], leaves.get("weight"), leaves.get("bias"), residual, **of_samples)
+        return y, tuple(leaves.values())
 
-    inputs, residual = present((problem.x, problem.weight, problem.bias)), problem.residual
-    y, leaves = graph(inputs, residual)
+    named = {"x": problem.x, "weight": problem.weight, "bias": problem.bias, **problem.of_samples}
+    inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
+    y, leaves = graph(inputs, problem.residual)
     mask = None
     if cell.spec.dropout:
         # Of ones everywhere y is not 0 but where the same mask makes it 0.
-        ones = tuple(map(torch.ones_like, inputs))
-        mask = graph(ones, None if residual is None else torch.ones_like(residual))[0].detach() != 0
+        ones = {name: torch.ones_like(tensor) for name, tensor in inputs.items()}
+        residual = None if problem.residual is None else torch.ones_like(problem.residual)
+        mask = graph(ones, residual)[0].detach() != 0
     return Run(
         lambda: torch.autograd.grad(y, leaves, problem.dy, retain_graph=True),
         keep=None if mask is None else lambda _: mask,

@@ -3,6 +3,11 @@
 The suites of LayerNorm and RMSNorm: `plain`, `residual`, `activation` and `dropout` sweep the row length with x of
 256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks, `features` over a few lengths of every
 other variant; `few_rows`, `small`, `tutorial` and `published` name their rows.  `layer_norm` is all of these.
+
+Those of GroupNorm, each in both layouts: `group_images` has what diffusion models, autoencoders and classifiers
+normalise, with SiLU in 16 bits; `group_float32` the same in float32, `group_variants` a few of them with everything
+else that is fused, `group_odd` groups that suit neither vectors nor blocks.  `group_norm` is all of these.
+
 `first` is a short look at everything.
 """
 
@@ -51,6 +56,20 @@ GROUP_SHAPES = (
     (1, 128, 1024, 1024),
     (1, 128, 20, 256, 256),
 )
+"""Small ones, then groups that fit a program and fill the device, then larger ones; a video last."""
+
+ODD_GROUPS = (
+    ((16, 128, 64, 64), 128),
+    ((4, 64, 256, 256), 64),
+    ((8, 256, 64, 64), 1),
+    ((1, 128, 1024, 1024), 1),
+    ((8, 96, 64, 64), 32),
+    ((8, 320, 59, 61), 32),
+    ((2, 960, 61, 67), 32),
+    ((16, 512, 4096), 32),
+    ((2, 256, 16, 64, 64), 32),
+)
+"""InstanceNorm, one group, groups of three channels, of ten and thirty over primes, sound, and a volume."""
 
 
 def sweep(
@@ -83,10 +102,16 @@ def heads(of: Iterable[tuple[int, int]], dtypes: Iterable[str]) -> Iterator[Cell
         yield Cell(op, pass_, "per_head", shape, 0, dtype, "heads")
 
 
-def groups(of: Iterable[tuple[int, ...]], dtypes: Iterable[str], variants: Iterable[str]) -> Iterator[Cell]:
-    """Both passes, both layouts, 32 groups."""
-    for dtype, shape, layout, variant, pass_ in product(dtypes, of, ("nchw", "nhwc"), variants, PASSES):
-        yield Cell("group_norm", pass_, variant, shape, 32, dtype, layout)
+def groups(
+    of: Iterable[tuple[tuple[int, ...], int]], dtypes: Iterable[str], variants: Iterable[str] = ("silu",)
+) -> Iterator[Cell]:
+    """Shapes and numbers of groups, both passes, both layouts."""
+    for dtype, (shape, count), layout, variant, pass_ in product(dtypes, of, ("nchw", "nhwc"), variants, PASSES):
+        yield Cell("group_norm", pass_, variant, shape, count, dtype, layout)
+
+
+def _in_32(shapes: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
+    return [(shape, 32) for shape in shapes]
 
 
 def _dropout() -> Iterator[Cell]:
@@ -111,7 +136,17 @@ def _tutorial() -> Iterator[Cell]:
 
 def _first() -> Iterator[Cell]:
     yield from sweep((1024, 4096, 8192, 16384, 32768, 131072), ("bfloat16", "float32"), ("layer_norm",))
-    yield from groups(GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[8:10], ("bfloat16",), ("silu",))
+    yield from groups(_in_32(GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[8:10]), ("bfloat16",))
+
+
+def _group_variants() -> Iterator[Cell]:
+    few = GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[7:9]
+    yield from groups(_in_32(few), ("bfloat16",), ("plain", "residual", "scale_shift_silu"))
+
+
+def _group_odd() -> Iterator[Cell]:
+    yield from groups(ODD_GROUPS, ("bfloat16",))
+    yield from groups(ODD_GROUPS[:3], ("bfloat16",), ("no_affine",))
 
 
 _ROW_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
@@ -129,11 +164,19 @@ _ROW_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
     "published": lambda: shapes(PUBLISHED_SHAPES, ("bfloat16", "float32"), ops=("layer_norm",)),
 }
 
+_GROUP_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
+    "group_images": lambda: groups(_in_32(GROUP_SHAPES), ("bfloat16", "float16")),
+    "group_float32": lambda: groups(_in_32(GROUP_SHAPES), ("float32",)),
+    "group_variants": _group_variants,
+    "group_odd": _group_odd,
+}
+
 SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
     "first": _first,
     **_ROW_SUITES,
     "layer_norm": lambda: chain.from_iterable(suite() for suite in _ROW_SUITES.values()),
-    "group_norm": lambda: groups(GROUP_SHAPES, ("bfloat16",), ("plain", "silu")),
+    **_GROUP_SUITES,
+    "group_norm": lambda: chain.from_iterable(suite() for suite in _GROUP_SUITES.values()),
 }
 
 

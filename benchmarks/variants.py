@@ -18,6 +18,8 @@ class Variant:
         out_dtype: y's dtype, x's when None; a float8 y comes with a scale for each row.
         per_head: every head of x [tokens, heads, cols] has parameters of its own, [heads, cols].
         norms: how many follow one another, in place of one; parameters are [norms, cols].
+        affine: weight and bias come.
+        of_samples: scale and shift [N, C] come, an affine step of each sample after the common one.
     """
 
     activation: str = "none"
@@ -27,6 +29,8 @@ class Variant:
     out_dtype: torch.dtype | None = None
     per_head: bool = False
     norms: int = 1
+    affine: bool = True
+    of_samples: bool = False
 
     def min_bytes(self, pass_: str, numel: int, dtype: torch.dtype) -> int:
         """The fewest bytes that a pass over an x of `numel` elements must move."""
@@ -36,6 +40,11 @@ class Variant:
             return traffic.forward_bytes(numel, size, y, residual=residual, residual_out=residual)
         dresidual = residual if self.has_dresidual(dtype) else 0
         return traffic.backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
+
+    @property
+    def roles_of_samples(self) -> tuple[str, ...]:
+        """Names of the tensors [N, C] that come."""
+        return ("scale", "shift") if self.of_samples else ()
 
     def has_dresidual(self, dtype: torch.dtype) -> bool:
         """Whether the residual's gradient is a result beside that of an x of `dtype`, rather than the same."""
@@ -54,5 +63,7 @@ VARIANTS = {
     "float8": Variant(out_dtype=torch.float8_e4m3fn),
     "per_head": Variant(per_head=True),
     "chain": Variant(norms=3),
+    "no_affine": Variant(affine=False),
+    "scale_shift_silu": Variant(activation="silu", of_samples=True),
 }
 """By the name that stands in a cell and in the CSV."""

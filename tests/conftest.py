@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,36 @@ def float8_is_rounded_as_on_a_gpu() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert_float)
+        yield
+
+
+@pytest.fixture(scope="session")
+def quickly_interpreted() -> Iterator[None]:
+    """Without what takes most of the interpreter's time and makes no difference to what is right.
+
+    At every call of a device function it prepares Triton's language anew, which it did for the kernel; and it sees
+    whether integers overflow, by computing everything a second time: where they do, results are wrong.
+    """
+    from triton import knobs
+    from triton.runtime import interpreter
+
+    if not knobs.runtime.interpret:
+        yield
+        return
+    prepare = interpreter.InterpretedFunction.__call__
+    prepared = set()
+
+    def call(function, *args, **kwargs):
+        # Each module may know the language, or parts of it, by another name.
+        if function.fn.__module__ not in prepared:
+            prepared.add(function.fn.__module__)
+            return prepare(function, *args, **kwargs)
+        return function.rewrite()(*args, **kwargs)
+
+    builder = interpreter.interpreter_builder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
 
 

@@ -4,7 +4,9 @@ Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
 applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in plain torch.  Differentiable:
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
-`LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need.
+`LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need,
+`warmup_group_norm` what samples of a shape need.  `allow_waiting` switches off kernels whose programs wait for one
+another.
 """
 
 from fusednorm.autograd import (
@@ -27,7 +29,8 @@ from fusednorm.layer_norm_passes import (
 )
 from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.results import Backward, Forward
-from fusednorm.warming import warmup
+from fusednorm.waiting import allow_waiting
+from fusednorm.warming import warmup, warmup_group_norm
 
 __all__ = [
     "Added",
@@ -41,6 +44,7 @@ __all__ = [
     "add_group_norm",
     "add_layer_norm",
     "add_rms_norm",
+    "allow_waiting",
     "group_norm",
     "group_norm_backward",
     "group_norm_forward",
@@ -52,4 +56,5 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_forward",
     "warmup",
+    "warmup_group_norm",
 ]

@@ -19,6 +19,9 @@ HEADER_WORDS = tl.constexpr(2)
 
 SLOT_WORDS = tl.constexpr(4)
 
+PAIR_WORDS = tl.constexpr(2)
+"""8-byte words of a slot of `post_pairs`, a float32 and the tag of its round in each."""
+
 _POST = """{
 .reg .pred writer;
 .reg .b32 thread;
@@ -56,8 +59,40 @@ setp.gt.u32 lost, polls, 0x2000000;
 setp.ne.u32 waiting, tag_a, 0;
 @waiting bra again;
 }"""
+
+_POST_PAIR = """{
+.reg .pred writer;
+.reg .b64 word_a, word_b;
+setp.ne.s32 writer, $2, 0;
+mov.b64 word_a, {$3, $5};
+mov.b64 word_b, {$4, $5};
+@writer st.relaxed.gpu.global.v2.b64 [$1], {word_a, word_b};
+mov.u32 $0, 0;
+}"""
+
+# One 16-byte load for a pair: both words of it bear the tag or are asked for again.
+_COLLECT_PAIR = """{
+.reg .pred waiting, lost;
+.reg .b32 tag_a, tag_b, polls;
+.reg .b64 word_a, word_b;
+mov.u32 polls, 0;
+again:
+ld.relaxed.gpu.global.v2.b64 {word_a, word_b}, [$2];
+mov.b64 {$0, tag_a}, word_a;
+mov.b64 {$1, tag_b}, word_b;
+xor.b32 tag_a, tag_a, $3;
+xor.b32 tag_b, tag_b, $3;
+or.b32 tag_a, tag_a, tag_b;
+add.u32 polls, polls, 1;
+setp.gt.u32 lost, polls, 0x2000000;
+@lost trap;
+setp.ne.u32 waiting, tag_a, 0;
+@waiting bra again;
+}"""
 POST: tl.constexpr = tl.constexpr(_POST)
 COLLECT: tl.constexpr = tl.constexpr(_COLLECT)
+POST_PAIR: tl.constexpr = tl.constexpr(_POST_PAIR)
+COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
 
 @triton.jit
@@ -98,6 +133,49 @@ def collect(slot_ptrs, tag):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def pair_slot_of(mailbox_ptr, team, tag, member, members, pair, pairs, DEPTH: tl.constexpr):
+    """Where a member of a team posts one of its `pairs` pairs in the round `tag`; tiles of numbers broadcast."""
+    turn = (tag & (DEPTH - 1)).to(tl.int32)
+    return mailbox_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * PAIR_WORDS
+
+
+@triton.jit
+def post_pairs(slot_ptrs, wanted, tag, a, b):
+    """Post a and b to each slot of a tile where `wanted`; threads that hold copies of an element write the same."""
+    tl.inline_asm_elementwise(
+        POST_PAIR,
+        "=r,l,r,r,r,r",
+        [slot_ptrs.to(tl.int64), wanted.to(tl.int32), a, b, tag],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def collect_pairs(slot_ptrs, tag):
+    """What `post_pairs` put into each slot of a tile in the round `tag`, two float32 tiles; waits for all of it.
+
+    The loop runs once: what comes out of a loop is kept, where the compiler would else repeat the waiting for every
+    layout in which the results are used.
+    """
+    a = tl.zeros(slot_ptrs.shape, tl.float32)
+    b = tl.zeros(slot_ptrs.shape, tl.float32)
+    turn = tag
+    while turn == tag:
+        a, b = tl.inline_asm_elementwise(
+            COLLECT_PAIR,
+            "=&r,=&r,l,r",
+            [slot_ptrs.to(tl.int64), tag],
+            dtype=(tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+        turn += 1
+    return a, b
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Folding of partial results in a fixed order: a group's moments, its two backward sums, dweight and dbias.
+"""Folding of partial moments in a fixed order.
 
 Partial results of every GroupNorm algorithm lie as [N, splits, columns] in float32, a column being a channel
 or, where a group is contiguous, a whole group.
@@ -7,6 +7,7 @@ or, where a group is contiguous, a whole group.
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._reductions import rounded_product
 
 
@@ -80,8 +81,11 @@ def group_norm_fold_moments_kernel(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """mean and rstd of one group a program."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns
@@ -100,83 +104,3 @@ def group_norm_fold_moments_kernel(
     )
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, 1.0 / tl.sqrt(variance + eps))
-
-
-@triton.jit(do_not_specialize=["groups", "group_columns", "splits"])
-def group_norm_fold_sums_kernel(
-    dz_part_ptr,
-    dz_xhat_part_ptr,
-    weight_ptr,
-    sum_g_ptr,
-    sum_g_xhat_ptr,
-    groups: tl.int32,
-    group_columns: tl.int32,
-    splits: tl.int32,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """Sums of g = weight * dz and of g * x_hat over one group a program, from sums over channels."""
-    row = tl.program_id(0).to(tl.int64)
-    sample = row // groups
-    columns = groups.to(tl.int64) * group_columns
-    first_column = (row - sample * groups) * group_columns
-    base = sample * splits * columns
-    split = tl.arange(0, BLOCK_SPLITS)[:, None]
-    column = tl.arange(0, BLOCK_COLUMNS)[None, :]
-    sum_g = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
-    sum_g_xhat = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
-    for first in range(0, group_columns, BLOCK_COLUMNS):
-        column_mask = first + column < group_columns
-        c = first_column + first + column
-        weight = tl.full((1, BLOCK_COLUMNS), 1.0, tl.float32)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + c, mask=column_mask, other=0.0).to(tl.float32)
-        for first_split in range(0, splits, BLOCK_SPLITS):
-            s = first_split + split
-            mask = (s < splits) & column_mask
-            at = base + s.to(tl.int64) * columns + c
-            sum_g += weight * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
-            sum_g_xhat += weight * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
-    tl.store(sum_g_ptr + row, tl.sum(tl.sum(sum_g, 1), 0))
-    tl.store(sum_g_xhat_ptr + row, tl.sum(tl.sum(sum_g_xhat, 1), 0))
-
-
-@triton.jit(do_not_specialize=["rows", "columns", "rows_a_program"])
-def group_norm_fold_rows_kernel(
-    bias_part_ptr,
-    weight_part_ptr,
-    dbias_ptr,
-    dweight_ptr,
-    rows: tl.int64,
-    columns: tl.int32,
-    rows_a_program: tl.int64,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Column sums of [rows, columns], one run of rows a program, cast to the outputs' dtypes.
-
-    Run once over everything it gives dbias and dweight; run over many runs it gives a shorter array of the
-    same kind.
-    """
-    run = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    column_mask = column < columns
-    first_row = run * rows_a_program
-    last_row = tl.minimum(first_row + rows_a_program, rows)
-    sum_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
-    sum_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(first_row, last_row, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        at = row.to(tl.int64) * columns + column
-        mask = (row < last_row) & column_mask
-        if dbias_ptr is not None:
-            sum_bias += tl.load(bias_part_ptr + at, mask=mask, other=0.0)
-        if dweight_ptr is not None:
-            sum_weight += tl.load(weight_part_ptr + at, mask=mask, other=0.0)
-    out = run * columns + column
-    if dbias_ptr is not None:
-        total = tl.sum(sum_bias, 0, keep_dims=True)
-        tl.store(dbias_ptr + out, total.to(dbias_ptr.dtype.element_ty), mask=column_mask)
-    if dweight_ptr is not None:
-        total = tl.sum(sum_weight, 0, keep_dims=True)
-        tl.store(dweight_ptr + out, total.to(dweight_ptr.dtype.element_ty), mask=column_mask)

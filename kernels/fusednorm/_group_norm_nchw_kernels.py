@@ -1,202 +1,38 @@
 """Forward kernels of GroupNorm where each group is contiguous: [N, C, *spatial] in plain memory order.
 
-A group is a run of `group_units` vectors of VEC elements, walked in tiles [ROWS, UNITS, VEC] whose last axis
-is one 128-bit access of one thread.  Where a channel is whole vectors (ALIGNED), the channel, its weight and
-its bias are found once a vector.  No size is a constexpr: lengths arrive in units of VEC, so addresses are
-known multiples of it, and division by the channel's length is a multiplication by `magic` and a shift.
-
-Statistics hold a pivot for each vector lane, one of that lane's own values, and sums of differences from it;
-they are merged across lanes and programs by Chan's formula.  With n values a lane, (pivot - lane mean)^2 is
-at most n times the lane's own variance, so what cancels is n * 2^-24 of the result at worst, whatever the
-data.
-
-The file is long by its argument lists, a line each.
+Small groups several to a program, one that a program reads twice, and parts of one in a kernel for moments and one
+for y; what they walk in is in `_group_norm_nchw_sweeps`.
 """
 
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_fold_kernels import fold_moments
-from fusednorm._group_norm_tiles import load_bias, load_sum, load_weight
-from fusednorm._reductions import rounded_product, sum_pair
-from fusednorm.epilogue import activate, dropout_keep
+from fusednorm._group_norm_nchw_sweeps import normalise_run, run_moments, store_normalised
+from fusednorm._group_norm_tiles import load_sum
+from fusednorm._reductions import sum_pair
 
 
-@triton.jit
-def _quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
-    """i // divisor for 0 <= i < 2^31, where magic = ceil(2^(31 + shift) / divisor) and 2^shift >= divisor."""
-    if WIDE:
-        return i // divisor
-    else:
-        high = tl.umulhi(i.to(tl.uint32) * 2, magic.to(tl.uint32))
-        return (high >> shift.to(tl.uint32)).to(tl.int32)
-
-
-@triton.jit
-def _accumulate(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
-    """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; each sum over VEC stays in its thread."""
-    at = unit * VEC + tl.arange(0, VEC)[None, None, :]
-    d = tl.where(mask, load_sum(x_ptr, residual_ptr, at, mask, "evict_last") - pivot, 0.0)
-    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(d * d, 2, keep_dims=True)
-
-
-@triton.jit
-def run_moments(
-    x_ptr,
-    residual_ptr,
-    first,
-    last,
-    VEC: tl.constexpr,
-    UNITS: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Mean and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1]."""
-    lane = tl.arange(0, UNITS)[None, :, None]
-    units = last - first
-    full = units // UNITS
-    tail = units - full * UNITS
-
-    pivot = load_sum(x_ptr, residual_ptr, (first + lane) * VEC, lane < units, "evict_last")
-    sum_1 = tl.zeros((1, UNITS, 1), tl.float32)
-    sum_2 = tl.zeros((1, UNITS, 1), tl.float32)
-    whole = tl.full((1, UNITS, 1), True, tl.int1)
-    for tile in range(0, full):
-        unit = first + tile * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, whole, pivot, sum_1, sum_2, VEC)
-    if tail > 0:
-        unit = first + full * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, unit < last, pivot, sum_1, sum_2, VEC)
-
-    count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
-    total = units.to(tl.float32) * VEC
-    lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum(rounded_product(count / total, pivot + lane_shift, FAST), 1, keep_dims=True)
-    delta = (pivot - rough) + lane_shift
-    weighted = count * delta
-    shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 1, FAST)
-    shift /= total
-    # maximum would lose a NaN.
-    square = square - total * shift * shift
-    return rough + shift, tl.where(square < 0.0, 0.0, square)
-
-
-@triton.jit
-def _store_normalised(
-    h,
-    mean,
-    rstd,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    residual_out_ptr,
-    base,
-    sample,
-    group,
-    unit,
-    mask,
-    group_units,
-    channels,
-    channel_length,
-    magic,
-    shift,
-    seed,
-    dropout_threshold,
-    dropout_scale,
-    VEC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Affine step, activation, dropout and the stores of one tile.
-
-    `group` counts inside its sample; `channels` a group; `channel_length` is in vectors when ALIGNED.
-    """
-    at = unit * VEC + tl.arange(0, VEC)[None, None, :]
-    if residual_out_ptr is not None:
-        tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    # The parameters come after the reductions, so that they hold no registers during them.
-    if ALIGNED:
-        channel = group * channels + _quotient(unit, channel_length, magic, shift, WIDE)
-    else:
-        channel = group * channels + _quotient(at, channel_length, magic, shift, WIDE)
-    scale = load_weight(weight_ptr, channel, mask) * rstd
-    y = activate((h - mean) * scale + load_bias(bias_ptr, channel, mask), ACTIVATION, FAST)
-    if DROPOUT:
-        position = (group.to(tl.int64) * group_units) * VEC + at
-        position += tl.zeros(y.shape, tl.int64)
-        keep = dropout_keep(seed, sample.to(tl.int64), position, dropout_threshold)
-        y = tl.where(keep, y * dropout_scale, 0.0)
-    tl.store((y_ptr + base) + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-
-
-@triton.jit
-def _normalise_run(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    residual_out_ptr,
-    mean,
-    rstd,
-    row,
-    first,
-    last,
-    group_units,
-    groups,
-    channels,
-    channel_length,
-    magic,
-    shift,
-    seed,
-    dropout_threshold,
-    dropout_scale,
-    VEC: tl.constexpr,
-    UNITS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Write the vectors first <= unit < last of one group, last tile first: that end is still in cache."""
-    base = row * (group_units.to(tl.int64) * VEC)
-    sample = row // groups
-    group = (row - sample * groups).to(tl.int32)
-    x_ptr += base
-    if residual_ptr is not None:
-        residual_ptr += base
-    lane = tl.arange(0, UNITS)[None, :, None]
-    inner = tl.arange(0, VEC)[None, None, :]
-    full = (last - first) // UNITS
-    if first + full * UNITS < last:
-        unit = first + full * UNITS + lane
-        mask = unit < last
-        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, mask, "evict_first")
-        _store_normalised(
-            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
-            group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
-        )  # fmt: skip
-    whole = tl.full((1, UNITS, 1), True, tl.int1)
-    for step in range(0, full):
-        unit = first + (full - 1 - step) * UNITS + lane
-        h = load_sum(x_ptr, residual_ptr, unit * VEC + inner, whole, "evict_first")
-        _store_normalised(
-            h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
-            group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-            VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "group_units", "groups", "channels", "channel_length", "magic", "shift"])
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "group_units",
+        "groups",
+        "channels",
+        "channel_length",
+        "magic",
+        "shift",
+        "scale_stride",
+    ]
+)
 def group_norm_nchw_tile_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_ptr,
@@ -208,6 +44,7 @@ def group_norm_nchw_tile_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -232,7 +69,7 @@ def group_norm_nchw_tile_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += base
-    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
+    h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
     offset, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
@@ -246,19 +83,25 @@ def group_norm_nchw_tile_kernel(
 
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
-    _store_normalised(
-        h, mean, rstd, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
-        group_units, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    store_normalised(
+        h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
         VEC, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift"])
+@triton.jit(
+    do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride"]
+)
 def group_norm_nchw_sweep_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_ptr,
@@ -269,6 +112,7 @@ def group_norm_nchw_sweep_kernel(
     channel_length: tl.int32,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     eps: tl.float32,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -284,19 +128,21 @@ def group_norm_nchw_sweep_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
-    mean, square = run_moments(x_ptr + base, group_residual_ptr, 0, group_units, VEC, UNITS, FAST)
+    mean, square = run_moments(x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False, FAST)
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
         tl.store(rstd_ptr + row + tl.zeros((1, 1, 1), tl.int32), rstd)
-    _normalise_run(
-        x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
-        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-        VEC, UNITS, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    normalise_run(
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
+        VEC, UNITS, ALIGNED, False, False, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group_units", "groups", "splits", "split_units"])
+@triton.jit(do_not_specialize=["group_units", "groups", "channels", "splits", "split_units"])
 def group_norm_nchw_stats_kernel(
     x_ptr,
     residual_ptr,
@@ -304,14 +150,18 @@ def group_norm_nchw_stats_kernel(
     square_part_ptr,
     group_units: tl.int64,
     groups: tl.int32,
+    channels: tl.int32,
     splits: tl.int32,
     split_units: tl.int64,
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
     WIDE: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Moments of one part of one group; parts lie as [N, splits, G]."""
+    let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
     split = program - row * splits
@@ -321,11 +171,12 @@ def group_norm_nchw_stats_kernel(
     if not WIDE:
         first = first.to(tl.int32)
         last = last.to(tl.int32)
+    sample = row // groups
+    elsewhere = ((row - sample * groups) * channels, group_units * VEC // channels, groups.to(tl.int64) * channels)
     x_ptr += base
     if residual_ptr is not None:
-        residual_ptr += base
-    mean, square = run_moments(x_ptr, residual_ptr, first, last, VEC, UNITS, FAST)
-    sample = row // groups
+        residual_ptr += sample * groups * (group_units * VEC) if RESIDUAL_OTHER else base
+    mean, square = run_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST)
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)
     tl.store(square_part_ptr + slot, square)
@@ -333,7 +184,8 @@ def group_norm_nchw_stats_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "group_units", "groups", "channels", "channel_length", "magic", "shift", "splits", "split_units",
+        "group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride", "splits",
+        "split_units",
         "programs_a_group", "program_units",
     ]
 )  # fmt: skip
@@ -342,6 +194,8 @@ def group_norm_nchw_apply_kernel(
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     residual_out_ptr,
     mean_part_ptr,
@@ -354,6 +208,7 @@ def group_norm_nchw_apply_kernel(
     channel_length: tl.int64,
     magic: tl.int64,
     shift: tl.int32,
+    scale_stride: tl.int64,
     splits: tl.int32,
     split_units: tl.int64,
     programs_a_group: tl.int32,
@@ -367,11 +222,14 @@ def group_norm_nchw_apply_kernel(
     BLOCK_SPLITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Fold the parts of one group, then write one run of it; programs walk the tensor backwards."""
+    await_previous(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group
     part = program - row * programs_a_group
@@ -399,8 +257,10 @@ def group_norm_nchw_apply_kernel(
     if not WIDE:
         first = first.to(tl.int32)
         last = last.to(tl.int32)
-    _normalise_run(
-        x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
-        group_units, groups, channels, channel_length, magic, shift, seed, dropout_threshold, dropout_scale,
-        VEC, UNITS, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    normalise_run(
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
+        VEC, UNITS, ALIGNED, WIDE, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

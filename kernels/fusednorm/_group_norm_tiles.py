@@ -1,9 +1,7 @@
-"""Loading GroupNorm's tiles and taking dy back to dz: what no layout changes."""
+"""Loading GroupNorm's tiles and parameters: what no layout changes."""
 
 import triton
 import triton.language as tl
-
-from fusednorm.epilogue import activation_derivative, dropout_keep
 
 
 @triton.jit
@@ -13,11 +11,11 @@ def load_masked(ptr, at, mask, EVICT: tl.constexpr):
 
 
 @triton.jit
-def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
+def load_sum(x_ptr, residual_ptr, at, residual_at, mask, EVICT: tl.constexpr):
     """x, or x + residual, in float32; masked elements are 0."""
     h = load_masked(x_ptr, at, mask, EVICT)
     if residual_ptr is not None:
-        h += load_masked(residual_ptr, at, mask, EVICT)
+        h += load_masked(residual_ptr, residual_at, mask, EVICT)
     return h
 
 
@@ -37,28 +35,3 @@ def load_bias(bias_ptr, channel, mask):
         return tl.zeros(channel.shape, tl.float32)
     else:
         return tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def output_gradient(
-    dy,
-    xhat,
-    weight,
-    bias,
-    sample,
-    position,
-    seed,
-    dropout_threshold,
-    dropout_scale,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """dz of one tile.  Where dy and x_hat are 0 so is dz."""
-    dz = dy
-    if DROPOUT:
-        keep = dropout_keep(seed, sample, position, dropout_threshold)
-        dz = tl.where(keep, dz * dropout_scale, 0.0)
-    if ACTIVATION != "none":
-        dz = dz * activation_derivative(xhat * weight + bias, ACTIVATION, FAST)
-    return dz

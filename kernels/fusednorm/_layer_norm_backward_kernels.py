@@ -9,7 +9,7 @@ partials in fixed order: no atomics and no locks, so every run gives the same bi
 import triton
 import triton.language as tl
 
-from fusednorm._layer_norm_fold_kernel import let_fold_start
+from fusednorm._early_start import let_next_start
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
@@ -72,7 +72,7 @@ def layer_norm_backward_tile_kernel(
 
     With AHEAD > 0, for rows without gaps, tiles AHEAD turns on are asked into L2.
     """
-    let_fold_start(EARLY_FOLD)
+    let_next_start(EARLY_FOLD)
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n

@@ -6,8 +6,8 @@ The formulas are in `_layer_norm_backward_kernels`; `_layer_norm_fold_kernel` fo
 import triton
 import triton.language as tl
 
+from fusednorm._early_start import let_next_start
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
-from fusednorm._layer_norm_fold_kernel import let_fold_start
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair, total_pair
 from fusednorm._row_gradients import affine_gradient, store_input_gradient
@@ -121,7 +121,7 @@ def layer_norm_backward_shared_kernel(
     by when the other members' parts have come, out of L1 or L2 for the gradients.  Programs are persistent; the
     launch must be cooperative.  Instructions are what limits it in 16 bits: x_hat is not formed where d will do.
     """
-    let_fold_start(EARLY_FOLD)
+    let_next_start(EARLY_FOLD)
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
     group = tl.program_id(0) // members

@@ -6,14 +6,8 @@ that only its own work adds to the time of the pass.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-@triton.jit
-def let_fold_start(EARLY: tl.constexpr):
-    """For every program of the kernel before: from then on the fold may start; it waits for what it reads."""
-    if EARLY:
-        gdc_launch_dependents()
+from fusednorm._early_start import await_previous
 
 
 @triton.jit
@@ -44,8 +38,7 @@ def fold_partials_kernel(
 
     The second axis of the grid is over the gradients: dweight first, and dbias, as far as they are not None.
     """
-    if EARLY:
-        gdc_wait()
+    await_previous(EARLY)
     if dweight_ptr is not None and tl.program_id(1) == 0:
         _fold(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_P, BLOCK_N)
     if dbias_ptr is not None and tl.program_id(1) == tl.num_programs(1) - 1:

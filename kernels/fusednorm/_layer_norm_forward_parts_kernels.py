@@ -7,8 +7,8 @@ has its parameters by the time that the moments are there, and finds as much of 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._prefetch import prefetch
 from fusednorm._row_pieces import (
     chunk_of,
@@ -65,8 +65,7 @@ def layer_norm_forward_parts_kernel(
     The last program of a row to come merges them in the order of the parts, to `moments_ptr` [rows, 4] and to mean
     and rstd, as far as these are not None; and leaves the row's counter at 0, as it was.
     """
-    if EARLY:
-        gdc_launch_dependents()
+    let_next_start(EARLY)
     cols = col_units * VEC
     part_cols = part_units * VEC
     piece: tl.constexpr = CHUNKS * BLOCK_N
@@ -196,8 +195,7 @@ def layer_norm_forward_slabs_kernel(
     first_row = (tl.program_id(0) % row_tiles).to(tl.int64) * ROWS
     weights = load_piece(weight_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
     biases = load_piece(bias_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    if EARLY:
-        gdc_wait()
+    await_previous(EARLY)
     end_row = tl.minimum(rows, first_row + ROWS)
     for row in range(first_row, end_row):
         if PREFETCH and row + 1 < end_row:

@@ -42,3 +42,60 @@ def prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_size, residual_row_size
         prefetch(x_ptr + row * x_row_size, cols)
         if residual_ptr is not None:
             prefetch(residual_ptr + row * residual_row_size, cols)
+
+
+_TOUCH = """{
+.reg .pred asker;
+.reg .b32 start;
+.reg .b64 line;
+mov.u32 start, %tid.x;
+shl.b32 start, start, 7;
+setp.lt.u32 asker, start, $2;
+cvt.u64.u32 line, start;
+add.u64 line, line, $1;
+@asker prefetch.global.L2 [line];
+mov.u32 $0, 0;
+}"""
+TOUCH: tl.constexpr = tl.constexpr(_TOUCH)
+
+
+@triton.jit
+def touch(ptr, count):
+    """Bring about `count` elements from `ptr` on into L2, for any address; a line a thread, so for small ones."""
+    nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(TOUCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+_TOUCH_ROWS = """{
+.reg .pred more;
+.reg .b32 row, step;
+.reg .b64 start, end;
+mov.u32 row, %tid.x;
+mov.u32 step, %ntid.x;
+setp.lt.u32 more, row, $2;
+next:
+mad.wide.u32 start, row, $3, $1;
+cvt.u64.u32 end, $4;
+add.u64 end, end, start;
+@more prefetch.global.L2 [start];
+@more prefetch.global.L2 [end];
+add.u32 row, row, step;
+setp.lt.u32 more, row, $2;
+@more bra next;
+mov.u32 $0, 0;
+}"""
+TOUCH_ROWS: tl.constexpr = tl.constexpr(_TOUCH_ROWS)
+
+
+@triton.jit
+def touch_rows(ptr, rows, stride, width):
+    """Bring `rows` rows of `width` elements (up to 256 bytes), `stride` elements apart, into L2, a row a thread."""
+    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(
+        TOUCH_ROWS,
+        "=&r,l,r,r,r",
+        [ptr.to(tl.int64), rows, stride * SIZE, width * SIZE - 16],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -68,12 +68,15 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """`group_norm_forward`'s y, differentiable in x, weight and bias."""
-    return _apply("group_norm", x, weight, bias, None, num_groups, eps, 0.0, activation, dropout, seed)[0]
+    """`group_norm_forward`'s y, differentiable in x, weight, bias, scale and shift."""
+    settings = num_groups, eps, 0.0, activation, dropout, seed
+    return _apply("group_norm", x, weight, bias, None, *settings, scale, shift)[0]
 
 
 def add_layer_norm(
@@ -115,12 +118,15 @@ def add_group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """`group_norm` of x + residual, with the sum; differentiable in all four tensors."""
-    return Added(*_apply("group_norm", x, weight, bias, residual, num_groups, eps, 0.0, activation, dropout, seed))
+    """`group_norm` of x + residual, with the sum; differentiable in all six tensors."""
+    settings = num_groups, eps, 0.0, activation, dropout, seed
+    return Added(*_apply("group_norm", x, weight, bias, residual, *settings, scale, shift))
 
 
 def _apply(
@@ -135,9 +141,11 @@ def _apply(
     activation: str,
     dropout: float,
     seed: int | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    observed = _is_observed(x, weight, bias, residual)
-    differentiated = not observed and _is_differentiated(x, weight, bias, residual)
+    observed = _is_observed(x, weight, bias, residual, scale, shift)
+    differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
     if not (observed or differentiated or dropout or seed or op == "group_norm"):
         options = eps, weight_offset, activation, None, False, op == "rms_norm"
         again = forward_again(x, weight, bias, residual, options)
@@ -149,12 +157,13 @@ def _apply(
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
     settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
     if observed or not (x.is_cuda or x.is_cpu):
-        y, _, _, residual_out = getattr(torch.ops.fusednorm, op)(x, weight, bias, residual, *settings)
+        run = getattr(torch.ops.fusednorm, op)
+        y, _, _, residual_out = run(x, weight, bias, residual, scale, shift, *settings)
         return y, residual_out
     if differentiated:
-        y, residual_out = _apply_norm(x, weight, bias, residual, op, settings)
+        y, residual_out = _apply_norm(x, weight, bias, residual, scale, shift, op, settings)
         return y, residual_out
-    result = operators.run_forward(op, x, weight, bias, residual, *settings)
+    result = operators.run_forward(op, x, weight, bias, residual, scale, shift, *settings)
     return result.y, result.residual_out
 
 
@@ -168,6 +177,8 @@ class _Norm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
         op: str,
         settings: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor | None]:
@@ -177,10 +188,10 @@ class _Norm(torch.autograd.Function):
             options = eps, weight_offset, activation, None, True, op == "rms_norm"
             result = forward_again(x, weight, bias, residual, options)
         if result is None:
-            result = operators.run_forward(op, x, weight, bias, residual, *settings, stats=True)
+            result = operators.run_forward(op, x, weight, bias, residual, scale, shift, *settings, stats=True)
         ctx.op, ctx.settings = op, settings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, residual, result.mean, result.rstd)
+        ctx.save_for_backward(x, weight, bias, residual, scale, shift, result.mean, result.rstd)
         return result.y, result.residual_out
 
     @staticmethod

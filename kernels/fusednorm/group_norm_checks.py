@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
+from fusednorm.checks import check_shape, check_tensor
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 
-def is_channels_last(x: Tensor) -> bool:
+def is_channels_last(x: Tensor, name: str = "x") -> bool:
     """Whether [N, C, *spatial] lies in memory as [N, *spatial, C]; False when it is plainly contiguous.
 
     A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
@@ -18,8 +19,19 @@ def is_channels_last(x: Tensor) -> bool:
     if x.dim() > 2 and x.permute(0, *range(2, x.dim()), 1).is_contiguous():
         return True
     raise UnsupportedShapeError(
-        f"x must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.stride())}"
+        f"{name} must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.stride())}"
     )
+
+
+def lies_otherwise(tensor: Tensor | None, channels_last: bool) -> bool:
+    """Whether a companion of x is in the other of the two layouts."""
+    return tensor is not None and not in_layout(tensor, channels_last)
+
+
+def in_layout(tensor: Tensor, channels_last: bool) -> bool:
+    """Whether [N, C, *spatial] lies in memory as that layout has it; a tensor may be of both."""
+    order = (0, *range(2, tensor.dim()), 1) if channels_last else tuple(range(tensor.dim()))
+    return tensor.permute(order).is_contiguous()
 
 
 def check_groups(x: Tensor, num_groups: int) -> None:
@@ -39,17 +51,27 @@ def check_groups(x: Tensor, num_groups: int) -> None:
         raise KernelInputError(f"x must have at least one element in each group, got {shape}")
 
 
-def check_layout(name: str, tensor: Tensor | None, channels_last: bool) -> None:
-    """Refuse a companion of x whose memory order is not x's: reading it would need a copy.
+def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor) -> None:
+    """Each [N, C] on x's device, or None; rows of contiguous channels, as far apart in one as in the other.
 
     Raises:
-        UnsupportedShapeError: another layout than x's.
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: channels that are not contiguous, or strides that differ.
     """
-    if tensor is None:
-        return
-    order = (0, *range(2, tensor.dim()), 1) if channels_last else tuple(range(tensor.dim()))
-    if not tensor.permute(order).is_contiguous():
+    strides = set()
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.device != x.device:
+            raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
+        check_shape(name, tensor, x.shape[:2])
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise UnsupportedShapeError(
+                f"the channels of {name} must be contiguous, got strides {list(tensor.stride())}"
+            )
+        strides.add(tensor.stride(0))
+    if len(strides) > 1 and x.shape[0] > 1:
         raise UnsupportedShapeError(
-            f"{name} must be {'channels-last' if channels_last else 'contiguous'} as x is, "
-            f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+            f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
         )

@@ -12,8 +12,9 @@ from torch import Tensor
 from fusednorm.checks import Epilogue, check_eps, check_parameter, check_statistics, check_tensor
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_checks import check_groups, check_layout, is_channels_last
-from fusednorm.group_norm_forward_plan import empty_statistics, plan_forward
+from fusednorm.group_norm_checks import check_groups, check_scale_and_shift, is_channels_last
+from fusednorm.group_norm_forward_call import empty_statistics
+from fusednorm.group_norm_forward_plan import plan_forward
 from fusednorm.group_norm_launch import Sample
 from fusednorm.launch import run
 from fusednorm.results import Backward, Forward
@@ -27,13 +28,18 @@ def group_norm_forward(
     *,
     eps: float = 1e-5,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)) with moments over each group, and h = x + residual.
+    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, moments over each group.
+
+    h = x + residual.  scale and shift are adaptive GroupNorm's, a sample's own affine step after the common one, in
+    the form that diffusion models use (`scale_shift` of a time embedding).
 
     Statistics and every intermediate are float32; variances are taken about pivots among the values and
     merged by Chan's formula, so a mean far from zero does not cancel.  A sample's bits do not depend on the
@@ -45,8 +51,10 @@ def group_norm_forward(
         weight: [C], any of these dtypes, or None for ones.
         bias: [C], any of these dtypes, or None for zeros.
         eps: added to the variance; positive and finite.
-        residual: as x and in its layout, any of these dtypes.  h is summed in float32 and returned rounded to
-            x's dtype.
+        residual: in x's shape, any of these dtypes, contiguous or channels-last.  h is summed in float32 and
+            returned rounded to x's dtype, in x's layout.
+        scale: [N, C] float32 or any of these dtypes, or None for zeros; each sample's channels contiguous.
+        shift: as scale, and with its stride from sample to sample: both may be halves of one [N, 2 * C].
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).  The mask counts a sample's elements in memory order, so a
             channels-last x draws another than a contiguous one.
@@ -59,18 +67,20 @@ def group_norm_forward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or an empty group.
-        UnsupportedShapeError: x is neither contiguous nor channels-last, or residual is not laid out as x is;
-            nothing is copied to make them fit.
+        UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift lie
+            otherwise than above; nothing is copied to make them fit.
 
     Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
-    program's registers are read a second time from L1 or L2, and those too large for that from memory.
+    program's registers are read a second time from L1 or L2, and those too large for that from memory.  Where
+    residual is laid out otherwise than x, both are read twice from memory, and residual slowly.
 
     Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
     Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     epilogue = Epilogue(activation, dropout, seed)
     sample = _checked_sample(x, num_groups, weight, bias, eps)
-    _check_companion("residual", residual, x, sample)
+    _check_companion("residual", residual, x)
+    check_scale_and_shift(scale, shift, x)
 
     y = torch.empty_like(x, dtype=out_dtype or x.dtype)
     check_tensor("out_dtype", y)
@@ -78,7 +88,8 @@ def group_norm_forward(
     mean, rstd = empty_statistics(x, sample) if stats else (None, None)
     result = Forward(y, mean, rstd, residual_out)
     if x.shape[0]:
-        run(x.device, plan_forward(x, sample, weight, bias, eps, residual, epilogue, result))
+        plan = plan_forward(x, sample, weight, bias, eps, residual, epilogue, result, scale=scale, shift=shift)
+        run(x.device, plan)
     return result
 
 
@@ -94,34 +105,40 @@ def group_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * weight, over groups.
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
 
-    dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat) and dbias = sum(dz)
-    over samples and positions.  Sums are float32 of centred values in fixed order, without atomics: every
+    dz is dy taken back through dropout and the activation, f = 1 + scale and g = dz * f * weight.  Over positions
+    dshift = sum(dz) and dscale = sum(dz * (x_hat * weight + bias)); over samples and positions dbias = sum(dz * f)
+    and dweight = sum(dz * f * x_hat).  Sums are float32 of centred values in fixed order, without atomics: every
     run gives the same bits.
 
     Args:
-        dy: gradient of y, in x's shape and layout, float32, float16 or bfloat16.
-        x, num_groups, weight, bias, eps, residual, activation, dropout, seed: as they went into forward.
+        dy: gradient of y, in x's shape, float32, float16 or bfloat16; contiguous or channels-last.
+        x, num_groups, weight, bias, eps, residual, scale, shift, activation, dropout, seed: as they went into
+            forward.
         mean, rstd: the statistics it returned, float32 [N, num_groups], both or neither; taken anew when
             absent.
-        dresidual_out: as x and in its layout; what reached h from elsewhere, added to dx.
+        dresidual_out: as dy; what reached h from elsewhere, added to dx.
 
     Returns:
         Backward: dx in x's dtype and layout, the gradient of x and of residual alike; dweight in weight's
-        dtype when weight came in; dbias in bias's dtype when bias came in.
+        dtype when weight came in; dbias, dscale and dshift likewise.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: x is neither contiguous nor channels-last, or another tensor is not laid out as
-            x is.
+        UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last, or scale
+            and shift lie otherwise than forward takes them.
 
     Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from
-    L2, and those too large for that from memory, where absent statistics cost another read of x.
+    L2, and those too large for that from memory, where absent statistics cost another read of x.  Where dy,
+    residual or dresidual_out is laid out otherwise than x, everything is read twice from memory, and that tensor
+    slowly.
 
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """
@@ -129,19 +146,21 @@ def group_norm_backward(
         raise KernelInputError("mean and rstd must come together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
     sample = _checked_sample(x, num_groups, weight, bias, eps)
-    _check_companion("dy", dy, x, sample)
-    _check_companion("residual", residual, x, sample)
-    _check_companion("dresidual_out", dresidual_out, x, sample)
+    for name, tensor in (("residual", residual), ("dy", dy), ("dresidual_out", dresidual_out)):
+        _check_companion(name, tensor, x)
+    check_scale_and_shift(scale, shift, x)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
     dx = torch.empty_like(x)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    result = Backward(dx, dweight, dbias, None if residual is None else dx)
+    dscale, dshift = (None if t is None else t.new_empty(t.shape) for t in (scale, shift))
+    result = Backward(dx, dweight, dbias, None if residual is None else dx, dscale, dshift)
     if x.shape[0]:
         plan = plan_backward(
-            dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result
-        )
+            dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result,
+            scale=scale, shift=shift,
+        )  # fmt: skip
         run(x.device, plan)
     else:
         for gradient in (dweight, dbias):
@@ -160,7 +179,7 @@ def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Ten
     return Sample(num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]), channels_last)
 
 
-def _check_companion(name: str, tensor: Tensor | None, x: Tensor, sample: Sample) -> None:
+def _check_companion(name: str, tensor: Tensor | None, x: Tensor) -> None:
     if tensor is not None:
         check_tensor(name, tensor, like=x)
-        check_layout(name, tensor, sample.channels_last)
+        is_channels_last(tensor, name)

@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fusednorm import prepared
+from fusednorm.checks import Epilogue
+from fusednorm.device import since_hopper
+from fusednorm.epilogue import dropout_threshold
 
 MAX_VEC = 8
 REGISTERS_PER_SM = 65536
@@ -40,6 +43,11 @@ class Launch:
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
     by_rows: ByRows | None = None
+
+
+def dependent(early: bool) -> dict[str, object]:
+    """Options of a launch of a kernel that awaits the one before it: `early`, it starts before that one ends."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def run(device: torch.device, launches: Iterable[Launch]) -> None:
@@ -82,6 +90,40 @@ def mailbox(device: torch.device, slots: int) -> torch.Tensor:
 def counters(device: torch.device, count: int) -> torch.Tensor:
     """At least as many int64 counters, all 0, which a launch must leave at 0."""
     return _workspace(device, count, "counters")
+
+
+class Resident(Protocol):
+    """A configuration of programs of which so many are to be on a multiprocessor at once."""
+
+    @property
+    def num_warps(self) -> int: ...
+
+    @property
+    def programs_per_sm(self) -> int: ...
+
+
+def registers_for(config: Resident) -> int:
+    """Registers that a thread may have for `programs_per_sm` programs to be resident."""
+    return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
+
+
+def resident_options(config: Resident) -> dict[str, object]:
+    """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
+    return {"maxnreg": registers_for(config), "launch_cooperative_grid": True}
+
+
+def can_prefetch(vec: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether runs of vectors of `vec` elements of the tensors start and end on 16 bytes, and may be asked for."""
+    return all(
+        tensor is None
+        or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and since_hopper(tensor.device))
+        for tensor in tensors
+    )
+
+
+def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
+    """Seed, threshold and scale, as the kernels that fuse dropout take them."""
+    return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
 
 
 def vector_units(*sizes: int) -> int:

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from fusednorm import layer_norm_configs as configs
 from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
-from fusednorm.epilogue import dropout_threshold
+from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch import REGISTERS_PER_SM
 
 MAX_HEADS = 65535
 """They are a launch's second axis."""
@@ -68,34 +66,6 @@ def most_programs(x: Tensor, config: configs.ForwardTile | configs.BackwardTile)
         return sys.maxsize
     resident = multiprocessor_count(x.device) * config.programs_per_sm
     return resident if x.ndim == 2 else resident // x.shape[1]
-
-
-def can_prefetch(vec: int, *tensors: Tensor | None) -> bool:
-    """Whether rows of the tensors in vectors of `vec` elements start and end on 16 bytes, and may be asked for."""
-    return all(
-        tensor is None
-        or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and since_hopper(tensor.device))
-        for tensor in tensors
-    )
-
-
-def resident_options(
-    config: configs.ForwardShared | configs.BackwardShared,
-) -> dict[str, object]:
-    """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
-    return {"maxnreg": registers_for(config), "launch_cooperative_grid": True}
-
-
-def registers_for(
-    config: configs.ForwardRow | configs.ForwardShared | configs.BackwardShared,
-) -> int:
-    """Registers that a thread may have for `programs_per_sm` programs to be resident."""
-    return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
-
-
-def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
-    """Seed, threshold and scale, as the kernels that fuse dropout take them."""
-    return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
 
 
 def shared_options(vec: int, weight_offset: float, epilogue: Epilogue) -> dict[str, object]:

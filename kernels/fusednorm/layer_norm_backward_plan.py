@@ -15,16 +15,16 @@ from fusednorm._layer_norm_backward_slab_kernels import (
 from fusednorm._layer_norm_fold_kernel import fold_partials_kernel
 from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import multiprocessor_count, since_hopper
-from fusednorm.launch import Launch, mailbox, vector_units
-from fusednorm.layer_norm_arguments import (
+from fusednorm.launch import (
+    Launch,
     can_prefetch,
+    dependent,
     dropout_arguments,
-    grid,
-    layout,
+    mailbox,
     resident_options,
-    shared_options,
-    tile_programs,
+    vector_units,
 )
+from fusednorm.layer_norm_arguments import grid, layout, shared_options, tile_programs
 from fusednorm.layer_norm_forward_plan import forward_launches
 from fusednorm.results import Backward
 
@@ -151,7 +151,7 @@ def plan_backward(
                 fold_partials_kernel,
                 (triton.cdiv(size, tile["BLOCK_N"]), len(folds)),
                 (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, size),
-                {**tile, "EARLY": early_fold} | ({"launch_pdl": True} if early_fold else {}),
+                tile | dependent(early_fold),
             )
         )
     return launches

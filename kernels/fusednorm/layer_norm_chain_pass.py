@@ -11,8 +11,8 @@ from fusednorm.checks import as_rows, check_eps, check_parameter, check_tensor
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
-from fusednorm.launch import Launch, run, vector_units
-from fusednorm.layer_norm_arguments import can_prefetch, row_strides
+from fusednorm.launch import Launch, can_prefetch, run, vector_units
+from fusednorm.layer_norm_arguments import row_strides
 from fusednorm.layer_norm_configs import ForwardSweep
 
 MAX_NORMS = 8

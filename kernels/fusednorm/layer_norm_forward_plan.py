@@ -20,18 +20,19 @@ from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_ker
 from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_shared_kernel
 from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import multiprocessor_count, since_hopper
-from fusednorm.launch import ByRows, Launch, counters, mailbox, vector_units
-from fusednorm.layer_norm_arguments import (
+from fusednorm.launch import (
+    ByRows,
+    Launch,
     can_prefetch,
+    counters,
+    dependent,
     dropout_arguments,
-    grid,
-    layout,
-    most_programs,
+    mailbox,
     registers_for,
     resident_options,
-    shared_options,
-    tile_programs,
+    vector_units,
 )
+from fusednorm.layer_norm_arguments import grid, layout, most_programs, shared_options, tile_programs
 from fusednorm.results import Forward
 
 
@@ -210,11 +211,10 @@ def _in_parts(
                 "CHUNKS": config.slab_chunks,
                 "ROWS": config.rows,
                 "PREFETCH": prefetches,
-                "EARLY": early,
                 "num_warps": config.slab_num_warps,
                 **shared,
-            }
-            | ({"launch_pdl": True} if early else {}),
+                **dependent(early),
+            },
         ),
     ]  # fmt: skip
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fusednorm import layer_norm_tables as tables
-from fusednorm.device import INTERPRETED
 from fusednorm.launch import REGISTERS_PER_SM
 from fusednorm.layer_norm_configs import (
     Backward,
@@ -22,6 +21,7 @@ from fusednorm.layer_norm_configs import (
     ForwardSweep,
     ForwardTile,
 )
+from fusednorm.waiting import may_wait
 
 MAX_PARTS = 1024
 """Parts of a long row, whose moments one program merges."""
@@ -71,7 +71,7 @@ def choose_forward(
         held = _with_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
         choice = held or next(c for c in choices if isinstance(c, ForwardShared))
     if isinstance(choice, ForwardShared):
-        if INTERPRETED or heads:
+        if heads or not may_wait():
             return _sweep(cols)
         if residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
@@ -125,7 +125,7 @@ def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool)
     if isinstance(choice, BackwardShared):
         if not plain:
             choice = replace(choice, programs_per_sm=choice.programs_per_sm - 1)
-        if INTERPRETED or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
+        if not may_wait() or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
             return tables.BACKWARD_SLAB[itemsize]
     return choice
 

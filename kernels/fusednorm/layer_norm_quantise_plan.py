@@ -11,8 +11,8 @@ from fusednorm.checks import Epilogue
 from fusednorm.device import multiprocessor_count
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
-from fusednorm.launch import Launch, vector_units
-from fusednorm.layer_norm_arguments import can_prefetch, dropout_arguments, row_strides, shared_options
+from fusednorm.launch import Launch, can_prefetch, dropout_arguments, vector_units
+from fusednorm.layer_norm_arguments import row_strides, shared_options
 from fusednorm.layer_norm_configs import ForwardSweep
 from fusednorm.results import Forward
 

@@ -104,9 +104,21 @@ class GroupNorm(nn.GroupNorm):
         super().__init__(*args, **kwargs)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout."""
-        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation)
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
+
+        scale and shift [N, C] are a sample's own affine step after the norm's: y = act(z * (1 + scale) + shift).
+        """
+        return group_norm(
+            x,
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            scale=scale,
+            shift=shift,
+            activation=self.activation,
+        )
 
     def extra_repr(self) -> str:
         return _described(super().extra_repr(), self.activation)

@@ -12,20 +12,26 @@ import torch
 from torch import Tensor
 
 from fusednorm import group_norm_passes, layer_norm_passes, reference
+from fusednorm.group_norm_checks import in_layout
 from fusednorm.results import Backward, Forward
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
 _FORWARD_SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_groups, float eps, "
-    "float weight_offset, str activation, float dropout, int seed) "
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, int num_groups, "
+    "float eps, float weight_offset, str activation, float dropout, int seed) "
     "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
 )
 _BACKWARD_SCHEMA = (
     "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
-    "Tensor? dresidual_out, int num_groups, float eps, float weight_offset, str activation, float dropout, "
-    "int seed) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)"
+    "Tensor? scale, Tensor? shift, Tensor? dresidual_out, int num_groups, float eps, float weight_offset, "
+    "str activation, float dropout, int seed) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dscale, Tensor dshift)"
 )
+
+
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of x, weight, bias, residual, scale and shift."""
 
 
 def run_forward(
@@ -34,6 +40,8 @@ def run_forward(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
     num_groups: int,
     eps: float,
     weight_offset: float,
@@ -50,6 +58,7 @@ def run_forward(
         *_parameters(op, weight, bias),
         eps=eps,
         **_offset(op, weight_offset),
+        **_of_samples(op, scale, shift),
         residual=residual,
         activation=activation,
         dropout=dropout,
@@ -67,6 +76,8 @@ def run_backward(
     mean: Tensor | None,
     rstd: Tensor,
     residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
     dresidual_out: Tensor | None,
     num_groups: int,
     eps: float,
@@ -74,16 +85,17 @@ def run_backward(
     activation: str,
     dropout: float,
     seed: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias of the backward pass of `op`, and dresidual if it is another tensor than dx."""
+) -> Results:
+    """dx, dweight, dbias, dscale and dshift of the backward pass of `op`, and dresidual unless that is dx."""
     run: Callable[..., Backward] = getattr(_library(op, x), f"{op}_backward")
     statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
-    dx, dweight, dbias, dresidual = run(
+    result = run(
         dy,
         *_leading(op, x, num_groups),
         *_parameters(op, weight, bias),
         eps=eps,
         **_offset(op, weight_offset),
+        **_of_samples(op, scale, shift),
         residual=residual,
         dresidual_out=dresidual_out,
         activation=activation,
@@ -91,32 +103,39 @@ def run_backward(
         seed=seed,
         **statistics,
     )
-    return dx, dweight, dbias, dresidual if _has_own_gradient(residual, op, x) else None
-
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Of x, weight, bias and residual."""
+    dresidual = result.dresidual if _has_own_gradient(residual, op, x) else None
+    return result.dx, result.dweight, result.dbias, dresidual, result.dscale, result.dshift
 
 
 def gradients(
     op: str,
-    run: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]],
+    run: Callable[..., Results],
     saved: tuple[Any, ...],
     settings: tuple[Any, ...],
     dy: Tensor | None,
     dresidual_out: Tensor | None,
-) -> Gradients:
+) -> Results:
     """The derivative of `op` by `run`, its operator or `run_backward`.
 
-    `saved` is x, weight, bias, residual, mean and rstd of the forward pass, `settings` its arguments after those.
+    `saved` is x, weight, bias, residual, scale, shift, mean and rstd of the forward pass, `settings` its arguments
+    after those.
     """
-    x, weight, bias, residual, mean, rstd = saved
+    x, weight, bias, residual, scale, shift, mean, rstd = saved
     dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
     dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
-    dx, dweight, dbias, dresidual = run(dy, x, weight, bias, mean, rstd, residual, dsum, *settings)
+    dx, dweight, dbias, dresidual, dscale, dshift = run(
+        dy, x, weight, bias, mean, rstd, residual, scale, shift, dsum, *settings
+    )
     if not _has_own_gradient(residual, op, x):
         dresidual = None if residual is None else dx.to(residual.dtype)
-    return dx, None if weight is None else dweight, None if bias is None else dbias, dresidual
+    return (
+        dx,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+        dresidual,
+        None if scale is None else dscale,
+        None if shift is None else dshift,
+    )
 
 
 def _library(op: str, x: Tensor) -> Any:
@@ -138,6 +157,10 @@ def _offset(op: str, weight_offset: float) -> dict[str, float]:
     return {} if op == "group_norm" else {"weight_offset": weight_offset}
 
 
+def _of_samples(op: str, scale: Tensor | None, shift: Tensor | None) -> dict[str, Tensor | None]:
+    return {"scale": scale, "shift": shift} if op == "group_norm" else {}
+
+
 def _has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
     """Whether the residual's gradient is a tensor of its own, and not dx."""
     return residual is not None and residual.dtype != x.dtype and op != "group_norm"
@@ -157,13 +180,18 @@ def _define(library: torch.library.Library, op: str) -> None:
         mean, residual_out = (_absent(x) if t is None else t for t in (result.mean, result.residual_out))
         return result.y, mean, result.rstd, residual_out
 
-    def backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dx, *others = run_backward(op, dy, x, *arguments)
-        dweight, dbias, dresidual = (_absent(x) if t is None else t for t in others)
-        return dx, dweight, dbias, dresidual
+    def backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_absent(x) if t is None else t for t in run_backward(op, dy, x, *arguments))
 
     def fake_forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, num_groups: int, *_: Any
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        num_groups: int,
+        *_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         statistics_shape = (x.shape[0], num_groups) if op == "group_norm" else x.shape[:-1]
         statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -180,18 +208,22 @@ def _define(library: torch.library.Library, op: str) -> None:
         mean: Tensor | None,
         rstd: Tensor,
         residual: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
         *_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dweight, dbias = (_absent(x) if p is None else torch.empty_like(p) for p in (weight, bias))
+    ) -> tuple[Tensor, ...]:
+        dweight, dbias, dscale, dshift = (
+            _absent(x) if p is None else p.new_empty(p.shape) for p in (weight, bias, scale, shift)
+        )
         dresidual = _like(op, residual) if _has_own_gradient(residual, op, x) else _absent(x)
-        return _like(op, x), dweight, dbias, dresidual
+        return _like(op, x), dweight, dbias, dresidual, dscale, dshift
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, residual, *ctx.settings = inputs
+        x, weight, bias, residual, scale, shift, *ctx.settings = inputs
         _, mean, rstd, _ = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, residual, None if op == "rms_norm" else mean, rstd)
+        ctx.save_for_backward(x, weight, bias, residual, scale, shift, None if op == "rms_norm" else mean, rstd)
 
     def differentiate(
         ctx: Any, dy: Tensor | None, dmean: None, drstd: None, dresidual_out: Tensor | None
@@ -219,7 +251,8 @@ def _like(op: str, x: Tensor) -> Tensor:
 def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
     """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
     if op == "group_norm":
-        return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
+        walkable = in_layout(gradient, False) or in_layout(gradient, True)
+        return gradient if walkable else torch.empty_like(x).copy_(gradient)
     return gradient.contiguous()
 
 

@@ -4,7 +4,8 @@ It follows the formulas as they are written and is made to be read and trusted, 
 taken in `precision`: float64 when that is asked for or x is float64, float32 otherwise.  Three decisions hold
 here and bind every kernel:
 
-- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y;
+- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y; GroupNorm's
+  scale and shift of a sample's channels stand between: act((x_hat * weight + bias) * (1 + scale) + shift);
 - with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
   rounded for `residual_out`; backward forms h again from x and residual in the same way;
 - dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype is another;
@@ -43,7 +44,7 @@ class _View:
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
     into `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset`
-    is added to weight.
+    is added to weight.  `scale` and `shift` of a sample's channels follow the affine step.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,8 @@ class _View:
     stream: torch.dtype
     centre: bool = True
     weight_offset: float = 0.0
+    scale: Tensor | None = None
+    shift: Tensor | None = None
 
 
 def layer_norm_forward(
@@ -130,6 +133,8 @@ def group_norm_forward(
     *,
     eps: float = 1e-5,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -137,7 +142,7 @@ def group_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * weight + bias)), statistics over each sample's groups of channels.
+    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias; statistics over groups.
 
     Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
     for a contiguous x and channel last for a channels-last one, so the two layouts draw different masks.
@@ -147,6 +152,7 @@ def group_norm_forward(
         num_groups: divides C.
         weight: [C], or None for ones.
         bias: [C], or None for zeros.
+        scale, shift: [N, C], or None for zeros: adaptive GroupNorm, a sample's affine step after the common one.
         stats: whether to return mean and rstd, [N, num_groups] each.
         eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
 
@@ -156,7 +162,7 @@ def group_norm_forward(
     """
     if out_dtype == FLOAT8:
         raise KernelInputError(f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}")
-    view = _groups_view(x, num_groups, precision=precision)
+    view = _groups_view(x, num_groups, precision=precision, scale=scale, shift=shift)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
@@ -230,6 +236,8 @@ def group_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -237,11 +245,15 @@ def group_norm_backward(
 ) -> Backward:
     """`layer_norm_backward` with means over a group, dweight and dbias summed over samples and positions.
 
+    With scale or shift [N, C], z = (x_hat * weight + bias) * (1 + scale) + shift; dscale and dshift are sums over
+    positions.
     Dropout's mask is that of `group_norm_forward` for x's layout, whatever dy's.
     """
     view = _groups_view(x, num_groups, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    return _backward(
+        view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, scale=scale, shift=shift
+    )
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
@@ -349,7 +361,14 @@ def _rows_view(
     )
 
 
-def _groups_view(x: Tensor, num_groups: int, *, precision: torch.dtype | None) -> _View:
+def _groups_view(
+    x: Tensor,
+    num_groups: int,
+    *,
+    precision: torch.dtype | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> _View:
     check_groups(x, num_groups)
     n, c = x.shape[:2]
     hw = math.prod(x.shape[2:])
@@ -370,6 +389,8 @@ def _groups_view(x: Tensor, num_groups: int, *, precision: torch.dtype | None) -
         mask=mask_in_view,
         work=_work_dtype(x, precision),
         stream=x.dtype,
+        scale=scale,
+        shift=shift,
     )
 
 
@@ -413,28 +434,40 @@ def _backward(
     residual: Tensor | None,
     dresidual_out: Tensor | None,
     epilogue: Epilogue,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Backward:
     work = view.work
     h = _summed(view, x, residual)
     if rstd is None or (view.centre and mean is None):
-        centre, scale = _statistics(view, h, eps)
+        centre, inverse = _statistics(view, h, eps)
     else:
         aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
-        scale = rstd.to(work).reshape(aligned)
-        centre = torch.zeros_like(scale) if mean is None else mean.to(work).reshape(aligned)
+        inverse = rstd.to(work).reshape(aligned)
+        centre = torch.zeros_like(inverse) if mean is None else mean.to(work).reshape(aligned)
 
-    xhat = (h - centre) * scale
+    xhat = (h - centre) * inverse
     dz = dy.to(work).reshape(view.shape)
     if epilogue.dropout:
         dz = dz * _dropout_factors(view, epilogue, x.device)
     if epilogue.activation != "none":
-        dz = dz * activation_derivative(_affine(view, xhat, weight, bias), epilogue.activation)
+        z = _affine(view, xhat, weight, bias)
+        if scale is not None:
+            z = z * (1.0 + _of_samples(view, scale))
+        if shift is not None:
+            z = z + _of_samples(view, shift)
+        dz = dz * activation_derivative(z, epilogue.activation)
 
+    dshift = None if shift is None else _sample_gradient(view, dz, shift)
+    dscale = None if scale is None else _sample_gradient(view, dz * _affine(view, xhat, weight, bias), scale)
+    if scale is not None:
+        dz = dz * (1.0 + _of_samples(view, scale))
     g = dz if weight is None else dz * _factors(view, weight)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
     if view.centre:
         dh = dh - g.mean(view.axes, keepdim=True)
-    dh = dh * scale
+    dh = dh * inverse
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
     dx = _laid_out_like(x, dh, x.dtype)
@@ -444,7 +477,18 @@ def _backward(
         dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
         dbias=None if bias is None else _parameter_gradient(view, dz, bias),
         dresidual=None if residual is None else dresidual,
+        dscale=dscale,
+        dshift=dshift,
     )
+
+
+def _of_samples(view: _View, parameter: Tensor) -> Tensor:
+    """A parameter [N, C], broadcastable."""
+    return parameter.to(view.work).reshape(*view.shape[:3], 1)
+
+
+def _sample_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
+    return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype)
 
 
 def _work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
@@ -475,6 +519,11 @@ def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | Non
         z = z * _factors(view, weight)
     if bias is not None:
         z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
+    of_samples = (view.shape[0], *view.parameter_shape[1:])
+    if view.scale is not None:
+        z = z * (1.0 + view.scale.to(xhat.dtype).reshape(of_samples))
+    if view.shift is not None:
+        z = z + view.shift.to(xhat.dtype).reshape(of_samples)
     return z
 
 

@@ -33,9 +33,13 @@ class Backward(NamedTuple):
         dbias: the gradient of bias, when bias came in.
         dresidual: the gradient of the residual, when one came in: dx itself, unless the residual's dtype is another
             than x's.  GroupNorm's is always dx.
+        dscale: the gradient of GroupNorm's scale [N, C], when one came in.
+        dshift: the gradient of GroupNorm's shift [N, C], when one came in.
     """
 
     dx: Tensor
     dweight: Tensor | None = None
     dbias: Tensor | None = None
     dresidual: Tensor | None = None
+    dscale: Tensor | None = None
+    dshift: Tensor | None = None

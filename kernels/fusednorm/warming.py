@@ -1,11 +1,18 @@
 """Compiling kernels ahead of their first use."""
 
+import math
+from typing import Any
+
 import torch
 
-from fusednorm import layer_norm_passes
-from fusednorm.device import INTERPRETED
+from fusednorm import group_norm_passes, layer_norm_passes
+from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
+from fusednorm.group_norm_forward_configs import ForwardBlock, ForwardHeld
+from fusednorm.group_norm_forward_launch import choose_forward
+from fusednorm.group_norm_launch import Sample
 from fusednorm.layer_norm_tables import SINGLE_ROW_COLS
+from fusednorm.waiting import may_wait
 
 _OPERATIONS = ("layer_norm", "rms_norm")
 
@@ -53,7 +60,7 @@ def warmup(
     # A very long row that comes alone is taken in another way than several.
     for rows in (1, 2) if cols >= SINGLE_ROW_COLS else (1,):
         x = torch.zeros(rows, cols, dtype=dtype, device=device)
-        options = {
+        options: dict[str, Any] = {
             "residual": x if residual else None,
             "activation": activation,
             "dropout": dropout,
@@ -65,3 +72,75 @@ def warmup(
             statistics = {"rstd": result.rstd} if op == "rms_norm" else {"mean": result.mean, "rstd": result.rstd}
             differentiate(x, x, *parameters, **options)
             differentiate(x, x, *parameters, **statistics, **options)
+
+
+def warmup_group_norm(
+    dtype: torch.dtype,
+    num_groups: int,
+    shape: tuple[int, ...],
+    *,
+    channels_last: bool = False,
+    parameter_dtype: torch.dtype | None = None,
+    scale: bool = False,
+    shift: bool = False,
+    residual: bool = False,
+    activation: str = "none",
+    dropout: float = 0.0,
+    backward: bool = True,
+    device: torch.device | None = None,
+) -> None:
+    """Compile what a group norm of aligned samples of one shape runs, however many, by running it on a few.
+
+    Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
+    them with weight and bias.  A call with other options or without parameters compiles at its first use, as does
+    a backward pass over so many samples that their gradients of weight and bias are folded in two steps.
+
+    Args:
+        dtype: of x, y and dy.
+        num_groups: divides C.
+        shape: of a sample, (C, *spatial).
+        channels_last: how samples lie in memory.
+        parameter_dtype: of weight, bias, scale and shift; `dtype` when None.
+        scale, shift: whether they come.
+        residual: whether a residual of `dtype` comes with x.
+        activation: as in `group_norm_forward`.
+        dropout: as in `group_norm_forward`; only whether it is 0 matters here.
+        backward: whether to compile the backward passes, too.
+        device: the CUDA device; the current one when None.
+
+    Raises:
+        KernelInputError: a dtype, shape or option that its launchers do not take.
+    """
+    if not shape or min(shape) < 1:
+        raise KernelInputError(f"shape must be (C, *spatial), each at least 1, got {shape}")
+    device = device or torch.device("cpu" if INTERPRETED else "cuda")
+    weight = torch.zeros(shape[0], dtype=parameter_dtype or dtype, device=device)
+    parameters = (num_groups, weight, weight)
+
+    def run(samples: int) -> None:
+        x = torch.zeros(samples, *shape, dtype=dtype, device=device)
+        if channels_last:
+            x = torch.zeros(samples, *shape[1:], shape[0], dtype=dtype, device=device).movedim(-1, 1)
+        of_samples = torch.zeros(samples, shape[0], dtype=weight.dtype, device=device)
+        options: dict[str, Any] = {
+            "residual": x if residual else None,
+            "scale": of_samples if scale else None,
+            "shift": of_samples if shift else None,
+            "activation": activation,
+            "dropout": dropout,
+            "seed": 0 if dropout else None,
+        }
+        group_norm_passes.group_norm_forward(x, *parameters, **options)
+        result = group_norm_passes.group_norm_forward(x, *parameters, stats=True, **options)
+        if backward:
+            group_norm_passes.group_norm_backward(x, x, *parameters, **options)
+            group_norm_passes.group_norm_backward(x, x, *parameters, mean=result.mean, rstd=result.rstd, **options)
+
+    run(1)
+    multiprocessors = multiprocessor_count(device)
+    sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
+    config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
+    if isinstance(config, ForwardHeld | ForwardBlock) and config.writers > 1:
+        # Few groups or blocks are written by several programs each, which is another kernel than for many.
+        of_sample = num_groups if isinstance(config, ForwardHeld) else -(-num_groups // config.block_groups)
+        run(multiprocessors // (2 * of_sample) + 1)

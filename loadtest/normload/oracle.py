@@ -56,22 +56,31 @@ def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Referen
     normalised = _normalise(case, given)
     weight = given["weight"].reshape(normalised.channels) if "weight" in given else np.ones(1)
     bias = given["bias"].reshape(normalised.channels) if "bias" in given else np.zeros(1)
-    z = normalised.x_hat * weight + bias
+    affine = Reference(normalised.x_hat * weight + bias, normalised.noise * np.abs(weight) + np.abs(bias))
+    factor, shift = _modulation(case, given)
+    z = affine.values * factor + shift
+    z_terms = affine.terms * np.abs(factor) + np.abs(shift)
     activation, derivative = _ACTIVATIONS[case.activation]
     if not case.is_backward:
-        answer = {"y": Reference(activation(z), normalised.noise * np.abs(weight) + np.abs(bias))}
+        answer = {"y": Reference(activation(z), z_terms)}
         if case.residual:
             answer["residual_out"] = Reference(normalised.h, np.abs(normalised.h))
         return answer
 
     dz = given["dy"] * derivative(z)
-    answer = {"dx": _input_gradient(case, normalised, dz * weight)}
+    answer = {"dx": _input_gradient(case, normalised, dz * factor * weight)}
     summed = tuple(axis for axis, size in enumerate(normalised.channels) if size == 1)
-    terms = (np.abs(given["dy"]) * normalised.noise).sum(summed).reshape(-1)
+    terms = (np.abs(given["dy"] * factor) * normalised.noise).sum(summed).reshape(-1)
     if "weight" in given:
-        answer["dweight"] = Reference((dz * normalised.x_hat).sum(summed).reshape(-1), terms)
+        answer["dweight"] = Reference((dz * factor * normalised.x_hat).sum(summed).reshape(-1), terms)
     if "bias" in given:
-        answer["dbias"] = Reference(dz.sum(summed).reshape(-1), terms)
+        answer["dbias"] = Reference((dz * factor).sum(summed).reshape(-1), terms)
+    if case.adaptive:
+        positions = _position_axes(case)
+        dz_terms = np.abs(given["dy"]) * z_terms
+        terms = np.abs(given["dy"]) * affine.terms + dz_terms * np.abs(affine.values)
+        answer["dscale"] = Reference((dz * affine.values).sum(positions), terms.sum(positions))
+        answer["dshift"] = Reference(dz.sum(positions), (np.abs(dz) + dz_terms).sum(positions))
     return answer
 
 
@@ -115,6 +124,20 @@ def _normalise(case: Case, given: Mapping[str, Floats]) -> _Normalised:
         noise=1 + (np.abs(grouped) * rstd).reshape(h.shape),
         channels=tuple(channels),
     )
+
+
+def _modulation(case: Case, given: Mapping[str, Floats]) -> tuple[Floats, Floats]:
+    """1 + scale and shift, in shapes that broadcast."""
+    if not case.adaptive:
+        return np.ones(1), np.zeros(1)
+    positions = _position_axes(case)
+    return 1 + np.expand_dims(given["scale"], positions), np.expand_dims(given["shift"], positions)
+
+
+def _position_axes(case: Case) -> tuple[int, ...]:
+    """The axes of x but samples and channels."""
+    rank = len(case.shape)
+    return tuple(axis for axis in range(rank) if axis not in (0, case.channel_axis % rank))
 
 
 def _grouped(case: Case, values: Floats) -> tuple[Floats, tuple[int, ...]]:

@@ -51,6 +51,7 @@ class Case:
         layout: of GroupNorm, "nchw" or "nhwc".
         residual: whether one comes with x.
         affine: whether weight and bias come.
+        adaptive: whether scale and shift of each sample come, of GroupNorm.
         seed: of the numbers.
     """
 
@@ -63,6 +64,7 @@ class Case:
     num_groups: int = 0
     layout: str = "nchw"
     seed: int = 0
+    adaptive: bool = False
 
     @property
     def op(self) -> str:
@@ -101,6 +103,9 @@ class Case:
             tensors["weight"] = narrow(numbers.normal(1, 0.3, size), parameter_dtype)
             if self.op != "rms_norm":
                 tensors["bias"] = narrow(numbers.normal(0, 0.3, size), parameter_dtype)
+        if self.adaptive:
+            for name in ("scale", "shift"):
+                tensors[name] = narrow(numbers.normal(0, 0.3, (self.shape[0], *size)), parameter_dtype)
         return tensors
 
 
@@ -177,4 +182,5 @@ def _make_case(operation: str, max_bytes: int, choices: random.Random) -> Case:
     batch = max(1, elements // (channels * side**2))
     layout = choices.choice(("nchw", "nhwc"))
     shape = (batch, channels, side, side) if layout == "nchw" else (batch, side, side, channels)
-    return Case(operation, shape, dtype, activation, residual, affine, groups, layout, seed)
+    adaptive = choices.random() < 0.3
+    return Case(operation, shape, dtype, activation, residual, affine, groups, layout, seed, adaptive)

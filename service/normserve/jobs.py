@@ -110,7 +110,7 @@ class NormJob:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
 
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so neither
-        survives company.
+        survives company.  GroupNorm's scale and shift belong to the samples and go along with them.
         """
         has_parameters = self.layer is not None or "weight" in self.tensors or "bias" in self.tensors
         if self.spec.dropout or (self.spec.direction is Pass.BACKWARD and has_parameters):

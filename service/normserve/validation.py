@@ -33,10 +33,24 @@ def make_job(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | N
     for name in ("weight", "bias"):
         if name in tensors:
             _check_shape(name, tensors[name], (size,))
+    for name in ("scale", "shift"):
+        if name in tensors:
+            _check_shape(name, tensors[name], (x.shape[0], size))
     for name in ("mean", "rstd"):
         if name in tensors:
             _check_statistics(name, tensors[name], spec, x)
     return NormJob(spec, dict(tensors), layer)
+
+
+def tensor_names(op: Op, direction: Pass, *, with_layer: bool = False) -> tuple[str, ...]:
+    """The tensors that an operation takes, without those that a registered layer has in their place."""
+    rms = op is Op.RMS_NORM
+    parameters = () if with_layer else ("weight",) if rms else ("weight", "bias")
+    of_samples = ("scale", "shift") if op is Op.GROUP_NORM else ()
+    names = ("x", *parameters, *of_samples, "residual")
+    if direction is Pass.FORWARD:
+        return names
+    return (*names, "dy", *(("rstd",) if rms else ("mean", "rstd")), "dresidual_out")
 
 
 def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
@@ -75,20 +89,17 @@ def _with_layer(spec: NormSpec, layer: Layer) -> NormSpec:
 
 def _check_names(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None) -> None:
     backward = spec.direction is Pass.BACKWARD
-    rms = spec.op is Op.RMS_NORM
-    known = ["x", *([] if layer else ["weight"] if rms else ["weight", "bias"]), "residual"]
-    if backward:
-        known += ["dy", *(["rstd"] if rms else ["mean", "rstd"]), "dresidual_out"]
+    known = tensor_names(spec.op, spec.direction, with_layer=layer is not None)
     beside = " with a registered layer" if layer else ""
     _check_known(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
     for name in ("x", "dy") if backward else ("x",):
         if name not in tensors:
             raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
-    if backward and not rms and ("mean" in tensors) != ("rstd" in tensors):
+    if backward and spec.op is not Op.RMS_NORM and ("mean" in tensors) != ("rstd" in tensors):
         raise MissingTensorError("mean and rstd must come together or not at all")
 
 
-def _check_known(tensors: Mapping[str, HostTensor], known: "list[str] | tuple[str, ...]", what: str) -> None:
+def _check_known(tensors: Mapping[str, HostTensor], known: tuple[str, ...], what: str) -> None:
     for name in tensors:
         if name not in known:
             raise UnexpectedTensorError(f"{what} takes {', '.join(known)}, got {name[:64]!r}")

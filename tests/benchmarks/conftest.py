@@ -15,6 +15,11 @@ from benchmarks.timing import Quantiles
 MACHINE = {"gpu": "A GPU", "driver": "1", "torch": "2", "triton": "3", "commit": "abc", "dirty": 0}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interpreted(quickly_interpreted: None) -> None:
+    """Candidates are checked in the interpreter where there is no GPU."""
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20)

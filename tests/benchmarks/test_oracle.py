@@ -57,7 +57,7 @@ def test_float8_in_steps_twice_as_large_fails(problem):
 
 
 def test_a_scale_that_leaves_half_the_range_empty_fails(problem):
-    it = problem(variant="float8")
+    it = problem(variant="float8", dtype="bfloat16")
     exact, scale = exact_results(it)
     with pytest.raises(WrongResultError, match="result 1"):
         Oracle(it).error(Run(lambda: (_float8(exact / scale[:, None] / 2), scale.float() * 2)))
@@ -67,11 +67,23 @@ def _float8(rows):
     return rows.to(torch.float8_e4m3fn)
 
 
+@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("variant", ["plain", "silu", "residual", "scale_shift_silu", "no_affine"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_right_groups_pass(problem, layout, pass_):
-    it = problem("group_norm", pass_, shape=(2, 8, 4, 4), groups=4, layout=layout)
-    assert Oracle(it).error(ours(it)) < 1e-5
+def test_right_groups_pass(problem, provider, layout, pass_, variant):
+    it = problem("group_norm", pass_, variant, shape=(2, 8, 4, 4), groups=4, layout=layout)
+    assert 0 < Oracle(it).error(provider(it)) < 1e-5
+
+
+def test_wrong_gradients_of_scale_and_shift_fail(problem):
+    it = problem("group_norm", "backward", "scale_shift_silu", shape=(2, 8, 4, 4), groups=4)
+    right = ours(it).call()
+    assert [tuple(result.shape) for result in right[1:]] == [(8,), (8,), (2, 8), (2, 8)]
+    for index in (3, 4):
+        results = (*right[:index], right[index] + 0.1, *right[index + 1 :])
+        with pytest.raises(WrongResultError, match=f"result {index}"):
+            Oracle(it).error(Run(lambda results=results: results))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
@@ -124,6 +136,14 @@ def test_parts_sum_to_the_whole(problem, monkeypatch):
     it = problem(pass_="backward", variant="dropout")
     whole = exact_results(it)
     monkeypatch.setattr("benchmarks.oracle._PART_NUMEL", 512)
+    for part, all_at_once in zip(exact_results(it), whole, strict=True):
+        torch.testing.assert_close(part, all_at_once)
+
+
+def test_gradients_of_samples_come_out_of_parts_whole(problem, monkeypatch):
+    it = problem("group_norm", "backward", "scale_shift_silu", shape=(3, 8, 4, 4), groups=4)
+    whole = exact_results(it)
+    monkeypatch.setattr("benchmarks.oracle._PART_NUMEL", 128)
     for part, all_at_once in zip(exact_results(it), whole, strict=True):
         torch.testing.assert_close(part, all_at_once)
 

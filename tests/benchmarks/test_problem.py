@@ -26,6 +26,18 @@ def test_tensors_are_those_of_the_variant(problem):
     assert problem(op="rms_norm").bias is None
 
 
+def test_groups_have_the_parameters_of_their_variant(problem):
+    def of(variant):
+        return problem("group_norm", variant=variant, shape=(2, 8, 4, 5), groups=4)
+
+    assert of("no_affine").weight is of("no_affine").bias is None
+    assert of("silu").of_samples == {}
+    assert {name: t.shape for name, t in of("scale_shift_silu").of_samples.items()} == {
+        "scale": (2, 8),
+        "shift": (2, 8),
+    }
+
+
 def test_a_stream_is_as_wide_as_the_variant_says(problem):
     plain, wide = (
         problem(variant="residual", dtype="bfloat16"),

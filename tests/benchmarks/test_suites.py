@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from benchmarks.suites import SUITES, cells_of, shard
+from benchmarks.suites import GROUP_SHAPES, SUITES, cells_of, shard
 from benchmarks.variants import VARIANTS
 
 
@@ -57,3 +57,32 @@ def test_cells_over_the_same_tensors_are_of_one_shard():
 )
 def test_layer_norm_has_every_kind_of_cell(name):
     assert name in {cell.name for cell in cells_of(["layer_norm"])}
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_group_norm_has_every_shape_in_every_dtype_and_layout(dtype, layout, pass_):
+    names = {cell.name for cell in cells_of(["group_norm"])}
+    assert len(GROUP_SHAPES) == 12
+    for shape in GROUP_SHAPES:
+        assert f"group_norm {pass_} silu {'x'.join(map(str, shape))}g32 {dtype} {layout}" in names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "group_norm forward plain 8x512x64x64g32 bfloat16 nhwc",
+        "group_norm backward residual 4x256x256x256g32 bfloat16 nchw",
+        "group_norm backward scale_shift_silu 2x320x64x64g32 bfloat16 nhwc",
+        "group_norm forward no_affine 16x128x64x64g128 bfloat16 nchw",
+        "group_norm backward silu 4x64x256x256g64 bfloat16 nhwc",
+        "group_norm forward silu 1x128x1024x1024g1 bfloat16 nhwc",
+        "group_norm backward silu 8x96x64x64g32 bfloat16 nchw",
+        "group_norm forward silu 8x320x59x61g32 bfloat16 nhwc",
+        "group_norm backward silu 16x512x4096g32 bfloat16 nchw",
+        "group_norm forward silu 2x256x16x64x64g32 bfloat16 nhwc",
+    ],
+)
+def test_group_norm_has_every_kind_of_cell(name):
+    assert name in {cell.name for cell in cells_of(["group_norm"])}

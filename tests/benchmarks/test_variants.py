@@ -22,6 +22,9 @@ from benchmarks.variants import VARIANTS
         ("per_head", "forward", 2),
         ("per_head", "backward", 3),
         ("chain", "forward", 2),
+        ("no_affine", "backward", 3),
+        ("scale_shift_silu", "forward", 2),
+        ("scale_shift_silu", "backward", 3),
     ],
 )
 def test_fewest_bytes_are_whole_tensors_once_each(variant, pass_, tensors):

@@ -53,6 +53,20 @@ def test_description_holds_every_parameter(api):
     assert SAFETENSORS in paths["/v1/rms_norm/backward"]["post"]["requestBody"]["content"]
 
 
+def test_description_names_every_tensor(api):
+    paths = api.get("/openapi.json").json()["paths"]
+
+    def tensors(path: str) -> set[str]:
+        return set(re.findall(r"^- `(\w+)`: ", paths[path]["post"]["requestBody"]["description"], re.M))
+
+    assert tensors("/v1/rms_norm") == {"x", "weight", "residual"}
+    assert tensors("/v1/layer_norm") == {"x", "weight", "bias", "residual"}
+    assert tensors("/v1/group_norm") == {"x", "weight", "bias", "scale", "shift", "residual"}
+    of_backward = {"dy", "mean", "rstd", "dresidual_out"}
+    assert tensors("/v1/group_norm/backward") == tensors("/v1/group_norm") | of_backward
+    assert tensors("/v1/rms_norm/backward") == tensors("/v1/rms_norm") | of_backward - {"mean"}
+
+
 def test_strangers_add_no_series(api):
     def series():
         lines = api.get("/metrics").text.splitlines()

@@ -87,6 +87,7 @@ def test_group_norm_layer(api, name):
         ({"weight": (4,)}, {"op": "layer_norm", "dropout": 0.5}, 422, "invalid_parameter"),
         ({"bias": (4,)}, {"op": "layer_norm"}, 422, "missing_tensor"),
         ({"weight": (4,), "bias": (4,)}, {"op": "rms_norm"}, 422, "unexpected_tensor"),
+        ({"weight": (4,), "scale": (1, 4)}, {"op": "group_norm", "num_groups": 2}, 422, "unexpected_tensor"),
         ({"weight": (4,), "bias": (5,)}, {"op": "layer_norm"}, 422, "invalid_shape"),
         ({"weight": (2, 2)}, {"op": "layer_norm"}, 422, "invalid_shape"),
         ({"weight": (0,)}, {"op": "layer_norm"}, 422, "invalid_shape"),

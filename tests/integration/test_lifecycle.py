@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from .misbehaving_server import FAILS, HAS_A_BUG, RUNS_DRY, WAITS
 from .raw import Connection, head
-from .wire import X, assert_alive, assert_problem, npy
+from .wire import SAFETENSORS, X, assert_alive, assert_problem, npy, packed, post
 
 SCRIPT = str(Path(__file__).with_name("misbehaving_server.py"))
 
@@ -30,7 +31,12 @@ class Stage:
         return self.http.post("/v1/layer_norm", content=content, params=params)
 
     def post_later(self, cols: int, rows: int = 1, **params: object) -> "Future[httpx.Response]":
-        return self._pool.submit(self.post, cols, rows, **params)
+        return self.later(self.post, cols, rows, **params)
+
+    def later(
+        self, request: Callable[..., httpx.Response], *arguments: object, **options: object
+    ) -> "Future[httpx.Response]":
+        return self._pool.submit(request, *arguments, **options)
 
     def occupy_device(self) -> "Future[httpx.Response]":
         """A request that runs until the gate opens."""
@@ -117,6 +123,35 @@ def test_what_gathers_while_the_device_is_busy_shares_a_launch(stage):
         assert headers["x-batch-size"] == "3"
         assert int(headers["x-kernel-bytes"]) == rows * 8 * 4 * 2
     assert "ran 6x8" in stage.server.log
+
+
+@pytest.mark.parametrize("direction", ["", "/backward"])
+def test_scale_and_shift_go_along_with_their_samples(stage, direction):
+    """In a launch of several requests each sample has its own, and the bits that it has alone."""
+
+    def adaptive(samples: int, of_samples: int) -> httpx.Response:
+        numbers = torch.Generator().manual_seed(samples)
+        tensors = {"x": torch.randn(samples, 6, 5, generator=numbers)}
+        if direction:
+            tensors["dy"] = torch.randn(samples, 6, 5, generator=numbers)
+        tensors["scale"] = torch.randn(of_samples, 6, generator=numbers).half()
+        tensors["shift"] = torch.randn(of_samples, 6, generator=numbers)
+        path = f"/v1/group_norm{direction}?num_groups=3&activation=silu"
+        return post(stage.http, path, packed(**tensors), content_type=SAFETENSORS)
+
+    alone = [adaptive(samples, samples) for samples in (1, 2, 3)]
+    running = stage.occupy_device()
+    together = [stage.later(adaptive, samples, samples) for samples in (1, 2, 3)]
+    stage.wait_for_queue(3)
+    # As many as the launch has samples are not as many as the request has.
+    assert_problem(adaptive(2, 6), 422, "invalid_shape")
+    stage.open_gate()
+    assert running.result().status_code == 200
+    for own, shared in zip(alone, (response.result() for response in together), strict=True):
+        assert own.headers["x-batch-size"] == "1"
+        assert shared.headers["x-batch-size"] == "3"
+        assert own.headers["x-kernel-bytes"] == shared.headers["x-kernel-bytes"]
+        assert own.content == shared.content
 
 
 def test_full_budgets_are_429(stage_of):

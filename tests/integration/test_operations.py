@@ -6,80 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import reference
 
-from .wire import DTYPES, NPY, SAFETENSORS, from_npy, npy, packed, unpacked
+from .cases import GROUPS, Case, assert_close, default_eps, post
+from .wire import DTYPES, NPY, from_npy, npy, packed
 
 OPS = ("layer_norm", "rms_norm", "group_norm")
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
-GROUPS = 4
-# Rounding of the result to its own type, and of what was summed in float32 on the way there.
-TOLERANCES = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(3)
-
-
-class Case:
-    """One operation on tensors of one dtype: how it is asked for, and what is right."""
-
-    def __init__(self, op: str, dtype: torch.dtype, parameters: torch.dtype | None, nhwc: bool = False):
-        self.op, self.nhwc = op, nhwc
-        self.shape = (3, 4, 5, 8) if nhwc else (3, 8, 4, 5) if op == "group_norm" else (2, 3, 64)
-        size = 8 if op == "group_norm" else 64
-        self.x = torch.randn(self.shape).to(dtype)
-        self.weight = self.bias = None
-        if parameters is not None:
-            self.weight = torch.randn(size).to(parameters)
-            self.bias = torch.randn(size).to(parameters) if op != "rms_norm" else None
-
-    def like_x(self) -> torch.Tensor:
-        return torch.randn(self.shape).to(self.x.dtype)
-
-    def query(self, **parameters: object) -> dict[str, object]:
-        if self.op == "group_norm":
-            parameters |= {"num_groups": GROUPS, "layout": "nhwc" if self.nhwc else "nchw"}
-        return parameters
-
-    def right(self, direction: str, *leading: torch.Tensor, **options: object) -> dict[str, torch.Tensor]:
-        """The oracle's answer, in the payload's layout."""
-        options |= {"weight": self.weight, "precision": torch.float64}
-        if self.op != "rms_norm":
-            options["bias"] = self.bias
-        groups = [GROUPS] if self.op == "group_norm" else []
-        options = {name: self._first(name, value) for name, value in options.items()}
-        leading = [self._first("x", tensor) for tensor in leading]
-        result = getattr(reference, f"{self.op}_{direction}")(*leading, *groups, **options)
-        named = {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
-        named.pop("dresidual", None)
-        return {name: self._last(name, tensor) for name, tensor in named.items()}
-
-    def _first(self, name: str, value: object) -> object:
-        moves = self.nhwc and isinstance(value, torch.Tensor) and value.dim() > 2
-        return value.movedim(-1, 1) if moves else value
-
-    def _last(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.movedim(1, -1) if self.nhwc and tensor.dim() > 2 else tensor
-
-
-def post(api, path: str, content: bytes, **query: object) -> dict[str, torch.Tensor]:
-    response = api.post(path, content=content, params=query, headers={"content-type": SAFETENSORS})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"] == SAFETENSORS
-    return unpacked(response.content)
-
-
-def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, right in want.items():
-        dtype = torch.float32 if name in ("mean", "rstd") else right.dtype
-        assert got[name].dtype == dtype, name
-        assert got[name].shape == right.shape, name
-        scale = right.double().abs().max().clamp(min=1)
-        error = (got[name].double() - right.double()).abs().max() / scale
-        assert error <= TOLERANCES[dtype], (name, error)
 
 
 CASES = [
@@ -227,7 +164,3 @@ def test_a_large_mean_does_not_cancel(api):
         got = post(api, "/v1/group_norm", packed(x=sent), num_groups=2, layout=layout)["y"]
         want = F.group_norm(x.double(), 2).movedim(1, -1) if layout == "nhwc" else F.group_norm(x.double(), 2)
         assert (got.double() - want).abs().max() < 5e-3
-
-
-def default_eps(op: str) -> float:
-    return 1e-6 if op == "rms_norm" else 1e-5

@@ -13,8 +13,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def float8_is_rounded(float8_is_rounded_as_on_a_gpu: None) -> None:
-    """In every test of kernels."""
+def interpreted(float8_is_rounded_as_on_a_gpu: None, quickly_interpreted: None) -> None:
+    """What the interpreter needs in every test of kernels."""
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import fusednorm.group_norm_passes as ours
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import group_norm_launch as launch
-from fusednorm import reference
+from fusednorm import group_norm_backward_launch, group_norm_forward_launch, reference
+from fusednorm import group_norm_forward_configs as configs
+from fusednorm.group_norm_backward_configs import BackwardColumns, BackwardSplit, BackwardStream
 from torch import Tensor
 
 from tests.kernels.accuracy import assert_close_to_oracle
@@ -15,12 +16,16 @@ from tests.kernels.accuracy import assert_close_to_oracle
 # programs, with full and partial ones among them.
 CONTIGUOUS = {
     "tile": (None, None),
-    "sweep": (launch.ForwardSweep(16, 4), launch.BackwardSweep(4, 4, 8, 4)),
-    "split": (launch.ForwardSplit(16, 32, 32, 4), launch.BackwardSplit(8, 4, 8, 4)),
+    "held": (configs.ForwardHeld(1, 1), None),
+    "rolling": (configs.ForwardRolling(1, 1, 1), None),
+    "pieces": (configs.ForwardPieces(3, 1, 1), None),
+    "sweep": (configs.ForwardSweep(16, 4), None),
+    "split": (configs.ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
 }
 CHANNELS_LAST = {
-    "slab": (None, None),
-    "columns": (launch.ForwardColumns(8, 4, 2, 16, 8, 24, 4), launch.BackwardColumns(8, 4, 24, 4)),
+    "block": (None, None),
+    "stream": (configs.ForwardStream(1, 2, 3, 3), BackwardStream(1, 2, 1, 2, 3)),
+    "columns": (configs.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }
 
 
@@ -34,9 +39,9 @@ def use_configuration(monkeypatch, name):
     """Make the launchers choose one algorithm whatever the shape; returns whether it is channels-last."""
     forward, backward = (CONTIGUOUS | CHANNELS_LAST)[name]
     if forward is not None:
-        monkeypatch.setattr(launch, "choose_forward", lambda sample, itemsize: forward)
+        monkeypatch.setattr(group_norm_forward_launch, "choose_forward", lambda *_, **__: forward)
     if backward is not None:
-        monkeypatch.setattr(launch, "choose_backward", lambda sample, itemsize: backward)
+        monkeypatch.setattr(group_norm_backward_launch, "choose_backward", lambda *_, **__: backward)
     return name in CHANNELS_LAST
 
 

@@ -25,6 +25,24 @@ def test_gradients_through_activation_and_dropout_match_finite_differences(activ
     assert torch.autograd.gradcheck(call, inputs("add_layer_norm"))
 
 
+def test_gradients_of_scale_and_shift_match_finite_differences():
+    x, w, b, r = inputs("add_group_norm")
+    both = torch.randn(x.shape[0], 2 * x.shape[1], dtype=x.dtype, requires_grad=True)
+
+    def call(x, w, b, r, both):
+        scale, shift = both.chunk(2, dim=1)
+        return fusednorm.add_group_norm(x, r, 2, w, b, scale=scale, shift=shift, activation="silu")
+
+    assert torch.autograd.gradcheck(call, (x, w, b, r, both))
+
+
+def test_a_group_norm_module_takes_scale_and_shift(device):
+    module = fusednorm.GroupNorm(2, 6, activation="silu", device=device)
+    x, scale, shift = (torch.randn(3, 6, *size, device=device) for size in ((4,), (), ()))
+    expected = F.silu(F.group_norm(x, 2) * (1 + scale[..., None]) + shift[..., None])
+    torch.testing.assert_close(module(x, scale, shift), expected)
+
+
 def test_expanded_gradients_are_taken(device):
     x = torch.randn(4, 8, device=device, requires_grad=True)
     fusednorm.layer_norm(x).sum().backward()

@@ -7,7 +7,7 @@ out is every pairing of algorithm, dtype and activation; those meet only in the 
 import fusednorm.group_norm_passes as ours
 import pytest
 import torch
-from fusednorm import reference
+from fusednorm import group_norm_backward_launch, group_norm_forward_launch, reference
 from fusednorm.epilogue import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
@@ -59,7 +59,7 @@ def test_any_channels_a_group(algorithm, channels, groups, device, poisoned, mon
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("algorithm", ["tile", "slab"])
+@pytest.mark.parametrize("algorithm", ["tile", "stream"])
 def test_activation_and_residual(algorithm, activation, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((2, 6, 4, 5), 2, torch.float32, device, last, residual=True, activation=activation)
@@ -99,6 +99,18 @@ def test_outside_gradient_of_the_residual_sum_is_added(algorithm, device, monkey
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("given", ["scale", "shift", "both"])
+def test_scale_and_shift_of_each_sample(algorithm, given, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 7, 6), 2, torch.float32, device, last, activation="silu")
+    halves = dict(zip(("scale", "shift"), torch.randn(2, 12, device=device).chunk(2, dim=1), strict=True))
+    extra = halves if given == "both" else {given: halves[given].to(torch.float16)}
+    actual = case.forward(ours, **extra)
+    exact = case.forward(reference, precision=torch.float64, **extra)
+    torch.testing.assert_close(actual.y, exact.y.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_without_parameters(algorithm, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((1, 4, 5, 8), 2, torch.float16, device, last, affine=False)
@@ -116,7 +128,7 @@ def test_dtypes_may_be_mixed(last, device, poisoned):
     assert actual.residual_out.dtype == torch.bfloat16
     dy = torch.randn_like(case.x).float()
     gradients, exact = case.backward(ours, dy), case.backward(reference, dy, precision=torch.float64)
-    for gradient, wanted, tolerance in zip(gradients, exact, (2**-7, 1e-5, 2**-9, 2**-7), strict=True):
+    for gradient, wanted, tolerance in zip(gradients[:4], exact[:4], (2**-7, 1e-5, 2**-9, 2**-7), strict=True):
         assert gradient.dtype == wanted.dtype
         torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance)
 
@@ -131,8 +143,8 @@ def test_offsets_of_64_bits_inside_a_group(positions, device, poisoned, monkeypa
 
 
 def test_many_samples_fold_their_parameter_gradients_in_two_steps(device, poisoned, monkeypatch):
-    monkeypatch.setattr("fusednorm.group_norm_launch.FOLD_TWICE_ABOVE", 16)
-    monkeypatch.setattr("fusednorm.group_norm_launch.FOLD_RUNS", 3)
+    monkeypatch.setattr("fusednorm.group_norm_backward_fold_plan.FOLD_TWICE_ABOVE", 16)
+    monkeypatch.setattr("fusednorm.group_norm_backward_fold_plan.FOLD_RUNS", 3)
     check_backward(make_case((40, 4, 3), 2, torch.float32, device))
 
 
@@ -157,12 +169,96 @@ def test_tensors_laid_out_otherwise_are_refused(device):
     x = torch.randn(2, 6, 4, 4, device=device)
     with pytest.raises(UnsupportedShapeError, match="contiguous or channels-last"):
         ours.group_norm_forward(x[:, :, ::2], 3)
-    with pytest.raises(UnsupportedShapeError, match="residual must be contiguous as x is"):
-        ours.group_norm_forward(x, 3, residual=channels_last(x))
-    with pytest.raises(UnsupportedShapeError, match="dy must be channels-last as x is"):
-        ours.group_norm_backward(x, channels_last(x), 3)
-    with pytest.raises(UnsupportedShapeError, match="dresidual_out must be contiguous"):
-        ours.group_norm_backward(x, x, 3, dresidual_out=channels_last(x))
+    with pytest.raises(UnsupportedShapeError, match="residual must be contiguous or channels-last"):
+        ours.group_norm_forward(x, 3, residual=x.transpose(2, 3))
+    with pytest.raises(UnsupportedShapeError, match="dy must be contiguous or channels-last"):
+        ours.group_norm_backward(x.transpose(2, 3), x, 3)
+    with pytest.raises(UnsupportedShapeError, match="dresidual_out must be contiguous or channels-last"):
+        ours.group_norm_backward(x, x, 3, dresidual_out=x.transpose(2, 3))
+
+
+def in_the_other_layout(t):
+    return channels_last(t) if t.is_contiguous() else t.contiguous()
+
+
+@pytest.mark.parametrize("positions", [(5, 9), (4, 8)])
+@pytest.mark.parametrize("algorithm", ["split", "columns"])
+def test_companions_of_the_other_layout_are_read_where_they_lie(
+    algorithm, positions, device, poisoned, monkeypatch
+):
+    last = use_configuration(monkeypatch, algorithm)
+    forward, backward = (CONTIGUOUS | CHANNELS_LAST)[algorithm]
+    monkeypatch.setattr(group_norm_forward_launch, "split_forward", lambda *_: forward)
+    monkeypatch.setattr(group_norm_backward_launch, "split_backward", lambda *_: backward)
+    case = make_case((2, 6, *positions), 2, torch.float32, device, last, residual=True, activation="silu")
+    dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
+    residual = case.residual
+
+    def results(dy, residual, outside):
+        case.residual = residual
+        forward = case.forward(ours, stats=True)
+        saved = {"mean": forward.mean, "rstd": forward.rstd}
+        gradients = case.backward(ours, dy, dresidual_out=outside, **saved)
+        return *forward[:4], *gradients[:3], *case.backward(ours, dy, dresidual_out=outside)[:3]
+
+    expected = results(dy, residual, outside)
+    for given in (
+        (in_the_other_layout(dy), residual, outside),
+        (dy, in_the_other_layout(residual), outside),
+        (dy, residual, in_the_other_layout(outside)),
+        tuple(map(in_the_other_layout, (dy, residual, outside))),
+    ):
+        for actual, wanted in zip(results(*given), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+            assert actual.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_other_layout_is_not_copied(last, device, monkeypatch):
+    case = make_case((1, 6, 5, 4), 2, torch.float32, device, last, residual=True)
+    case.residual, dy = in_the_other_layout(case.residual), in_the_other_layout(torch.randn_like(case.x))
+    given = set()
+
+    def note(kernel, grid, arguments, options, device):
+        given.update(a.data_ptr() for a in arguments if isinstance(a, torch.Tensor))
+
+    monkeypatch.setattr("fusednorm.launch.prepared.start", note)
+    case.forward(ours)
+    case.backward(ours, dy)
+    assert {t.data_ptr() for t in (case.x, case.residual, dy)} <= given
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_scale_and_shift_of_samples_have_gradients(algorithm, affine, activation, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((3, 6, 5, 7), 2, torch.float32, device, last, affine=affine, activation=activation)
+    dy = torch.randn_like(case.x)
+    # Halves of one tensor, as they come out of a projection, and one row for all samples.
+    scale, shift = torch.randn(3, 12, device=device).chunk(2, dim=1)
+    same = torch.randn(6, device=device).expand(3, 6)
+    for given in ({"scale": scale, "shift": shift}, {"scale": same}, {"shift": shift}):
+        actual = case.backward(ours, dy, **given)
+        exact = case.backward(reference, dy, **given, precision=torch.float64)
+        for got, wanted in zip(actual, exact, strict=True):
+            if wanted is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_scale_and_shift_laid_out_otherwise_are_refused(device):
+    x = torch.randn(2, 6, 4, device=device)
+    own, both = torch.randn(2, 6, device=device), torch.randn(2, 12, device=device)
+    with pytest.raises(KernelInputError, match=r"scale must be \[2, 6\]"):
+        ours.group_norm_forward(x, 3, scale=both)
+    with pytest.raises(UnsupportedShapeError, match="channels of shift must be contiguous"):
+        ours.group_norm_forward(x, 3, shift=both[:, ::2])
+    with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
+        ours.group_norm_forward(x, 3, scale=own, shift=both[:, 6:])
+    with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
+        ours.group_norm_backward(x, x, 3, scale=own, shift=both[:, 6:])
 
 
 def test_what_means_nothing_is_refused(device):

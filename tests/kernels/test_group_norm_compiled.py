@@ -17,16 +17,22 @@ SHAPES = [
     ((4, 64, 32, 32), 64),
 ]
 
-# Bytes that a thread may park, outside the loops, where the assembler does so to fit one more program beside it;
-# Triton 3.6 does, 3.7 does not.
-PARKED = {"group_norm_nhwc_backward_slab_kernel": 64}
+# What is outside of loops over chunks, stored and read again once a group or block: numbers of the walk, and, where
+# groups straddle vectors (ten channels), the moments of runs while they are folded to groups and back.
+SPILLS = {
+    "group_norm_nchw_shared_kernel": 16,
+    "group_norm_nhwc_shared_kernel": 104,
+    "group_norm_nhwc_backward_shared_kernel": 16,
+    "group_norm_nhwc_held_kernel": 8,
+}
 
 COMPILE = """
 import json, math, sys
 import torch
 from fusednorm.checks import Epilogue
 from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_forward_plan import empty_statistics, plan_forward
+from fusednorm.group_norm_forward_call import empty_statistics
+from fusednorm.group_norm_forward_plan import plan_forward
 from fusednorm.group_norm_launch import Sample
 from fusednorm.inspection import inspect
 from fusednorm.results import Backward, Forward
@@ -37,6 +43,8 @@ for (n, c, *spatial), groups in shapes:
     for channels_last in (False, True):
         sample = Sample(groups, c // groups, math.prod(spatial), channels_last)
         x = torch.empty((n, c, *spatial), dtype=dtype, device="meta")
+        if channels_last:
+            x = torch.empty((n, *spatial, c), dtype=dtype, device="meta").movedim(-1, 1)
         w = torch.empty(c, dtype=dtype, device="meta")
         after = Epilogue("silu")
         plans = plan_forward(x, sample, w, w, 1e-5, None, after, Forward(x))
@@ -62,8 +70,8 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
     assert len(reports) > 15
     for kernel, options, _, spilled, registers, widest in reports:
         what = f"{kernel} {options}: {registers} registers, {spilled} bytes spilled, widest accesses {widest}"
-        assert spilled <= PARKED.get(kernel, 0), what
+        assert spilled <= SPILLS.get(kernel, 0), what
         if "fold" not in kernel:
             assert widest["ld"] == 16, what
-        if "fold" not in kernel and "stats" not in kernel and "sums" not in kernel:
+        if all(part not in kernel for part in ("fold", "stats", "sums", "moments")):
             assert widest["st"] == 16, what

@@ -47,6 +47,25 @@ def test_every_run_gives_the_same_bits(shape, groups, last, device):
             assert first is again is None or torch.equal(first, again)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((2, 320, 64, 64), 32), ((3, 96, 61, 67), 32), ((1, 64, 500, 500), 2)]
+)
+def test_companions_of_the_other_layout_give_the_same(shape, groups, last, dtype, device, poisoned):
+    case = make_case(shape, groups, dtype, device, last, residual=True, activation="silu")
+    dy = torch.randn_like(case.x)
+    forward, gradients = case.forward(ours), case.backward(ours, dy, dresidual_out=dy)
+    case.residual, dy = (t.contiguous() if last else channels_last(t) for t in (case.residual, dy))
+    tolerance = 1e-4 if dtype == torch.float32 else 2**-6
+    for actual, wanted in zip(case.forward(ours), forward, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+            assert actual.stride() == wanted.stride()
+    for actual, wanted in zip(case.backward(ours, dy, dresidual_out=dy)[:3], gradients, strict=False):
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_dropout_on_the_gpu_draws_the_oracles_mask(last, device):
     case = make_case((3, 64, 33, 31), 16, torch.float32, device, last, dropout=0.3, seed=2**50 + 1)

@@ -3,6 +3,7 @@
 import pytest
 from fusednorm import layer_norm_launch as launch
 from fusednorm import layer_norm_tables as tables
+from fusednorm import waiting
 from fusednorm.launch import REGISTERS_PER_SM
 from fusednorm.layer_norm_configs import ForwardParts, ForwardRow, ForwardShared, ForwardSweep, ForwardTile
 
@@ -12,7 +13,7 @@ MULTIPROCESSORS = 132
 @pytest.fixture
 def compiled(monkeypatch):
     """As on a GPU, where programs can wait for one another."""
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(waiting, "INTERPRETED", False)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -47,7 +48,7 @@ def test_a_single_very_long_row_is_cut_as_several_are(itemsize, compiled):
 
 
 def test_programs_wait_for_one_another_only_where_they_can(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETED", True)
+    monkeypatch.setattr(waiting, "INTERPRETED", True)
     assert isinstance(launch.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), ForwardSweep)
 
 

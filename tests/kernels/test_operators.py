@@ -14,14 +14,22 @@ def test_operators_keep_torchs_contract(op):
     x, w, b, r = inputs(op, dtype=torch.float32)
     bias = None if op == "rms_norm" else b
     operator = getattr(torch.ops.fusednorm, op).default
-    torch.library.opcheck(operator, (x, w, bias, r, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
-    torch.library.opcheck(operator, (x, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
+    torch.library.opcheck(operator, (x, w, bias, r, None, None, 2, 1e-5, float(op != "group_norm"), "silu", 0.0, 0))
+    torch.library.opcheck(operator, (x, None, None, None, None, None, 2, 1e-5, 0.0, "silu", 0.0, 0))
     if op != "group_norm":
         x, w, b, r = inputs("heads", dtype=torch.float32)
         bias = None if op == "rms_norm" else b
-        torch.library.opcheck(operator, (x, w, bias, r, 0, 1e-5, 0.0, "none", 0.0, 0))
+        torch.library.opcheck(operator, (x, w, bias, r, None, None, 0, 1e-5, 0.0, "none", 0.0, 0))
     stream = r.detach().half().requires_grad_()
-    torch.library.opcheck(operator, (x, w, bias, stream, 2, 1e-5, 0.0, "none", 0.0, 0))
+    torch.library.opcheck(operator, (x, w, bias, stream, None, None, 2, 1e-5, 0.0, "none", 0.0, 0))
+
+
+def test_group_norms_operator_takes_scale_and_shift():
+    x, w, b, r = inputs("group_norm", dtype=torch.float32)
+    scale, shift = torch.randn(2, *x.shape[:2]).unbind()
+    operator = torch.ops.fusednorm.group_norm.default
+    for given in ((scale.requires_grad_(), shift.requires_grad_()), (scale, None), (None, shift)):
+        torch.library.opcheck(operator, (x, w, b, r, *given, 2, 1e-5, 0.0, "silu", 0.0, 0))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -229,3 +229,16 @@ def test_what_means_nothing_is_refused(call, message):
 def test_other_strides_are_refused():
     with pytest.raises(UnsupportedShapeError, match="contiguous or channels-last"):
         reference.group_norm_forward(random(2, 6, 4, 4)[:, :, ::2], 3)
+
+
+def test_scale_and_shift_follow_group_norms_affine_step():
+    x, dy = torch.randn(2, 2, 6, 5, dtype=torch.float64)
+    weight, bias = torch.randn(2, 6, dtype=torch.float64)
+    scale, shift = torch.randn(2, 2, 6, dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias, scale, shift)]
+    y = F.group_norm(leaves[0], 3, *leaves[1:3]) * (1 + leaves[3][..., None]) + leaves[4][..., None]
+    F.silu(y).backward(dy)
+    actual = reference.group_norm_backward(dy, x, 3, weight, bias, scale=scale, shift=shift, activation="silu")
+    gradients = (actual.dx, actual.dweight, actual.dbias, actual.dscale, actual.dshift)
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(gradient, leaf.grad)

@@ -88,3 +88,35 @@ def test_inference_needs_no_backward(notes, device):
 def test_what_no_launcher_takes_is_refused(op, dtype, cols, options, device):
     with pytest.raises(fusednorm.KernelInputError):
         fusednorm.warmup(op, dtype, cols, device=device, **options)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"residual": True, "activation": "silu"}, {"scale": True, "shift": True, "dropout": 0.5}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_group_norms_of_any_number_of_samples_take_nothing_but_what_was_warmed_up(options, last, notes, device):
+    # One group, so that one sample leaves multiprocessors without a program even where there are two of them.
+    fusednorm.warmup_group_norm(DTYPE, 1, (8, 3, 4), channels_last=last, device=device, **options)
+    weight = torch.randn(8, device=device, dtype=DTYPE)
+    for samples in (1, 4):
+        x = torch.randn(samples, 8, 3, 4, device=device, dtype=DTYPE)
+        x = x.contiguous(memory_format=torch.channels_last) if last else x
+        of_samples = torch.randn(samples, 8, device=device, dtype=DTYPE)
+        more = {name: options[name] for name in ("activation", "dropout") if name in options}
+        more |= {"residual": x} if "residual" in options else {}
+        more |= {name: of_samples for name in ("scale", "shift") if name in options}
+        more |= {"seed": 7} if "dropout" in options else {}
+        assert not notes.new(fusednorm.group_norm_forward, x, 1, weight, weight, **more)
+        saved = fusednorm.group_norm_forward(x, 1, weight, weight, stats=True, **more)
+        statistics = {"mean": saved.mean, "rstd": saved.rstd}
+        assert not notes.new(fusednorm.group_norm_backward, x, x, 1, weight, weight, **more)
+        assert not notes.new(fusednorm.group_norm_backward, x, x, 1, weight, weight, **statistics, **more)
+    assert notes.new(fusednorm.group_norm_forward, x.float(), 1)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (4, 0), (5, 4)])
+def test_shapes_without_groups_are_not_warmed_up(shape, device):
+    with pytest.raises(fusednorm.KernelInputError):
+        fusednorm.warmup_group_norm(DTYPE, 2, shape, device=device)

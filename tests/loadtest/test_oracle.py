@@ -35,19 +35,25 @@ def torch_answer(case, tensors):
         z = F.group_norm(h, case.num_groups, weight, bias, 1e-5)
     else:
         z = F.group_norm(h.movedim(-1, 1), case.num_groups, weight, bias, 1e-5).movedim(1, -1)
+    if case.adaptive:
+        of_positions = (..., None, None) if case.layout == "nchw" else (slice(None), None, None)
+        z = z * (1 + leaves["scale"][of_positions]) + leaves["shift"][of_positions]
     y = ACTIVATIONS[case.activation](z)
     if not case.is_backward:
         answer = {"y": y.detach()}
         return answer | {"residual_out": h.detach()} if case.residual else answer
     y.backward(leaves["dy"].detach())
-    return {f"d{name}": leaves[name].grad for name in ("x", "weight", "bias") if name in leaves}
+    owners = ("x", "weight", "bias", "scale", "shift")
+    return {f"d{name}": leaves[name].grad for name in owners if name in leaves}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_it_agrees_with_torch(operation, layout, activation):
-    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}):
+    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}):
+        if "adaptive" in options and not operation.startswith("group_norm"):
+            continue
         asked = case(operation, layout, activation=activation, **options)
         tensors = asked.tensors()
         answer, expected = oracle.expected(asked, tensors), torch_answer(asked, tensors)
@@ -68,14 +74,14 @@ def right_answer(asked):
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
-    asked = case(operation, dtype=dtype, residual=True)
+    asked = case(operation, dtype=dtype, residual=True, adaptive=operation.startswith("group_norm"))
     tensors, answer = right_answer(asked)
     assert oracle.fault(asked, tensors, answer) is None
 
 
-@pytest.mark.parametrize("operation", ["layer_norm", "layer_norm/backward"])
+@pytest.mark.parametrize("operation", ["layer_norm", "layer_norm/backward", "group_norm", "group_norm/backward"])
 def test_any_wrong_answer_is_found(operation):
-    asked = case(operation)
+    asked = case(operation, adaptive=operation.startswith("group_norm"))
     tensors, answer = right_answer(asked)
     for name, tensor in answer.items():
         without = {other: value for other, value in answer.items() if other != name}
@@ -83,9 +89,9 @@ def test_any_wrong_answer_is_found(operation):
         values = widen(tensor)
         for wrong in (
             values * 1.01,
-            np.where(np.arange(values.size).reshape(values.shape) == 7, np.nan, values),
+            np.where(np.arange(values.size).reshape(values.shape) == values.size - 1, np.nan, values),
         ):
             off = answer | {name: narrow(wrong, tensor.dtype)}
-            assert f"{name} of (4, 5, 33): off by" in oracle.fault(asked, tensors, off)
+            assert f"{name} of {asked.shape}: off by" in oracle.fault(asked, tensors, off)
         for form in (replace(tensor, shape=(tensor.nbytes // 4,) + (1,) * 5), narrow(values, DType.FLOAT16)):
             assert "expected float32" in oracle.fault(asked, tensors, answer | {name: form})

@@ -29,6 +29,8 @@ def test_every_kind_of_request_is_drawn():
     assert len({case.dtype for case in cases}) == 3
     assert {case.layout for case in cases} == {"nchw", "nhwc"}
     assert {case.residual for case in cases} == {case.affine for case in cases} == {True, False}
+    assert {case.op for case in cases if case.adaptive} == {"group_norm"}
+    assert not all(case.adaptive for case in cases if case.op == "group_norm")
     counts = Counter(case.operation for case in cases)
     assert counts["rms_norm"] > counts["rms_norm/backward"]
 

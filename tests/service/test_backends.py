@@ -15,6 +15,7 @@ from .fake_jobs import layer
 DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 OPS = ("layer_norm", "rms_norm", "group_norm")
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def seeded():
     torch.manual_seed(11)
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(scope="module", params=[1, 3])
 def backend(request):
     before = torch.get_num_threads()
     made = TorchBackend(threads=request.param)
@@ -57,8 +58,8 @@ def assert_right(got, want) -> None:
 
 
 SHAPES = {
-    "layer_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (200, 4096)],
-    "rms_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (200, 4096)],
+    "layer_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (70, 4096)],
+    "rms_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (70, 4096)],
     "group_norm": [(3, 8, 4, 5), (2, 16), (1, 8, 33), (2, 40, 1, 1)],
 }
 CASES = [
@@ -74,15 +75,27 @@ class TestKernels:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("mean", [0.0, 30.0])
     def test_both_directions_with_everything(self, op, shape, channels_last, dtype, mean):
+        self.check_both_directions(op, shape, channels_last, dtype, mean, "silu")
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("channels_last", [False, True])
+    @pytest.mark.parametrize("op", OPS)
+    def test_every_activation(self, op, channels_last, activation):
+        shape = (3, 8, 4, 5) if op == "group_norm" else (7, 64)
+        self.check_both_directions(op, shape, channels_last and op == "group_norm", torch.float32, 0.0, activation)
+
+    def check_both_directions(self, op, shape, channels_last, dtype, mean, activation):
         def like_x(shift: float = 0.0) -> torch.Tensor:
             t = (torch.randn(shape) + shift).to(dtype)
             return t.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else t
 
         x, residual, dy, outside = like_x(mean), like_x(), like_x(), like_x()
         size = shape[1]
-        options = {"weight": torch.randn(size), "residual": residual, "activation": "silu", "eps": 1e-3}
+        options = {"weight": torch.randn(size), "residual": residual, "activation": activation, "eps": 1e-3}
         if op != "rms_norm":
             options["bias"] = torch.randn(size).bfloat16()
+        if op == "group_norm":
+            options |= {"scale": torch.randn(shape[:2]).half(), "shift": torch.randn(shape[:2])}
         groups = [4] if op == "group_norm" else []
         forward, backward = f"{op}_forward", f"{op}_backward"
         asked = options | {"stats": True, "out_dtype": torch.float32}
@@ -93,6 +106,20 @@ class TestKernels:
         assert_right(getattr(cpu, backward)(dy, x, *groups, **asked), right)
         saved = {"rstd": said.rstd} if op == "rms_norm" else {"mean": said.mean, "rstd": said.rstd}
         assert_right(getattr(cpu, backward)(dy, x, *groups, **asked, **saved), right)
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.4])
+    @pytest.mark.parametrize("channels_last", [False, True])
+    @pytest.mark.parametrize("given", [("scale",), ("shift",), ("scale", "shift")])
+    def test_scale_and_shift_need_nothing_beside_them(self, given, channels_last, dropout):
+        x, dy = torch.randn(3, 8, 4, 5), torch.randn(3, 8, 4, 5)
+        if channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        options = {name: torch.randn(3, 8) for name in given}
+        options |= {"activation": "gelu", "dropout": dropout, "seed": 3}
+        right = reference.group_norm_forward(x, 4, **options, precision=torch.float64)
+        assert_right(cpu.group_norm_forward(x, 4, **options), right)
+        right = reference.group_norm_backward(dy, x, 4, **options, precision=torch.float64)
+        assert_right(cpu.group_norm_backward(dy, x, 4, **options), right)
 
     @pytest.mark.parametrize("op", OPS)
     def test_large_mean_does_not_cancel(self, op):
@@ -109,10 +136,38 @@ class TestKernels:
                 assert error <= 2e-3 * getattr(right, name).abs().max().clamp(min=1), name
 
 
-def row_jobs(op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[int]) -> list[NormJob]:
-    spec = NormSpec(op, direction, eps=1e-5, activation="gelu", stats=direction is Pass.FORWARD)
+def row_jobs(
+    op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[int], activation: str = "gelu"
+) -> list[NormJob]:
+    spec = NormSpec(op, direction, eps=1e-5, activation=activation, stats=direction is Pass.FORWARD)
     names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy")
     return [NormJob(spec, {name: host(torch.randn(count, cols).to(dtype)) for name in names}) for count in rows]
+
+
+def sample_jobs(
+    direction: Pass, layout: Layout, dtype: torch.dtype, shape: tuple[int, ...], activation: str, groups: int
+) -> list[NormJob]:
+    """One, two and three samples of [C, *spatial], each with a scale and a shift."""
+    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, groups, layout, activation, stats=direction is Pass.FORWARD)
+    names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy", "dresidual_out")
+    sample = shape if layout is Layout.NCHW else (*shape[1:], shape[0])
+    jobs = []
+    for count in (1, 2, 3):
+        tensors = {name: host(torch.randn(count, *sample).to(dtype)) for name in names}
+        tensors["scale"] = host(torch.randn(count, shape[0]).half())
+        tensors["shift"] = host(torch.randn(count, shape[0]))
+        jobs.append(NormJob(spec, tensors))
+    return jobs
+
+
+def assert_same_bits_alone(backend: TorchBackend, jobs: list[NormJob]) -> None:
+    together = backend.run(Batch(tuple(jobs)))
+    for job, outputs in zip(jobs, together.outputs, strict=True):
+        (alone,) = backend.run(Batch((job,))).outputs
+        assert alone.keys() == outputs.keys()
+        for name in alone:
+            assert alone[name].shape == outputs[name].shape
+            assert bytes(alone[name].data) == bytes(outputs[name].data), name
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -135,32 +190,46 @@ class TestCompany:
     @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_rows_have_the_same_bits_alone_and_together(self, backend, op, direction, dtype, cols):
-        jobs = row_jobs(op, direction, dtype, cols, [1, 2, 5])
-        together = backend.run(Batch(tuple(jobs)))
-        for job, outputs in zip(jobs, together.outputs, strict=True):
-            (alone,) = backend.run(Batch((job,))).outputs
-            assert alone.keys() == outputs.keys()
-            for name in alone:
-                assert alone[name].shape == outputs[name].shape
-                assert bytes(alone[name].data) == bytes(outputs[name].data), name
+        assert_same_bits_alone(backend, row_jobs(op, direction, dtype, cols, [1, 2, 5]))
 
     @pytest.mark.parametrize("layout", Layout)
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_samples_have_the_same_bits_alone_and_together(self, backend, layout, dtype):
-        spec = NormSpec(
-            Op.GROUP_NORM, Pass.FORWARD, eps=1e-5, num_groups=4, layout=layout, activation="silu", stats=True
-        )
-        shape = (8, 40, 3) if layout is Layout.NCHW else (40, 3, 8)
-        jobs = [NormJob(spec, {"x": host(torch.randn(count, *shape).to(dtype))}) for count in (1, 3)]
-        together = backend.run(Batch(tuple(jobs)))
-        for job, outputs in zip(jobs, together.outputs, strict=True):
-            (alone,) = backend.run(Batch((job,))).outputs
-            for name in alone:
-                assert bytes(alone[name].data) == bytes(outputs[name].data), name
+    @pytest.mark.parametrize("direction", Pass)
+    @pytest.mark.parametrize("shape", [(8, 40, 3), (8, 5), (4, 30_011), (1, 70_001), (1, 1)])
+    def test_samples_have_the_same_bits_alone_and_together(self, backend, shape, direction, dtype, layout):
+        groups = min(4, shape[0])
+        assert_same_bits_alone(backend, sample_jobs(direction, layout, dtype, shape, "silu", groups))
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("direction", Pass)
+    def test_no_activation_tells_where_an_element_lies(self, backend, direction, activation):
+        for cols in (1, 37, 40_003):
+            jobs = row_jobs(Op.LAYER_NORM, direction, torch.float32, cols, [1, 2, 5], activation)
+            assert_same_bits_alone(backend, jobs)
+        for shape in ((6, 5), (6, 40_003)):
+            jobs = sample_jobs(direction, Layout.NCHW, torch.float32, shape, activation, 3)
+            assert_same_bits_alone(backend, jobs)
+
+    def test_each_sample_keeps_its_own_scale_and_shift(self, backend):
+        jobs = sample_jobs(Pass.FORWARD, Layout.NHWC, torch.float32, (6, 2, 5), "none", 3)
+        for job, outputs in zip(jobs, backend.run(Batch(tuple(jobs))).outputs, strict=True):
+            given = {name: back(tensor) for name, tensor in job.tensors.items()}
+            h = (given["x"] + given["residual"]).movedim(-1, 1)
+            z = torch.nn.functional.group_norm(h, 3).movedim(1, -1)
+            of_positions = (slice(None), None, None)
+            right = z * (1 + given["scale"].float()[of_positions]) + given["shift"][of_positions]
+            torch.testing.assert_close(back(outputs["y"]), right, atol=1e-5, rtol=1e-5)
 
     def test_each_gets_its_own_bytes_counted(self, backend):
         jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.float32, 8, [1, 2])
         assert backend.run(Batch(tuple(jobs))).kernel_bytes == (4 * 32, 4 * 64)
+
+    def test_scale_and_shift_are_counted_with_their_samples(self, backend):
+        for direction, passes in ((Pass.FORWARD, 1), (Pass.BACKWARD, 2)):
+            jobs = sample_jobs(direction, Layout.NCHW, torch.float32, (4, 3), "none", 2)
+            counted = backend.run(Batch(tuple(jobs))).kernel_bytes
+            of_samples = passes * 4 * (2 + 4)
+            assert counted == tuple(count * (4 * 12 * 4 + of_samples) for count in (1, 2, 3))
 
 
 class TestBackend:

@@ -92,6 +92,18 @@ STRANGERS = {
         job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
         job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
     ),
+    "scale": (
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2),
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"scale": tensor(1, 4)}),
+    ),
+    "scale for shift": (
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"scale": tensor(1, 4)}),
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"shift": tensor(1, 4)}),
+    ),
+    "dtype of shift": (
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"shift": tensor(1, 4)}),
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"shift": tensor(1, 4, dtype=DType.FLOAT16)}),
+    ),
     "group shape": (
         job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2),
         job(1, 4, 7, op=Op.GROUP_NORM, num_groups=2),
@@ -112,6 +124,21 @@ KIN = {
     "samples": (
         job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2),
         job(3, 4, 6, op=Op.GROUP_NORM, num_groups=2),
+    ),
+    "samples with their scale and shift": (
+        job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"scale": tensor(1, 4), "shift": tensor(1, 4)}),
+        job(3, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"shift": tensor(3, 4), "scale": tensor(3, 4)}),
+    ),
+    "backward with scale": tuple(
+        job(
+            samples,
+            *(4, 6),
+            op=Op.GROUP_NORM,
+            direction=Pass.BACKWARD,
+            num_groups=2,
+            tensors={"dy": tensor(samples, 4, 6), "scale": tensor(samples, 4)},
+        )
+        for samples in (2, 1)
     ),
     "backward without parameters": (
         job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)}),

@@ -74,6 +74,8 @@ def test_every_operation(backend, op, direction, layout, dtype):
     tensors["weight"] = torch.randn(size)
     if op is not Op.RMS_NORM:
         tensors["bias"] = torch.randn(size)
+    if op is Op.GROUP_NORM:
+        tensors |= {"scale": torch.randn(2, size).to(dtype), "shift": torch.randn(2, size)}
     forward = direction is Pass.FORWARD
     spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, "silu", stats=forward)
     (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
@@ -97,6 +99,27 @@ def test_rows_have_the_same_bits_alone_and_together(backend, cols):
     together = run(backend, *jobs)
     for job, outputs in zip(jobs, together, strict=True):
         (alone,) = run(backend, job)
+        for name in alone:
+            assert torch.equal(alone[name], outputs[name]), name
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("shape", [(320, 8, 8), (320, 64, 64), (128, 300, 300), (6, 31), (4, 1)])
+def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction, layout):
+    forward = direction is Pass.FORWARD
+    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, "silu", stats=forward)
+    sample = (*shape[1:], shape[0]) if layout is Layout.NHWC else shape
+    jobs = []
+    for samples in (1, 2, 5):
+        names = ("x", "residual") if forward else ("x", "dy")
+        tensors = {name: host(torch.randn(samples, *sample).bfloat16()) for name in names}
+        tensors |= {name: host(torch.randn(samples, shape[0])) for name in ("scale", "shift")}
+        jobs.append(NormJob(spec, tensors))
+    together = run(backend, *jobs)
+    for job, outputs in zip(jobs, together, strict=True):
+        (alone,) = run(backend, job)
+        assert alone.keys() == outputs.keys()
         for name in alone:
             assert torch.equal(alone[name], outputs[name]), name
 

@@ -3,7 +3,8 @@
 import pytest
 from normserve.errors import InvalidParameterError, InvalidShapeError, UnexpectedTensorError
 from normserve.jobs import Layout, NormSpec, Op, Pass
-from normserve.validation import check_parameters, make_job
+from normserve.tensors import DType
+from normserve.validation import check_parameters, make_job, tensor_names
 
 from .fake_jobs import layer, tensor
 
@@ -48,6 +49,27 @@ def test_channels_are_where_the_layout_says():
     assert made.spec.num_groups == 4
     with pytest.raises(InvalidParameterError, match="divide the 3 channels"):
         make_job(spec(Op.GROUP_NORM, num_groups=4), parameters)
+
+
+@pytest.mark.parametrize("direction", Pass)
+def test_scale_and_shift_are_groups_alone(direction):
+    for op in Op:
+        names = tensor_names(op, direction)
+        assert ({"scale", "shift"} <= set(names)) == (op is Op.GROUP_NORM)
+        beside_a_layer = tensor_names(op, direction, with_layer=True)
+        assert set(names) - set(beside_a_layer) == {"weight", "bias"} - ({"bias"} if op is Op.RMS_NORM else set())
+
+
+@pytest.mark.parametrize("x", [(2, 3, 8), (2, 8)])
+def test_scale_and_shift_are_of_samples_and_channels(x):
+    groups = spec(Op.GROUP_NORM, num_groups=4, layout=Layout.NHWC)
+    tensors = {"x": tensor(*x), "scale": tensor(2, 8, dtype=DType.FLOAT16)}
+    made = make_job(groups, tensors, layer(op=Op.GROUP_NORM, num_groups=2, size=8))
+    assert made.tensors.keys() == {"x", "scale"}
+    assert made.nbytes == tensors["x"].nbytes + 2 * 8 * 2
+    for shape in ((8,), (1, 8), (2, 3), (2, 8, 1)):
+        with pytest.raises(InvalidShapeError, match=r"shift must be \[2, 8\]"):
+            make_job(groups, tensors | {"shift": tensor(*shape)})
 
 
 def test_long_tensor_names_are_cut():

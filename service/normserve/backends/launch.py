@@ -66,8 +66,8 @@ def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What comes of no rows at all: empty tensors, and sums of nothing."""
     x = tensors["x"]
     if spec.direction is Pass.BACKWARD:
-        gradients = {f"d{name}": torch.zeros_like(tensors[name]) for name in ("weight", "bias") if name in tensors}
-        return {"dx": torch.empty_like(x), **gradients}
+        sums = [name for name in ("weight", "bias", "scale", "shift") if name in tensors]
+        return {"dx": torch.empty_like(x), **{f"d{name}": torch.zeros_like(tensors[name]) for name in sums}}
     outputs = {"y": torch.empty_like(x, dtype=None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype])}
     if "residual" in tensors:
         outputs["residual_out"] = torch.empty_like(x)

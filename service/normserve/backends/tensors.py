@@ -24,6 +24,7 @@ _DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 PARAMETERS = ("weight", "bias")
 _PARAMETER_GRADIENTS = ("dweight", "dbias")
 _STATISTICS = ("mean", "rstd")
+_LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx")
 
 
 def view(tensor: HostTensor) -> Tensor:
@@ -51,14 +52,12 @@ def _as_rows(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
 
 def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
-    if spec.layout is Layout.NHWC and name not in _STATISTICS and name not in PARAMETERS:
-        return tensor.movedim(-1, 1)
-    return tensor
+    return tensor.movedim(-1, 1) if spec.layout is Layout.NHWC and name in _LAID_OUT_AS_X else tensor
 
 
 def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     """The way back from `channels_first`, contiguous."""
-    if spec.layout is Layout.NHWC and name not in _STATISTICS and name not in _PARAMETER_GRADIENTS:
+    if spec.layout is Layout.NHWC and name in _LAID_OUT_AS_X:
         tensor = tensor.movedim(1, -1)
     return tensor.contiguous()
 
@@ -83,23 +82,27 @@ def split(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[dict[str, HostTe
 def _share(job: NormJob, name: str, output: Tensor, start: int, stop: int) -> HostTensor:
     if name in _PARAMETER_GRADIENTS:
         return host_tensor(output, output.shape)
-    if name not in _STATISTICS:
-        return host_tensor(output[start:stop], job.x.shape)
-    by_group = job.spec.op is Op.GROUP_NORM
-    shape = (job.rows, job.spec.num_groups) if by_group else job.x.shape[:-1]
-    return host_tensor(output[start:stop], shape)
+    share = output[start:stop]
+    if name in _LAID_OUT_AS_X:
+        return host_tensor(share, job.x.shape)
+    return host_tensor(share, share.shape if job.spec.op is Op.GROUP_NORM else job.x.shape[:-1])
 
 
 def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
-    """The fewest bytes that a job's share of a launch must move through the device's memory."""
+    """The fewest bytes that a job's share of a launch must move through the device's memory.
+
+    GroupNorm's scale and shift count, and their gradients: they grow with the samples, which a weight does not.
+    """
 
     def width(tensor: HostTensor | None) -> int:
         return 0 if tensor is None else tensor.dtype.itemsize
 
     given = job.tensors.get
     numel = job.x.nbytes // job.x.dtype.itemsize
+    came = sum(tensor.nbytes for name, tensor in job.tensors.items() if name in ("scale", "shift"))
     if job.spec.direction is Pass.BACKWARD:
-        return backward_bytes(
+        # As many go as came: a gradient has its tensor's type.
+        return 2 * came + backward_bytes(
             numel,
             width(job.x),
             width(job.tensors["dy"]),
@@ -107,7 +110,7 @@ def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
             residual=width(given("residual")),
             dresidual_out=width(given("dresidual_out")),
         )
-    return forward_bytes(
+    return came + forward_bytes(
         numel,
         width(job.x),
         width(outputs["y"]),

@@ -104,6 +104,8 @@ def group_norm(
     *,
     layout: str | None = None,
     residual: object = None,
+    scale: object = None,
+    shift: object = None,
     eps: float | None = None,
     activation: str | None = None,
     dropout: float | None = None,
@@ -119,13 +121,15 @@ def group_norm(
         x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc".
         num_groups: divides C; left out only with `layer`.
         weight, bias: [C].
+        scale, shift: [B, C] in either layout, each sample's own affine step, z * (1 + scale) + shift, after
+            weight and bias.
         layout: "nchw" or "nhwc".
         stats: also return `mean` and `rstd`, [B, num_groups].
     """
     return _forward(
         "group_norm",
         x,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual},
+        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift},
         num_groups=num_groups,
         layout=layout,
         eps=eps,
@@ -236,6 +240,8 @@ def group_norm_backward(
     rstd: object = None,
     residual: object = None,
     dresidual_out: object = None,
+    scale: object = None,
+    shift: object = None,
     eps: float | None = None,
     activation: str | None = None,
     dropout: float | None = None,
@@ -259,6 +265,8 @@ def group_norm_backward(
             "rstd": rstd,
             "residual": residual,
             "dresidual_out": dresidual_out,
+            "scale": scale,
+            "shift": shift,
         },
         num_groups=num_groups,
         layout=layout,
@@ -294,7 +302,8 @@ def _backward(op: str, x: T, tensors: Mapping[str, object], **params: object) ->
         if "dx" not in results:
             raise UnexpectedAnswerError("the answer must hold dx, it does not")
         found = {name: arrays.from_host(tensor, _owner(name, x, tensors)) for name, tensor in results.items()}
-        return BackwardResult(found["dx"], found.get("dweight"), found.get("dbias"), answer.timing())
+        dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
+        return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, answer.timing())
 
     return Call("POST", f"/v1/{op}/backward", understand, query(params), payload(tensors))
 

@@ -53,10 +53,14 @@ class BackwardResult(Generic[T]):
         dx: the gradient of x, and equally of the residual, in x's shape.
         dweight: the gradient of weight, when weight went in.
         dbias: the gradient of bias, when bias went in.
+        dscale: the gradient of GroupNorm's scale, when scale went in.
+        dshift: the gradient of GroupNorm's shift, when shift went in.
         timing: what the server says about how it answered.
     """
 
     dx: T
     dweight: T | None
     dbias: T | None
+    dscale: T | None
+    dshift: T | None
     timing: Timing

@@ -24,6 +24,7 @@ from normserve.routes.parameters import (
     parse_query,
 )
 from normserve.routes.responses import BuffersResponse
+from normserve.routes.tensors import describe_tensors
 from normserve.tensors import DType
 from normserve.validation import make_job
 
@@ -51,7 +52,7 @@ class Operations:
                     name=f"{op.value} {direction.value}",
                     summary=f"{op.value}, {direction.value}",
                     description="Tensors in the body, everything else in the query.",
-                    openapi_extra=_description(parameters),
+                    openapi_extra=_description(parameters, describe_tensors(op, direction)),
                 )
         return router
 
@@ -173,11 +174,11 @@ def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> Buffe
     return response
 
 
-def _description(parameters: tuple[Parameter, ...]) -> dict[str, Any]:
+def _description(parameters: tuple[Parameter, ...], tensors: str) -> dict[str, Any]:
     binary = {"schema": {"type": "string", "format": "binary"}}
     content = {SAFETENSORS: binary, NPY: binary}
     return {
         "parameters": describe(parameters),
-        "requestBody": {"required": True, "content": content},
+        "requestBody": {"required": True, "description": tensors, "content": content},
         "responses": {"200": {"description": "The result.", "content": content}},
     }

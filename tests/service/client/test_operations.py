@@ -47,11 +47,27 @@ def test_a_backward_sends_its_tensors_and_returns_the_gradients(connect):
     np.testing.assert_array_equal(result.dbias, result.dweight + 1)
 
 
+def test_a_group_norm_sends_scale_and_shift_and_returns_their_gradients(connect):
+    scale, shift = np.ones((2, 3), np.float16), np.zeros((2, 3), np.float32)
+    server = FakeServer(tensors_answer(y=X, dx=X, dscale=2 * scale, dshift=shift + 3))
+    client = connect(server)
+    client.group_norm(X, 3, scale=scale, shift=shift)
+    assert server.params == {"num_groups": "3"}
+    assert server.tensors.keys() == {"x", "scale", "shift"}
+    result = client.group_norm_backward(X, X, 3, scale=scale, shift=torch.from_numpy(shift))
+    assert server.tensors.keys() == {"x", "dy", "scale", "shift"}
+    np.testing.assert_array_equal(server.tensors["scale"], scale)
+    np.testing.assert_array_equal(result.dscale, 2 * scale)
+    assert isinstance(result.dshift, torch.Tensor)
+    assert (result.dshift == 3).all()
+    assert (result.dweight, result.dbias) == (None, None)
+
+
 def test_what_was_not_asked_for_is_none(connect):
     result = connect(FakeServer(tensors_answer(y=X))).rms_norm(X)
     assert (result.residual_out, result.mean, result.rstd) == (None, None, None)
     result = connect(FakeServer(tensors_answer(dx=X))).rms_norm_backward(X, X)
-    assert (result.dweight, result.dbias) == (None, None)
+    assert (result.dweight, result.dbias, result.dscale, result.dshift) == (None, None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,30 @@
-"""Activations and their derivatives by torch's own kernels, in float32."""
+"""Activations and their derivatives in float32, with the same bits wherever in a tensor an element lies.
+
+torch's fused ones take the last elements of a tensor, or of a thread's share, by other instructions than the rest,
+so that a row's bits would depend on its company; exp, erf, tanh and plain arithmetic do not.
+"""
+
+import math
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+_SQRT_HALF = math.sqrt(0.5)
+_TANH_GAIN, _TANH_CUBIC = math.sqrt(2.0 / math.pi), 0.044715
+
 
 def activate_(z: Tensor, activation: str) -> Tensor:
-    """act(z), in z's memory where torch can."""
+    """act(z), in z's memory."""
     match activation:
         case "relu":
             return F.relu_(z)
         case "silu":
-            return F.silu(z, inplace=True)
+            return z.div_(_one_plus_exp_minus(z))
         case "gelu":
-            return F.gelu(z)
+            return z.mul_(_normal_cdf(z))
         case "gelu_tanh":
-            return F.gelu(z, approximate="tanh")
+            return z.mul_(_gelu_tanh(z).add_(1.0).mul_(0.5))
         case _:
             return z
 
@@ -26,11 +35,16 @@ def through_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
         case "relu":
             return torch.ops.aten.threshold_backward(dy, z, 0)  # type: ignore[no-any-return]
         case "silu":
-            return torch.ops.aten.silu_backward(dy, z)  # type: ignore[no-any-return]
+            s = _one_plus_exp_minus(z).reciprocal_()
+            return (1.0 - s).mul_(z).add_(1.0).mul_(s).mul_(dy)
         case "gelu":
-            return torch.ops.aten.gelu_backward(dy, z)  # type: ignore[no-any-return]
+            density = torch.square(z).mul_(-0.5).exp_().mul_(1.0 / math.sqrt(2.0 * math.pi))
+            return density.mul_(z).add_(_normal_cdf(z)).mul_(dy)
         case "gelu_tanh":
-            return torch.ops.aten.gelu_backward(dy, z, approximate="tanh")  # type: ignore[no-any-return]
+            t = _gelu_tanh(z)
+            slope = torch.square(z).mul_(3.0 * _TANH_CUBIC).add_(1.0).mul_(_TANH_GAIN)
+            rising = (1.0 - torch.square(t)).mul_(z).mul_(slope)
+            return rising.add_(t).add_(1.0).mul_(0.5).mul_(dy)
         case _:
             return dy
 
@@ -43,3 +57,18 @@ def widened(tensor: Tensor | None) -> Tensor | None:
 def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     """h = x + residual in float32; x itself if it is that already."""
     return x.float() if residual is None else x.float() + residual.float()
+
+
+def _one_plus_exp_minus(z: Tensor) -> Tensor:
+    """1 + exp(-z), the reciprocal of the sigmoid."""
+    return torch.neg(z).exp_().add_(1.0)
+
+
+def _normal_cdf(z: Tensor) -> Tensor:
+    """(1 + erf(z / √2)) / 2."""
+    return torch.mul(z, _SQRT_HALF).erf_().add_(1.0).mul_(0.5)
+
+
+def _gelu_tanh(z: Tensor) -> Tensor:
+    """tanh(√(2 / π) · (z + 0.044715 · z³))."""
+    return torch.square(z).mul_(_TANH_CUBIC).add_(1.0).mul_(z).mul_(_TANH_GAIN).tanh_()

@@ -1,0 +1,152 @@
+"""Folding of the backward pass's partial sums in a fixed order: a group's two sums, and gradients of parameters.
+
+Partial sums of dz and of dz * x_hat lie as [N, splits, C] in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm._early_start import await_previous, let_next_start
+
+
+@triton.jit(do_not_specialize=["groups", "group_columns", "splits", "scale_stride"])
+def group_norm_fold_sums_kernel(
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    weight_ptr,
+    scale_ptr,
+    sum_g_ptr,
+    sum_g_xhat_ptr,
+    groups: tl.int32,
+    group_columns: tl.int32,
+    splits: tl.int32,
+    scale_stride: tl.int64,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Sums of g = slope * dz and of g * x_hat over one group a program, from sums over channels."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    sample = row // groups
+    columns = groups.to(tl.int64) * group_columns
+    first_column = (row - sample * groups) * group_columns
+    base = sample * splits * columns
+    split = tl.arange(0, BLOCK_SPLITS)[:, None]
+    column = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    sum_g = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
+    sum_g_xhat = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
+    for first in range(0, group_columns, BLOCK_COLUMNS):
+        column_mask = first + column < group_columns
+        c = first_column + first + column
+        weight = tl.full((1, BLOCK_COLUMNS), 1.0, tl.float32)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + c, mask=column_mask, other=0.0).to(tl.float32)
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr + sample * scale_stride + c, mask=column_mask, other=0.0)
+            weight *= 1.0 + scale.to(tl.float32)
+        for first_split in range(0, splits, BLOCK_SPLITS):
+            s = first_split + split
+            mask = (s < splits) & column_mask
+            at = base + s.to(tl.int64) * columns + c
+            sum_g += weight * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
+            sum_g_xhat += weight * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
+    tl.store(sum_g_ptr + row, tl.sum(tl.sum(sum_g, 1), 0))
+    tl.store(sum_g_xhat_ptr + row, tl.sum(tl.sum(sum_g_xhat, 1), 0))
+
+
+@triton.jit(do_not_specialize=["splits", "columns", "scale_stride"])
+def group_norm_fold_samples_kernel(
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dz_sum_ptr,
+    dz_xhat_sum_ptr,
+    splits: tl.int32,
+    columns: tl.int32,
+    scale_stride: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Gradients of one sample's scale and shift, and its part of dbias' and dweight's sums, for a block of C."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
+    sample = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column_mask = column < columns
+    sum_dz = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sum_dz_xhat = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, splits, ROWS):
+        split = first + tl.arange(0, ROWS)[:, None]
+        at = (sample * splits + split) * columns + column
+        mask = (split < splits) & column_mask
+        sum_dz += tl.load(dz_part_ptr + at, mask=mask, other=0.0)
+        sum_dz_xhat += tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
+    dz = tl.sum(sum_dz, 0, keep_dims=True)
+    dz_xhat = tl.sum(sum_dz_xhat, 0, keep_dims=True)
+    at = sample * columns + column
+    if dshift_ptr is not None:
+        tl.store(dshift_ptr + at, dz.to(dshift_ptr.dtype.element_ty), mask=column_mask)
+    factor = tl.full((1, COLUMNS), 1.0, tl.float32)
+    if scale_ptr is not None:
+        factor += tl.load(scale_ptr + sample * scale_stride + column, mask=column_mask, other=0.0).to(tl.float32)
+    if dscale_ptr is not None:
+        dscale = dz_xhat
+        if weight_ptr is not None:
+            dscale *= tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            dscale += dz * tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+        tl.store(dscale_ptr + at, dscale.to(dscale_ptr.dtype.element_ty), mask=column_mask)
+    if dz_sum_ptr is not None:
+        tl.store(dz_sum_ptr + at, dz * factor, mask=column_mask)
+        tl.store(dz_xhat_sum_ptr + at, dz_xhat * factor, mask=column_mask)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "rows_a_program"])
+def group_norm_fold_rows_kernel(
+    bias_part_ptr,
+    weight_part_ptr,
+    dbias_ptr,
+    dweight_ptr,
+    rows: tl.int64,
+    columns: tl.int32,
+    rows_a_program: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Column sums of [rows, columns], one run of rows a program, cast to the outputs' dtypes.
+
+    Run once over everything it gives dbias and dweight; run over many runs it gives a shorter array of the
+    same kind.
+    """
+    let_next_start(EARLY)
+    await_previous(EARLY)
+    run = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column_mask = column < columns
+    first_row = run * rows_a_program
+    last_row = tl.minimum(first_row + rows_a_program, rows)
+    sum_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sum_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(first_row, last_row, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        at = row.to(tl.int64) * columns + column
+        mask = (row < last_row) & column_mask
+        if dbias_ptr is not None:
+            sum_bias += tl.load(bias_part_ptr + at, mask=mask, other=0.0)
+        if dweight_ptr is not None:
+            sum_weight += tl.load(weight_part_ptr + at, mask=mask, other=0.0)
+    out = run * columns + column
+    if dbias_ptr is not None:
+        total = tl.sum(sum_bias, 0, keep_dims=True)
+        tl.store(dbias_ptr + out, total.to(dbias_ptr.dtype.element_ty), mask=column_mask)
+    if dweight_ptr is not None:
+        total = tl.sum(sum_weight, 0, keep_dims=True)
+        tl.store(dweight_ptr + out, total.to(dweight_ptr.dtype.element_ty), mask=column_mask)

@@ -1,0 +1,195 @@
+"""Pieces of contiguous groups that stay in registers as they lie in memory: loading, moments, writing.
+
+A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is what one thread loads at once of each.
+All chunks below FULL are known to be whole.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm._group_norm_affine import load_affine, slope_and_offset
+from fusednorm._group_norm_nchw_sweeps import quotient
+from fusednorm._group_norm_words import widened_words
+from fusednorm._reductions import rounded_product
+from fusednorm._row_pieces import chunk_of
+from fusednorm.epilogue import activate_to, dropout_keep
+
+
+@triton.jit
+def element_of_chunk(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The elements of a chunk, [lanes, GROUP]."""
+    return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def load_chunks(
+    ptr, at, length,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """`length` elements from ptr + at on; masked ones are 0.  The tuple is empty where ptr is None."""
+    element = element_of_chunk(BLOCK, GROUP)
+    chunks = ()
+    if ptr is not None:
+        for i in tl.static_range(CHUNKS):
+            if i < FULL:
+                chunk = tl.load(ptr + at + i * BLOCK + element, eviction_policy=EVICT)
+            else:
+                mask = element + i * BLOCK < length
+                chunk = tl.load(ptr + at + i * BLOCK + element, mask=mask, other=0.0, eviction_policy=EVICT)
+            chunks = chunks + (chunk,)
+    return chunks
+
+
+@triton.jit
+def _float_chunk(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr):
+    if WORDS is None:
+        return chunk_of(chunks, residuals, i, FAST)
+    else:
+        return widened_words(chunks[i], WORDS, FAST)
+
+
+@triton.jit
+def lane_moments(
+    chunks, residuals, length,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr = None,
+):  # fmt: skip
+    """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
+
+    In one pass about a pivot, the mean of the lane's first vector: with n vectors a lane, what cancels is
+    n * 2^-24 of the result at worst.  Where WORDS is a type, chunks are its words, and there are no residuals.
+    """
+    lanes: tl.constexpr = BLOCK // GROUP
+    element = element_of_chunk(BLOCK, GROUP)
+    start = tl.arange(0, lanes)[:, None] * GROUP
+    first = tl.sum(_float_chunk(chunks, residuals, 0, FAST, WORDS), 1, keep_dims=True)
+    if FULL > 0:
+        pivot = first * (1.0 / GROUP)
+    else:
+        present = tl.minimum(tl.maximum(length - start, 0), GROUP).to(tl.float32)
+        pivot = first / tl.maximum(present, 1.0)
+    count = tl.full((lanes, 1), FULL * GROUP, tl.float32)
+    sum_1 = tl.zeros((lanes, 1), tl.float32)
+    sum_2 = tl.zeros((lanes, 1), tl.float32)
+    for i in tl.static_range(len(chunks)):
+        d = _float_chunk(chunks, residuals, i, FAST, WORDS) - pivot
+        if i >= FULL:
+            d = tl.where(element + i * BLOCK < length, d, 0.0)
+            count += tl.minimum(tl.maximum(length - (start + i * BLOCK), 0), GROUP).to(tl.float32)
+        sum_1 += tl.sum(d, 1, keep_dims=True)
+        sum_2 += tl.sum(d * d, 1, keep_dims=True)
+    # Told as one rounded mean and what is left of it: the pivot may be far from it.
+    distance = rounded_product(sum_1, 1.0 / tl.maximum(count, 1.0), FAST)
+    mean = pivot + distance
+    square = tl.maximum(sum_2 - sum_1 * distance, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return count, mean, (pivot - mean) + distance, square
+
+
+@triton.jit
+def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
+    """mean and rest of the same sum, with a mean that every thread has: that of `means` where `index` is 0.
+
+    What a reduction merges into mean and rest is right in each thread as a pair, but in one it may be another pair
+    than in the next.  Where parameters are tiles, h - mean and what makes up for rest may be computed in different
+    threads, for each has the layout in which it was loaded.
+    """
+    if PARAMETERS == "piece" or PARAMETERS == "chunk":
+        return mean, rest
+    else:
+        # A sum of one number and zeros is that number in any order.
+        anchor = tl.sum(tl.where(index == 0, means, 0.0))
+        return anchor, (mean - anchor) + rest
+
+
+@triton.jit
+def _channel(
+    first, walk, i: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters."""
+    if PARAMETERS == "element":
+        at = first + i * BLOCK + element_of_chunk(BLOCK, GROUP)
+    elif PARAMETERS == "vector":
+        at = first // GROUP + i * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[:, None]
+    else:
+        at = first // GROUP + i * (BLOCK // GROUP)
+    # Past the end, where nothing is written.
+    return tl.minimum(quotient(at, walk[2], walk[3], walk[4], WIDE), walk[1] - 1)
+
+
+@triton.jit
+def load_chunk_affine(
+    parameters, row, first, walk,
+    i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`load_affine` of chunk i of a piece that starts `first` elements into the group `row`.
+
+    Args:
+        walk: groups of a sample, channels of a group, what divides by a channel's length (in elements where
+            PARAMETERS is "element", else in vectors), and what leads from sample to sample of scale and shift.
+        PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element".
+        WIDE: whether `first` is 64-bit.
+    """
+    channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS, WIDE)
+    sample = row.to(tl.int32) // walk[0]
+    channel += (row.to(tl.int32) - sample * walk[0]) * walk[1]
+    return load_affine(parameters, channel, sample * walk[5] + channel)
+
+
+@triton.jit
+def write_chunks(
+    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, first, length, group_length, walk,
+    mean, rest, rstd, dropout, writer, writers,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+    SHARED: tl.constexpr, EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """y, and h, of a piece; of its chunk i when SHARED only where i % writers == writer.
+
+    Args:
+        affine: of the first chunk; that of each other one is loaded a chunk before.
+        row, first, length: the group, where in it the piece starts, and the piece's length.
+        mean, rest: the group's mean is mean + rest.
+        dropout: seed, threshold and scale.
+    """
+    element = element_of_chunk(BLOCK, GROUP)
+    base = row * group_length + first
+    for i in tl.static_range(len(chunks)):
+        current = affine
+        if PARAMETERS != "piece" and i + 1 < len(chunks):
+            affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS, WIDE)
+        if SHARED:
+            if i & (writers - 1) == writer:
+                write_chunk(
+                    chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+                    length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout,
+                    element, i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
+                )  # fmt: skip
+        else:
+            write_chunk(
+                chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+                length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout, element,
+                i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
+            )  # fmt: skip
+
+
+@triton.jit
+def write_chunk(
+    h, affine, y_ptr, residual_out_ptr, base, length, row, first, group_length, walk, mean, rest, rstd, dropout,
+    element, IS_FULL: tl.constexpr, EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """y, and h, of one chunk of `length` elements at `base` of the outputs and `first` of the group."""
+    if IS_FULL:
+        mask = tl.full(h.shape, True, tl.int1)
+    else:
+        mask = element < length
+    if residual_out_ptr is not None:
+        tl.store(residual_out_ptr + base + element, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    a, b = slope_and_offset(affine, rstd, rest)
+    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    if DROPOUT:
+        sample = row // walk[0]
+        position = (row - sample * walk[0]) * group_length + first + element
+        keep = dropout_keep(dropout[0], sample, position, dropout[1])
+        y = tl.where(keep, y * dropout[2], 0.0)
+    tl.store(y_ptr + base + element, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)

@@ -1,0 +1,160 @@
+"""Forward kernel of GroupNorm for contiguous groups that several programs share."""
+
+import triton
+import triton.language as tl
+
+from fusednorm._exchange import collect, first_tag, leave, post, slot_of
+from fusednorm._group_norm_nchw_pieces import (
+    lane_moments,
+    load_chunk_affine,
+    load_chunks,
+    same_for_all,
+    write_chunks,
+)
+from fusednorm._prefetch import prefetch
+from fusednorm._row_pieces import merge, merge_even, total_moments
+
+
+@triton.jit
+def _group_moments(
+    mailbox_ptr, team, tag, members, other, count, length, eps,
+    DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr,
+):  # fmt: skip
+    """mean, rest and rstd of a group, whose mean is mean + rest, from what all members posted; waits for that.
+
+    `other` [slots] numbers the members, `count` [slots] is the elements of each, 0 past the last.
+    """
+    present = other < members
+    slot_ptrs = slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+    means, rests, squares = collect(slot_ptrs, tag)
+    if EQUAL:
+        _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_even)
+    else:
+        _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge)
+    mean, rest = same_for_all(mean, rest, means, other, PARAMETERS)
+    return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "members", "group_units", "groups", "channels", "channel_length", "magic", "division_shift",
+        "scale_stride", "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nchw_shared_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mailbox_ptr,
+    rows: tl.int64,
+    members: tl.int32,
+    group_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int32,
+    magic: tl.int64,
+    division_shift: tl.int32,
+    scale_stride: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FULL: tl.constexpr,
+    GROUP: tl.constexpr,
+    EQUAL: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LAG: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A group belongs to `members` programs, a slab of CHUNKS * BLOCK elements each.
+
+    A slab is read for its moments, which are posted, and LAG groups later, by when the other members' moments have
+    come, again out of L1 or L2 for y.  With LAG 0 it stays in registers while its program waits for the others.
+    The slab AHEAD groups on is asked into L2.  Programs are persistent; the launch must be cooperative.
+    """
+    length = group_units * VEC
+    slab: tl.constexpr = CHUNKS * BLOCK
+    team = tl.program_id(0) // members
+    teams = tl.num_programs(0) // members
+    member = tl.program_id(0) % members
+    first = member * slab
+    slab_length = tl.minimum(length - first, slab)
+    start = first_tag(mailbox_ptr)
+    last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
+    turns = tl.cdiv(rows - team, teams)
+    other = tl.arange(0, SLOTS)
+    count_of_other = tl.minimum(tl.maximum(length - other * slab, 0), slab).to(tl.float32)
+    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    dropout = (seed, dropout_threshold, dropout_scale)
+
+    tag = start
+    for turn in range(0, turns + LAG):
+        # The group whose moments are taken; after the last turn, the last one again, for nothing.
+        row = team + tl.minimum(turn, turns - 1) * teams
+        x_at = row * length + first
+        chunks = load_chunks(x_ptr, x_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "")
+        residuals = load_chunks(
+            residual_ptr, x_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else ""
+        )
+        if AHEAD > 0 and turn + AHEAD < turns:
+            prefetch(x_ptr + x_at + AHEAD * teams * length.to(tl.int64), slab_length)
+
+        if LAG > 0 and turn >= LAG:
+            late_row = team + (turn - LAG) * teams
+            late_at = late_row * length + first
+            affine = load_chunk_affine(parameters, late_row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+            late = load_chunks(x_ptr, late_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_first")
+            late_residuals = load_chunks(
+                residual_ptr, late_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_first"
+            )
+            mean, rest, rstd = _group_moments(
+                mailbox_ptr, team, tag - LAG, members, other, count_of_other,
+                length, eps, DEPTH, EQUAL, PARAMETERS,
+            )  # fmt: skip
+            if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
+                if member == 0:
+                    tl.store(mean_ptr + late_row, mean + rest)
+                    tl.store(rstd_ptr + late_row, rstd)
+            write_chunks(
+                late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_row, first,
+                slab_length, length, walk, mean, rest, rstd, dropout, 0, 1,
+                FULL, BLOCK, GROUP, PARAMETERS, False, False, "evict_first", ACTIVATION, DROPOUT, FAST,
+            )  # fmt: skip
+
+        if turn < turns:
+            count, means, rests, squares = lane_moments(chunks, residuals, slab_length, FULL, BLOCK, GROUP, FAST)
+            slab_mean, slab_rest, slab_square = total_moments(count, means, rests, squares, FULL == CHUNKS, FAST)
+            post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
+            if LAG == 0:
+                affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+                mean, rest, rstd = _group_moments(
+                    mailbox_ptr, team, tag, members, other, count_of_other, length, eps, DEPTH, EQUAL, PARAMETERS
+                )
+                if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
+                    if member == 0:
+                        tl.store(mean_ptr + row, mean + rest)
+                        tl.store(rstd_ptr + row, rstd)
+                write_chunks(
+                    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, first,
+                    slab_length, length, walk, mean, rest, rstd, dropout, 0, 1,
+                    FULL, BLOCK, GROUP, PARAMETERS, False, False, "", ACTIVATION, DROPOUT, FAST,
+                )  # fmt: skip
+        tag += 1
+
+    leave(mailbox_ptr, last_tag)

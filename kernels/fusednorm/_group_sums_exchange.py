@@ -1,0 +1,28 @@
+"""Programs that share several groups tell one another two sums a group, while all of them run.
+
+Two steps, since a block of columns holds many groups and a group many contributors: each program posts its part of
+every group that it touches; one program for each group, its leader, collects the parts and posts their total; and
+whoever touches the group collects that.  For cooperative launches alone; tags, the header and the last program's
+duty are those of `_exchange`.
+
+Slots are those of `post_pairs`: one for a group's total and one for each contributor behind it.  Turns take turns
+in DEPTH sets of slots, a power of two.  A program that collects the totals of turn n - LAG before it posts its
+parts of turn n needs DEPTH >= LAG: the leader had then read the parts of turn n - LAG; and before it posts a total
+anew, all contributors have posted parts of the same turn.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm._exchange import HEADER_WORDS, PAIR_WORDS
+
+
+@triton.jit
+def slots_of_group(mailbox_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
+    """Where a group's total is posted in the turn `tag`; its contributors' parts follow, PAIR_WORDS each."""
+    turn = (tag & (DEPTH - 1)).to(tl.int32)
+    return (
+        mailbox_ptr
+        + HEADER_WORDS
+        + ((team * DEPTH + turn) * team_groups + group) * ((contributors + 1) * PAIR_WORDS)
+    )

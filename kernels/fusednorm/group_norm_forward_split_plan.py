@@ -1,0 +1,71 @@
+"""Launches of the forward pass of GroupNorm that reads contiguous groups twice, in pieces."""
+
+import torch
+import triton
+from torch import Tensor
+
+from fusednorm import group_norm_forward_configs as configs
+from fusednorm._group_norm_fold_kernels import group_norm_fold_moments_kernel
+from fusednorm._group_norm_nchw_split_kernels import (
+    group_norm_nchw_split_apply_kernel,
+    group_norm_nchw_split_moments_kernel,
+)
+from fusednorm.device import INTERPRETED
+from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options
+from fusednorm.group_norm_forward_held_plan import parameters_mode, piece_walk
+from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
+from fusednorm.launch import Launch, dependent, dropout_arguments, registers_for
+
+
+def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[Launch]:
+    """Moments of pieces, their fold to mean and rstd, and y."""
+    out = call.out
+    if out.mean is None or out.rstd is None:
+        mean, rstd = empty_statistics(call.x, call.sample)
+    else:
+        mean, rstd = out.mean, out.rstd
+    sample, size = call.sample, call.x.element_size()
+    block = 32 * config.num_warps * 16 // size
+    piece = config.chunks * block
+    splits = triton.cdiv(sample.group_length, piece)
+    parts = call.x.new_empty((2, call.n, splits, sample.groups), dtype=torch.float32)
+    grid = (call.n * sample.groups * splits,)
+    options = {
+        "VEC": call.group_vec,
+        "BLOCK": block,
+        "CHUNKS": config.chunks,
+        "FULL": config.chunks if sample.group_length % piece == 0 else 0,
+        "GROUP": 16 // size,
+        "num_warps": config.num_warps,
+        "maxnreg": registers_for(config),
+    }
+    moments = (call.x, call.residual, parts[0], parts[1], call.group_units, sample.groups, splits)
+    apply = (
+        *call.tensors, mean, rstd, call.group_units, *piece_walk(call), splits, *dropout_arguments(call.epilogue)
+    )  # fmt: skip
+    moments_options = {**options, "EARLY": call.early, "FAST": not INTERPRETED}
+    apply_options = {
+        **options,
+        "PARAMETERS": parameters_mode(call, block, piece),
+        "WIDE": sample.group_length >= WIDE_GROUP,
+        **dependent(call.early),
+        **epilogue_options(call.epilogue),
+    }
+    return [
+        Launch(group_norm_nchw_split_moments_kernel, grid, moments, moments_options),
+        _fold(call, parts, mean, rstd, piece, sample.group_length),
+        Launch(group_norm_nchw_split_apply_kernel, grid, apply, apply_options),
+    ]
+
+
+def _fold(call: ForwardCall, parts: Tensor, mean: Tensor, rstd: Tensor, split_length: int, length: int) -> Launch:
+    splits, groups = parts.shape[2], call.sample.groups
+    arguments = (parts[0], parts[1], mean, rstd, groups, 1, splits, split_length, length, call.eps)
+    options = {
+        "BLOCK_SPLITS": min(FOLD_BLOCK, triton.next_power_of_2(splits)),
+        "BLOCK_COLUMNS": 1,
+        "num_warps": FOLD_NUM_WARPS,
+        **dependent(call.early),
+        "FAST": not INTERPRETED,
+    }
+    return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, options)

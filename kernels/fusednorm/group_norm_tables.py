@@ -1,0 +1,99 @@
+"""Launch configurations of GroupNorm by class of groups, a line each, by bytes of an element.
+
+`benchmarks.tune_group` times what may stand here.  An entry of FORWARD_CONTIGUOUS serves every group up to its
+number of elements; those of the other tables serve groups of as many channels, up to their number of positions.
+The first entry that fits the sample and the device is taken; for classes without one `group_norm_forward_launch`
+and `group_norm_backward_launch` find a configuration by what it wastes.
+"""
+
+from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared
+from fusednorm.group_norm_forward_configs import (
+    ForwardBlock,
+    ForwardHeld,
+    ForwardPieces,
+    ForwardRolling,
+    ForwardShared,
+    ForwardSharedBlock,
+)
+
+Contiguous = ForwardHeld | ForwardRolling | ForwardShared | ForwardPieces
+ChannelsLast = ForwardBlock | ForwardSharedBlock
+
+# Up to 64 elements a thread are held, by as many warps as leave registers for two programs on a multiprocessor or
+# more; above, what programs share is read again from L1 or L2, and 64 KB a multiprocessor are under way.
+FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
+    2: (
+        (24576, ForwardHeld(8, programs_per_sm=3)),  # 0.80-0.83 (2x640x32x32, 2x1280x16x16)
+        (32768, ForwardHeld(8, programs_per_sm=2, ahead_per_sm=1)),  # 0.91 (32x256x56x56)
+        (49152, ForwardHeld(8, programs_per_sm=2, ahead_per_sm=1)),  # 0.88 (16x320x64x64), 0.77 (2x320x64x64)
+        (65536, ForwardHeld(16, programs_per_sm=1, ahead_per_sm=1)),  # 0.87 (8x512x64x64)
+        (131072, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        (262144, ForwardShared(16, num_warps=4, programs_per_sm=4, lag=0, ahead=1)),  # 0.85 (1x512x128x128)
+        (491520, ForwardShared(6, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.78 (2x960x128x128)
+        (524288, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.83 (4x256x256x256)
+        (2**22, ForwardShared(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.69-0.78 (4x128x512x512)
+        (2**31, ForwardShared(10, num_warps=8, programs_per_sm=2, lag=1, ahead=1)),  # 0.71 (1x128x20x256x256)
+    ),
+    4: (
+        (12288, ForwardHeld(8, programs_per_sm=2, writers=2)),
+        (24576, ForwardHeld(16, programs_per_sm=1, writers=2)),
+        (32768, ForwardHeld(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
+        (131072, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),
+        (524288, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+    ),
+}
+
+# Blocks of whole groups of 64 bytes or more that leave few lanes idle, held in registers while their programs wait.
+FORWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, ChannelsLast], ...]] = {
+    2: (
+        (
+            16,
+            16384,
+            ForwardSharedBlock(4, 16, num_warps=4, programs_per_sm=2, lag=1, ahead=1),
+        ),  # 0.71 (1x512x128x128)
+        (20, 1024, ForwardSharedBlock(6, 6, num_warps=4, programs_per_sm=3, lag=0, ahead=1)),  # 0.51 (2x640x32x32)
+        (40, 256, ForwardBlock(3, num_warps=16, programs_per_sm=1, writers=4)),  # 0.63 (2x1280x16x16)
+    ),
+    4: (),
+}
+
+# Parts that channels fill, four programs of four warps on a multiprocessor.
+BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
+    2: (
+        (
+            4,
+            262144,
+            BackwardShared(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1),
+        ),  # 0.71 (4x128x512x512)
+        (4, 1048576, BackwardShared(1, 2, 4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.72
+        (4, 1310720, BackwardShared(1, 2, 5, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.67
+        (8, 3136, BackwardShared(8, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.56 (32x256x56x56)
+        (8, 65536, BackwardShared(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.74 (4x256x256x256)
+        (10, 4096, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.75 (16x320x64x64)
+        (16, 4096, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.74 (8x512x64x64)
+        (
+            16,
+            16384,
+            BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1),
+        ),  # 0.65 (1x512x128x128)
+        (20, 1024, BackwardShared(4, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.83 (2x640x32x32)
+        (
+            30,
+            16384,
+            BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1),
+        ),  # 0.71 (2x960x128x128)
+        (40, 256, BackwardShared(8, 2, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.77 (2x1280x16x16)
+    ),
+    4: (),
+}
+
+# Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
+BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] = {
+    2: (
+        (10, 4096, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.46 (2x320x64x64)
+        (20, 1024, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.50 (2x640x32x32)
+        (40, 256, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=2, lag=2, ahead=1)),  # 0.51 (2x1280x16x16)
+    ),
+    4: (),
+}
