@@ -42,14 +42,14 @@ def _gradient(
     FAST: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """x_hat and dz of a slab as it was loaded."""
-    h = widened(x, FAST)
+    """d = h - mean, with which x_hat = d * rstd, and dz of a slab as it was loaded."""
+    d = widened(x, FAST)
     if HAS_RESIDUAL:
-        h += widened(residual, FAST)
-    x_hat = (h - mean) * rstd
+        d += widened(residual, FAST)
+    d -= mean
     dz = affine_gradient(
         widened(dy, FAST),
-        x_hat,
+        d * rstd,
         weight,
         bias,
         row,
@@ -61,7 +61,7 @@ def _gradient(
         DROPOUT,
         FAST,
     )
-    return x_hat, dz
+    return d, dz
 
 
 @triton.jit(
@@ -119,7 +119,7 @@ def layer_norm_backward_shared_kernel(
 
     Every slab is read twice: once for its part of c1 and c2, which is posted, and LAG rows later,
     by when the other members' parts have come, out of L1 or L2 for the gradients.  Programs are persistent; the
-    launch must be cooperative.
+    launch must be cooperative.  Instructions are what limits it in 16 bits: x_hat is not formed where d will do.
     """
     let_fold_start(EARLY_FOLD)
     cols = col_units * VEC
@@ -145,6 +145,7 @@ def layer_norm_backward_shared_kernel(
     dy_ptr += first_col
     x_ptr += first_col
 
+    tag = start
     for turn in range(0, turns + LAG):
         row = group + turn * groups
         ahead = column_mask(first_col + lane, cols, EVEN) & (turn < turns)
@@ -189,26 +190,27 @@ def layer_norm_backward_shared_kernel(
             mean_b = 0.0
             if not IS_RMS:
                 mean_b = tl.load(mean_ptr + row_b)
-            tag = start + (turn - LAG).to(tl.uint32)
+            late_tag = tag - LAG
             part_1, part_2, _ = collect(
-                slot_of(mailbox_ptr, group, tag, tl.where(present, other, 0), members, DEPTH), tag
+                slot_of(mailbox_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
             )
             c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
             weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
             bias = widened(held_bias, FAST)
-            x_hat, dz = _gradient(
+            d, dz = _gradient(
                 x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,
             )  # fmt: skip
+            scaled = dz * rstd_b
             if dweight_partial_ptr is not None:
-                dweight += dz * x_hat
+                dweight += scaled * d
             if dbias_partial_ptr is not None:
                 dbias += dz
             scale = -inverse_n * rstd_b
-            dx = x_hat * (c1 * scale)
+            dx = d * (c1 * scale * rstd_b)
             if not IS_RMS:
                 dx += c2 * scale
-            dx += (dz * weight) * rstd_b
+            dx += scaled * weight
             if dresidual_out_ptr is not None:
                 outside_at = row_b * (dresidual_out_row_units * VEC) + first_col + lane
                 dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
@@ -217,16 +219,17 @@ def layer_norm_backward_shared_kernel(
         if turn < turns:
             weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
             bias = widened(held_bias, FAST)
-            x_hat, dz = _gradient(
+            d, dz = _gradient(
                 x, residual, dy, mean, rstd, weight, bias, row, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,
             )  # fmt: skip
             g = dz * weight
             if not EVEN:
                 g = tl.where(mask, g, 0.0)
-            c1, c2 = sum_pair(g * x_hat, g, 1, FAST)
-            tag = start + turn.to(tl.uint32)
+            c1, c2 = sum_pair(g * d, g, 1, FAST)
+            c1 *= rstd
             post(slot_of(mailbox_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0)
+        tag += 1
 
     leave(mailbox_ptr, last_tag)
     partial_at = group.to(tl.int64) * cols + first_col + lane

@@ -19,7 +19,7 @@ from fusednorm._row_pieces import (
 @triton.jit
 def _row_moments(
     mailbox_ptr, group, tag, members, other, count, cols, eps,
-    DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr,
+    DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """mean, shift and rstd of a row, whose mean is mean + shift, from what all members posted; waits for that.
 
@@ -32,6 +32,15 @@ def _row_moments(
         mean = 0.0
         shift = 0.0
         square = tl.sum(tl.where(present, squares, 0.0))
+    elif not FAST:
+        mean, shift, square = total_moments(
+            tl.expand_dims(count, 1),
+            tl.expand_dims(means, 1),
+            tl.expand_dims(shifts, 1),
+            tl.expand_dims(tl.where(present, squares, 0.0), 1),
+            EQUAL_SLABS,
+            FAST,
+        )
     elif EQUAL_SLABS:
         _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_even)
     else:
@@ -101,6 +110,7 @@ def layer_norm_forward_shared_kernel(
     weights = load_piece(weight_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
     biases = load_piece(bias_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
 
+    tag = start
     for turn in range(0, turns + LAG):
         # The row whose moments are taken; after the last turn, the last row again, for nothing.
         row = group + tl.minimum(turn, turns - 1) * groups
@@ -132,8 +142,8 @@ def layer_norm_forward_shared_kernel(
                     "evict_first",
                 )
             mean, shift, rstd = _row_moments(
-                mailbox_ptr, group, start + (turn - LAG).to(tl.uint32), members, other, count_of_other,
-                cols, eps, DEPTH, EQUAL_SLABS, IS_RMS,
+                mailbox_ptr, group, tag - LAG, members, other, count_of_other,
+                cols, eps, DEPTH, EQUAL_SLABS, IS_RMS, FAST,
             )  # fmt: skip
             if member == 0:
                 if mean_ptr is not None:
@@ -155,8 +165,8 @@ def layer_norm_forward_shared_kernel(
                 chunks, residuals, slab_cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
             )
             slab_mean, slab_shift, slab_square = total_moments(count, means, shifts, squares, EVEN, FAST)
-            tag = start + turn.to(tl.uint32)
             slot = slot_of(mailbox_ptr, group, tag, member, members, DEPTH)
             post(slot, tag, slab_mean, slab_shift, slab_square)
+        tag += 1
 
     leave(mailbox_ptr, last_tag)

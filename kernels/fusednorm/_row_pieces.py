@@ -72,25 +72,27 @@ def piece_moments(
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane of a piece, [lanes, 1]; the lane's mean is mean + shift.
 
-    For RMSNorm both are 0 and the squares about 0.
+    The squares are about that mean, taken through sums about the mean of the lane's first chunk: once about values
+    of its own, no lane is far from its pivot for its own spread.  For RMSNorm both are 0 and the squares about 0.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     count = tl.zeros((lanes, 1), tl.float32)
+    first_count = tl.zeros((lanes, 1), tl.float32)
     mean = tl.zeros((lanes, 1), tl.float32)
     shift = tl.zeros((lanes, 1), tl.float32)
     square = tl.zeros((lanes, 1), tl.float32)
     if EVEN:
+        first_count += GROUP
         count += len(chunks) * GROUP
     else:
+        first_count += tl.sum((col < piece_cols).to(tl.float32), 1, keep_dims=True)
         for i in tl.static_range(len(chunks)):
             count += tl.sum((col + i * BLOCK_N < piece_cols).to(tl.float32), 1, keep_dims=True)
-    inverse = 1.0 / tl.maximum(count, 1.0)
     if not IS_RMS:
-        for i in tl.static_range(len(chunks)):
-            mean += tl.sum(chunk_of(chunks, residuals, i, FAST), 1, keep_dims=True)
+        first = tl.sum(chunk_of(chunks, residuals, 0, FAST), 1, keep_dims=True)
         # What the shift is about must be what is returned: contracted into the subtraction, it would be unrounded.
-        mean = rounded_product(mean, inverse, FAST)
+        mean = rounded_product(first, 1.0 / tl.maximum(first_count, 1.0), FAST)
     for i in tl.static_range(len(chunks)):
         d = chunk_of(chunks, residuals, i, FAST)
         if not IS_RMS:
@@ -100,6 +102,7 @@ def piece_moments(
             shift += tl.sum(d, 1, keep_dims=True)
         square += tl.sum(d * d, 1, keep_dims=True)
     if not IS_RMS:
+        inverse = 1.0 / tl.maximum(count, 1.0)
         square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
         shift = shift * inverse
     return count, mean, shift, square

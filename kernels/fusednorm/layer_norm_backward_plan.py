@@ -93,7 +93,7 @@ def plan_backward(
                 mean = None if is_rms else torch.empty_like(rstd)
                 outputs = (None, None, mean, rstd)
                 statistics = layer_norm_launch.choose_statistics(
-                    cols, x.dtype, multiprocessors, residual is not None
+                    cols, x.element_size(), multiprocessors, residual is not None
                 )
                 launches += forward_launches(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
             members = triton.cdiv(cols, config.block_n)

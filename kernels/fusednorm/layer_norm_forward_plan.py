@@ -53,7 +53,7 @@ def plan_forward(
     """
     config = config or layer_norm_launch.choose_forward(
         x.shape[-1],
-        x.dtype,
+        x.element_size(),
         multiprocessor_count(x.device),
         residual is not None,
         x.ndim == 3,
@@ -126,6 +126,7 @@ def _in_one(
                 "GROUP": 16 // x.element_size(),
                 "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias, residual),
                 "ALONE": config.programs_per_sm == 1,
+                "EARLY": layer_norm_launch.has_room_for_parameters(config, x.element_size(), residual is not None),
                 "maxnreg": registers_for(config),
             }
             arguments = (*tensors, config.ahead_per_sm * multiprocessor_count(x.device), *sizes)

@@ -7,10 +7,7 @@ share its configuration, so the number of compiled kernels is bounded.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import TypeVar
-
-import torch
 
 from fusednorm import layer_norm_tables as tables
 from fusednorm.device import INTERPRETED
@@ -38,6 +35,9 @@ SHARED_BYTES_PER_SM = 200 << 10
 _REGISTERS_BESIDE = 48
 """Of a thread, for all but the row that it holds."""
 
+_REGISTERS_BESIDE_ALL = 32
+"""Of a thread, for all but the row and its parameters, of which none is loaded while others are used."""
+
 FOLD_ELEMENTS, FOLD_MAX_PARTIALS, FOLD_MIN_COLS = 2048, 1024, 8
 """Of the tile of the kernel that folds partial dweight and dbias: in one access where there are as few partials."""
 
@@ -58,18 +58,14 @@ def _choices(
 
 
 def choose_forward(
-    cols: int, dtype: torch.dtype, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
+    cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
 ) -> Forward:
-    """The forward configuration for rows of `cols` elements of a dtype.
+    """The forward configuration for rows of `cols` elements of `itemsize` bytes.
 
     A residual needs more registers; programs that share rows know no heads.  A `single` row may be taken in another
     way than several, for the same bits.
     """
-    itemsize = dtype.itemsize
     choices = _choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
-    if dtype == torch.float16:
-        instead = (choice for first, last, choice in tables.FORWARD_FLOAT16 if first <= cols <= last)
-        choices = chain(instead, choices)
     choice = next(choices)
     if isinstance(choice, ForwardRow) and residual:
         choice = _with_residual(choice, itemsize) or next(c for c in choices if isinstance(c, ForwardShared))
@@ -93,9 +89,9 @@ def _with_residual(choice: ForwardRow, itemsize: int) -> ForwardRow | None:
     return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs)) if programs else None
 
 
-def choose_statistics(cols: int, dtype: torch.dtype, multiprocessors: int, residual: bool) -> Forward:
+def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> Forward:
     """The configuration for mean and rstd alone."""
-    choice = choose_forward(cols, dtype, multiprocessors, residual)
+    choice = choose_forward(cols, itemsize, multiprocessors, residual)
     return _sweep(cols) if isinstance(choice, ForwardTile | ForwardRow) else choice
 
 
@@ -138,6 +134,13 @@ def choose_fold(most_partials: int) -> dict[str, int]:
     block_p = min(1 << (most_partials - 1).bit_length(), FOLD_MAX_PARTIALS)
     block_n = max(FOLD_MIN_COLS, FOLD_ELEMENTS // block_p)
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
+
+
+def has_room_for_parameters(config: ForwardRow, itemsize: int, residual: bool) -> bool:
+    """Whether a program's registers take weight and bias beside the row and its residual."""
+    held = 2 * config.chunks * itemsize
+    registers = REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm)
+    return (3 + residual) * held + _REGISTERS_BESIDE_ALL <= registers
 
 
 def choose_parts_a_program(parts: int) -> int:

@@ -96,13 +96,6 @@ FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Forward], ...]] = {
     4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),),  # 0.77 (1001)
 }
 
-# In place of the entry for rows of first to last columns of float16: the compiler keeps their float32 values from
-# one use to the next, which 16 chunks leave no registers for (0.81 and 0.75 with the entries of bfloat16).
-FORWARD_FLOAT16: tuple[tuple[int, int, Forward], ...] = (
-    (24577, 32768, ForwardRow(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96 (bfloat16)
-    (32769, 65536, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.87 (bfloat16)
-)
-
 BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
     2: (
         (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),

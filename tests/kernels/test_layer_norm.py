@@ -4,13 +4,16 @@ Row lengths cover one of each launch class: shorter than a vector, odd, a full t
 with a full last chunk and one without; every other length shares a class with one of them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import fusednorm
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+import triton.language as tl
+from fusednorm import _layer_norm_forward_row_kernels as row_kernels
 from fusednorm import layer_norm_launch, reference
+from fusednorm.device import INTERPRETED
 from fusednorm.epilogue import ACTIVATIONS
 from fusednorm.layer_norm_configs import BackwardTile, ForwardParts
 
@@ -152,6 +155,19 @@ def test_rows_longer_than_a_tile_match_the_oracle(op, cols, device, poisoned):
     check_forward(case)
     check_backward(case, saved=True)
     check_backward(case, saved=False)
+
+
+@pytest.mark.parametrize("cols", [2048, 5001, 8192])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_few_rows_have_the_bits_that_they_have_among_many(op, cols, device, poisoned, monkeypatch):
+    many = 2 + int(row_kernels.FEW_PROGRAMS)
+    if INTERPRETED:
+        many = 4
+        monkeypatch.setattr(row_kernels, "FEW_PROGRAMS", tl.constexpr(2))
+    case = make_case(op, torch.bfloat16, many, cols, device, activation="relu")
+    check_forward(case)
+    few = replace(case, x=case.x[:2])
+    assert torch.equal(few.forward(fusednorm).y, case.forward(fusednorm).y[:2])
 
 
 @pytest.mark.parametrize(("max_parts", "cols"), [(1024, 4096), (1024, 5000), (3, 8000), (2, 9001)])
