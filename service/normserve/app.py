@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import gc
 from collections.abc import AsyncIterator, Callable
 
@@ -28,6 +27,7 @@ from normserve.routes.layers import Layers
 from normserve.routes.operations import Operations
 from normserve.routes.status import Status
 from normserve.settings import Settings
+from normserve.slabs import SlabPool
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
 _STOP_S = 2.0
@@ -36,14 +36,19 @@ _STOP_S = 2.0
 class Service:
     """What lives as long as the server does."""
 
-    def __init__(self, settings: Settings, make_backend: Callable[[], Backend]) -> None:
+    def __init__(self, settings: Settings, make_backend: Callable[[], Backend] | None = None) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
+        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
+        self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
-        self.engine = Engine(Executor(make_backend), batcher, self.metrics)
+        self.engine = Engine(Executor(make_backend or self._choose_backend), batcher, self.metrics)
+
+    def _choose_backend(self) -> Backend:
+        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs)
 
     async def warm_up(self) -> None:
         """Start the device, register the checkpoint's layers, then take work.
@@ -67,9 +72,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
     Args:
         make_backend: called on the thread that will own the device; chosen by the settings if not given.
     """
-    service = Service(
-        settings, make_backend or functools.partial(choose_backend, settings.backend, settings.cpu_threads)
-    )
+    service = Service(settings, make_backend)
     app = FastAPI(
         title="normserve",
         version=__version__,
@@ -80,9 +83,9 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
     )
     app.state.service = service
     routers = _routers(service)
-    for router in routers:
-        app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]
+    # Included routers are matched twice for each request.
+    app.router.routes.extend(app.state.routes)
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
     app.add_middleware(Edge, metrics=service.metrics, api_key=key)
     return app
@@ -90,7 +93,13 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
 
 def _routers(service: Service) -> list[APIRouter]:
     settings = service.settings
-    bodies = BodyReader(service.limits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    bodies = BodyReader(
+        service.limits,
+        service.slabs,
+        max_body_bytes=settings.max_body_bytes,
+        pause_s=settings.body_timeout_s,
+        total_s=settings.transfer_timeout_s,
+    )
     limits = settings.model_dump(
         include={
             "max_body_bytes",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from normserve.limits import Permit
 from normserve.metrics import RequestRecord
+from normserve.transport import Reception, Sending
 
 
 @dataclass(slots=True)
@@ -13,11 +14,15 @@ class Exchange:
     Attributes:
         request_id: the client's own, if it sent a sane one.
         record: what the metrics will be told.
+        reception: the request's body on the wire.
+        sending: the response on the wire.
         permit: once the request is admitted; the edge gives it back.
         client_left: the connection went before the response was complete.
     """
 
     request_id: str
     record: RequestRecord
+    reception: Reception
+    sending: Sending
     permit: Permit | None = None
     client_left: bool = False

@@ -75,6 +75,8 @@ class Executor:
         while (item := self._inbox.get()) is not None:
             work, reply = item
             reply(self._attempt(work))
+            # Whoever waits for the next piece must not keep this one's memory.
+            del item, work, reply
 
     def _attempt(self, work: Callable[[], object]) -> Outcome:
         started = time.perf_counter()

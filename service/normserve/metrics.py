@@ -4,9 +4,11 @@ Units are base units, label sets are closed: never a shape, an id, a layer's nam
 that a client chose.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -25,6 +27,8 @@ NONE = "none"
 CLIENT_LEFT = 499
 
 REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
+
+_M = TypeVar("_M", Counter, Histogram)
 
 _KERNEL_LABELS = ("op", "pass", "dtype")
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
@@ -115,75 +119,96 @@ class _Registrar:
         return described.name
 
 
+def _children(metric: _M) -> Callable[..., _M]:
+    """The metric's children by their labels' values; finding one anew costs more than counting in it."""
+    return functools.cache(metric.labels)
+
+
 class _Requests:
     """What is known of a request at its end."""
 
     def __init__(self, make: _Registrar) -> None:
         labels = ("op", "pass", "transport")
-        self._total = make.counter(
-            "requests_total",
-            "Requests answered, by what they asked for and the status.",
-            (*_KERNEL_LABELS, "transport", "code"),
+        self._total = _children(
+            make.counter(
+                "requests_total",
+                "Requests answered, by what they asked for and the status.",
+                (*_KERNEL_LABELS, "transport", "code"),
+            )
         )
-        self._duration = make.histogram(
-            "request_duration_seconds",
-            "From a request's header to the last byte of its response.",
-            labels,
-            _DURATION_BUCKETS,
+        self._duration = _children(
+            make.histogram(
+                "request_duration_seconds",
+                "From a request's header to the last byte of its response.",
+                labels,
+                _DURATION_BUCKETS,
+            )
         )
-        self._stage_duration = make.histogram(
-            "stage_duration_seconds", "Time that operations spent in each stage.", ("stage",), _DURATION_BUCKETS
+        self._stage_duration = _children(
+            make.histogram(
+                "stage_duration_seconds", "Time that operations spent in each stage.", ("stage",), _DURATION_BUCKETS
+            )
         )
-        self._bandwidth = make.histogram(
-            "request_bandwidth_bytes_per_second",
-            "Bytes of an operation's request and response over its wall time.",
-            labels,
-            _REQUEST_BANDWIDTH_BUCKETS,
+        self._bandwidth = _children(
+            make.histogram(
+                "request_bandwidth_bytes_per_second",
+                "Bytes of an operation's request and response over its wall time.",
+                labels,
+                _REQUEST_BANDWIDTH_BUCKETS,
+            )
         )
-        self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
-        self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
-        self._cancelled = make.counter(
-            "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
+        self._rejected = _children(make.counter("rejected_total", "Requests turned away, by reason.", ("reason",)))
+        self._errors = _children(
+            make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
+        )
+        self.cancelled = _children(
+            make.counter("cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",))
         )
         for reason in REJECTIONS:
-            self._rejected.labels(reason)
+            self._rejected(reason)
 
     def observe(self, record: RequestRecord) -> None:
         elapsed = time.perf_counter() - record.began
         labels = (record.op, record.direction, record.transport)
-        self._total.labels(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
-        self._duration.labels(*labels).observe(elapsed)
+        self._total(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
+        self._duration(*labels).observe(elapsed)
         for stage, seconds in record.stages.items():
-            self._stage_duration.labels(stage).observe(seconds)
+            self._stage_duration(stage).observe(seconds)
         if record.error is not None:
-            self._errors.labels(record.error).inc()
+            self._errors(record.error).inc()
         if record.error in REJECTIONS:
-            self._rejected.labels(record.error).inc()
+            self._rejected(record.error).inc()
         if record.status == CLIENT_LEFT:
-            self._cancelled.labels(record.waiting_in).inc()
+            self.cancelled(record.waiting_in).inc()
         elif record.status < 300 and "kernel" in record.stages:
-            self._bandwidth.labels(*labels).observe((record.received + record.sent) / elapsed)
+            self._bandwidth(*labels).observe((record.received + record.sent) / elapsed)
 
 
 class _Launches:
     """What is known of a launch."""
 
     def __init__(self, make: _Registrar) -> None:
-        self._bytes = make.counter(
-            "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", _KERNEL_LABELS
+        self._bytes = _children(
+            make.counter(
+                "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", _KERNEL_LABELS
+            )
         )
-        self._seconds = make.counter("kernel_seconds_total", "Device time of the launches.", _KERNEL_LABELS)
-        self._bandwidth = make.histogram(
-            "kernel_bandwidth_bytes_per_second",
-            "Bandwidth of each launch: the fewest bytes over device time.",
-            _KERNEL_LABELS,
-            _KERNEL_BANDWIDTH_BUCKETS,
+        self._seconds = _children(
+            make.counter("kernel_seconds_total", "Device time of the launches.", _KERNEL_LABELS)
         )
-        self._transfer_bytes = make.counter(
-            "transfer_bytes_total", "Bytes of tensors brought to the device and back.", ("direction",)
+        self._bandwidth = _children(
+            make.histogram(
+                "kernel_bandwidth_bytes_per_second",
+                "Bandwidth of each launch: the fewest bytes over device time.",
+                _KERNEL_LABELS,
+                _KERNEL_BANDWIDTH_BUCKETS,
+            )
         )
-        self._transfer_seconds = make.counter(
-            "transfer_seconds_total", "Time that bringing them took.", ("direction",)
+        self._transfer_bytes = _children(
+            make.counter("transfer_bytes_total", "Bytes of tensors brought to the device and back.", ("direction",))
+        )
+        self._transfer_seconds = _children(
+            make.counter("transfer_seconds_total", "Time that bringing them took.", ("direction",))
         )
         self._batch_requests = make.histogram(
             "batch_requests", "Requests that shared a launch.", (), _BATCH_REQUESTS_BUCKETS
@@ -196,18 +221,18 @@ class _Launches:
         job = batch.jobs[0]
         labels = (job.spec.op.value, job.spec.direction.value, job.x.dtype.value)
         kernel_bytes = sum(execution.kernel_bytes)
-        self._bytes.labels(*labels).inc(kernel_bytes)
-        self._seconds.labels(*labels).inc(execution.kernel_s)
+        self._bytes(*labels).inc(kernel_bytes)
+        self._seconds(*labels).inc(execution.kernel_s)
         if kernel_bytes and execution.kernel_s > 0:
-            self._bandwidth.labels(*labels).observe(kernel_bytes / execution.kernel_s)
+            self._bandwidth(*labels).observe(kernel_bytes / execution.kernel_s)
         came = sum(job.nbytes for job in batch.jobs)
         went = sum(tensor.nbytes for outputs in execution.outputs for tensor in outputs.values())
         self._batch_requests.observe(len(batch.jobs))
         self._batch_bytes.observe(came)
-        self._transfer_bytes.labels("in").inc(came)
-        self._transfer_bytes.labels("out").inc(went)
-        self._transfer_seconds.labels("in").inc(execution.copy_in_s)
-        self._transfer_seconds.labels("out").inc(execution.copy_out_s)
+        self._transfer_bytes("in").inc(came)
+        self._transfer_bytes("out").inc(went)
+        self._transfer_seconds("in").inc(execution.copy_in_s)
+        self._transfer_seconds("out").inc(execution.copy_out_s)
 
 
 class _State:
@@ -219,6 +244,9 @@ class _State:
         )
         self.inflight_bytes = make.gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
         self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
+        self.slab_bytes = make.gauge(
+            "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)
+        )
         self.copy_bandwidth = make.gauge(
             "device_copy_bandwidth_bytes_per_second",
             "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
@@ -249,6 +277,11 @@ class Metrics:
         self._state.inflight_requests.set_function(requests)
         self._state.inflight_bytes.set_function(nbytes)
 
+    def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
+        """Report the memory of the slabs; asked at each scrape."""
+        self._state.slab_bytes.labels("used").set_function(used_bytes)
+        self._state.slab_bytes.labels("idle").set_function(idle_bytes)
+
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Report how many jobs wait; asked at each scrape."""
         self._state.queue_requests.set_function(length)
@@ -266,6 +299,10 @@ class Metrics:
     def observe_launch(self, batch: Batch, execution: Execution) -> None:
         """Count one launch."""
         self._launches.observe(batch, execution)
+
+    def observe_late_departure(self) -> None:
+        """Count a client that left after the kernel had its whole response, and before it had read that."""
+        self._requests.cancelled("send").inc()
 
     def observe_request(self, record: RequestRecord) -> None:
         """Count one request, at its very end."""

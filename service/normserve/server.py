@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -15,11 +16,11 @@ from fastapi import FastAPI
 
 from normserve.app import Service, create_app
 from normserve.errors import NormserveError
-from normserve.http_errors import status_of
+from normserve.http_errors import render, status_of
 from normserve.metrics import RequestRecord
-from normserve.protocol import NormserveProtocol, Patience
 from normserve.routes.status import curl_line
 from normserve.settings import Settings
+from normserve.transport import Manners, Patience, listen
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._service.settings.uds is not None:
+            self.servers.append(await self._listen_on_unix_socket(self._service.settings.uds))
         self._spawn(self._announce())
 
     @contextlib.contextmanager
@@ -73,6 +76,24 @@ class Server(uvicorn.Server):
         if self._service.limits.requests:
             log.warning("%d requests were not finished in time", self._service.limits.requests)
         self.should_exit = True
+
+    async def _listen_on_unix_socket(self, path: Path) -> asyncio.Server:
+        """Beside the TCP port, with the same protocol; a socket that an earlier process left is replaced."""
+        factory: Any = self.config.http_protocol_class
+        accept = functools.partial(
+            factory,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        server = await asyncio.get_running_loop().create_unix_server(accept, path=path, backlog=self.config.backlog)
+        log.info("listening on unix:%s", path)
+        return server
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._service.settings.uds is not None:
+            self._service.settings.uds.unlink(missing_ok=True)
+        await super().shutdown(sockets)
 
     async def _announce(self) -> None:
         try:
@@ -114,13 +135,18 @@ class Server(uvicorn.Server):
 def serve(settings: Settings, app: FastAPI | None = None) -> int:
     """Run the server until it is told to stop; the process's exit code."""
     app = app or create_app(settings)
-    patience = Patience(header_s=settings.header_timeout_s, send_s=settings.send_timeout_s)
     service: Service = app.state.service
 
-    def note_refusal(error: NormserveError) -> None:
+    def refuse(error: NormserveError) -> bytes:
         service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
+        return render(error)
 
-    http: Any = functools.partial(NormserveProtocol, patience=patience, on_refusal=note_refusal)
+    patience = Patience(
+        header_s=settings.header_timeout_s,
+        send_s=settings.send_timeout_s,
+        transfer_s=settings.transfer_timeout_s,
+    )
+    http: Any = listen(Manners(patience, refuse, service.metrics.observe_late_departure))
     config = uvicorn.Config(
         app,
         host=settings.host,

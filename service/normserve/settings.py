@@ -14,6 +14,7 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
+    uds: Path | None = Field(None, description="Path of a Unix domain socket to listen on as well.")
     backend: Literal["auto", "triton", "torch"] = Field(
         "auto", description="triton needs a CUDA device, torch runs on the CPU; auto takes triton if it can."
     )
@@ -28,6 +29,9 @@ class Settings(BaseSettings):
         256, ge=1, description="Requests inside the server at once; the next one is told to come back later."
     )
     max_inflight_bytes: int = Field(4 * 2**30, ge=1, description="Bytes of request bodies inside at once.")
+    max_idle_slab_bytes: int = Field(
+        2**30, ge=0, description="Bytes of memory kept for the bodies and results of requests to come."
+    )
     max_layers: int = Field(10_000, ge=0, description="Registered layers at once.")
     timeout_ms: float = Field(
         30_000, gt=0, description="Deadline from a request's arrival to its start on the device, by default."
@@ -40,6 +44,9 @@ class Settings(BaseSettings):
     header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")
     body_timeout_s: float = Field(30, gt=0, description="Longest pause while a body is received.")
     send_timeout_s: float = Field(30, gt=0, description="Longest pause of a client that reads its response.")
+    transfer_timeout_s: float = Field(
+        300, gt=0, description="Longest time that a body may take, or a response once its client reads slowly."
+    )
     keep_alive_s: float = Field(75, gt=0, description="How long an idle connection stays open.")
     drain_s: float = Field(30, gt=0, description="Longest wait for admitted work after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")

@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from fusednorm.errors import KernelInputError
@@ -24,7 +25,8 @@ from normserve.backends.tensors import (
 from normserve.backends.warmup import warm_up_batches
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs import Batch, Execution, Op
+from normserve.jobs import Batch, Execution, NormSpec, Op, Pass
+from normserve.slabs import SlabPool
 from normserve.tensors import HostTensor
 
 _COPY_BYTES = 64 * 2**20
@@ -35,8 +37,14 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, threads: int = 0) -> None:
-        """Args: threads: of each operation; 0 leaves one core to the event loop."""
+    def __init__(self, threads: int = 0, slabs: SlabPool | None = None) -> None:
+        """Make it.
+
+        Args:
+            threads: of each operation; 0 leaves one core to the event loop.
+            slabs: where large results are written.
+        """
+        self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
     def start(self) -> DeviceInfo:
@@ -61,7 +69,7 @@ class TorchBackend:
         if job.layer is not None:
             tensors |= parameters_of(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(cpu, job.spec, tensors)
+        outputs = launch(cpu, job.spec, tensors, self._result_memory(job.spec))
         computed = time.perf_counter()
         ordered = {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
         shares = split(batch, ordered)
@@ -83,6 +91,15 @@ class TorchBackend:
 
     def memory_bytes(self) -> Mapping[str, int]:
         return {}
+
+    def _result_memory(self, spec: NormSpec) -> dict[str, Any]:
+        takes_memory = (spec.op, spec.direction) == (Op.LAYER_NORM, Pass.FORWARD)
+        return {"empty_like": self._empty_like} if takes_memory else {}
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
+        """A tensor in a slab, which goes home when the result has been sent."""
+        slab = self._slabs.take(tensor.nbytes)[: tensor.nbytes]
+        return torch.frombuffer(slab, dtype=tensor.dtype).view(tensor.shape)
 
     @staticmethod
     def _gather(batch: Batch, name: str) -> Tensor:

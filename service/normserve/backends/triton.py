@@ -31,6 +31,7 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.jobs import Batch, Execution, NormJob, Op
+from normserve.slabs import Bytes, SlabPool
 from normserve.tensors import HostTensor
 
 
@@ -39,7 +40,12 @@ class TritonBackend:
 
     name = "triton"
 
+    def __init__(self, slabs: SlabPool | None = None) -> None:
+        """Args: slabs: what bodies are received into; pinned from `start` on."""
+        self._slabs = slabs or SlabPool(max_idle_bytes=0)
+
     def start(self) -> DeviceInfo:
+        self._slabs.allocate = _pinned_memory
         for batch in warm_up_batches():
             self.run(batch)
         return DeviceInfo(
@@ -105,6 +111,11 @@ class TritonBackend:
             "free": free,
             "total": total,
         }
+
+
+def _pinned_memory(nbytes: int) -> Bytes:
+    memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return memory
 
 
 def _stage(batch: Batch, name: str) -> Tensor:

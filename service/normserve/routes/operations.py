@@ -1,7 +1,8 @@
 """`POST /v1/{op}` and `POST /v1/{op}/backward`."""
 
-import asyncio
+import functools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from normserve.exchange import Exchange
 from normserve.jobs import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.layers import LayerRegistry
 from normserve.routes.body import BodyReader
+from normserve.routes.direct import DirectRoute
 from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
 from normserve.routes.parameters import (
     Parameter,
@@ -39,7 +41,7 @@ class Operations:
 
     def router(self) -> APIRouter:
         """Every operation in both directions."""
-        router = APIRouter(tags=["operations"])
+        router = APIRouter(tags=["operations"], route_class=DirectRoute)
         for op in Op:
             for direction in Pass:
                 path = f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
@@ -74,41 +76,43 @@ class _Handler:
         self.service.engine.require_ready()
         body = await self.service.bodies.read(request)
         parsing = time.perf_counter()
-        record.stages["recv"] = parsing - record.began
+        record.stages["recv"] = exchange.reception.seconds
         record.waiting_in = "parse"
         job, answer_format = asked.with_body(body)
         record.dtype = job.x.dtype.value
         record.stages["parse"] = time.perf_counter() - parsing
         record.waiting_in = "queue"
-        result = await self._run(request, job, record.began + asked.timeout_ms / 1000)
+        result = await self._run(exchange, job, record.began + asked.timeout_ms / 1000)
         return _answer(exchange, answer_format, result)
 
     def _read_head(self, request: Request) -> "_Asked":
-        values = parse_query(request.scope["query_string"], self.parameters)
+        values, spec = _read_query(request.scope["query_string"], self.op, self.direction, self.parameters)
         headers = request.headers
         return _Asked(
-            spec=make_spec(self.op, self.direction, values),
+            spec=spec,
             layer=self.service.layers.get(values["layer"]) if "layer" in values else None,
             body_format=declared_format(headers.get("content-type", ""), headers.get("content-encoding", "")),
             accepted=Accepted(headers.get("accept", "")),
             timeout_ms=values.get("timeout_ms", self.service.timeout_ms),
         )
 
-    async def _run(self, request: Request, job: NormJob, deadline: float) -> NormResult:
+    async def _run(self, exchange: Exchange, job: NormJob, deadline: float) -> NormResult:
         """Compute, unless the client leaves first."""
         engine = self.service.engine
-        watch = asyncio.create_task(_disconnection(request))
-        watch.add_done_callback(lambda task: None if task.cancelled() else engine.abandon(job))
+        exchange.sending.on_departure = functools.partial(engine.abandon, job)
         try:
             return await engine.submit(job, deadline)
         finally:
-            watch.cancel()
+            exchange.sending.on_departure = None
 
 
-async def _disconnection(request: Request) -> None:
-    """Return when the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+@functools.lru_cache(maxsize=1024)
+def _read_query(
+    raw: bytes, op: Op, direction: Pass, parameters: tuple[Parameter, ...]
+) -> tuple[Mapping[str, Any], NormSpec]:
+    """What a query says and asks for.  Clients send the same few again and again."""
+    values = parse_query(raw, parameters)
+    return values, make_spec(op, direction, values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,149 @@
+"""Time whole requests: `python -m benchmarks.serve --out FILE.csv`.
+
+Every server runs at once on one core, the C client on another, one connection kept alive, npy in and out,
+LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each server has its turn, in an order that
+changes from round to round; ratios are taken within a round, and their median counts.  Answers are compared with
+torch's before anything is timed.
+"""
+
+import argparse
+import contextlib
+import csv
+import io
+import os
+import platform
+import random
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import numpy as np
+import torch
+
+from benchmarks.serve import servers
+from benchmarks.serve.servers import Served
+from benchmarks.serve.table import OURS, table
+
+COLS = 1024
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
+COLUMNS = (
+    *("machine", "kernel", "torch", "commit", "size", "nbytes", "server", "round"),
+    *("per_second", "p50_ms", "bytes_per_second", "ours_over_this"),
+)
+
+_SOURCES = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each server at each size")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the servers and of the client")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(measure(Path(folder), asked.rounds, asked.seconds, *asked.cores))
+    with asked.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(table(rows))
+
+
+def measure(
+    folder: Path, rounds: int, seconds: float, server_core: int, client_core: int
+) -> Iterator[dict[str, object]]:
+    """Run everything; a row for each server, size and round."""
+    client, echo = (_compiled(folder, name) for name in ("client", "echo"))
+    random_numbers = np.random.default_rng(0)
+    parameters = {name: random_numbers.standard_normal(COLS, dtype=np.float32) for name in ("weight", "bias")}
+    machine = {
+        "machine": _processor(),
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+    with contextlib.ExitStack() as stack:
+        http = [
+            *stack.enter_context(servers.normserve(server_core, folder, parameters)),
+            *stack.enter_context(servers.plain(server_core, folder, parameters)),
+        ]
+        for size, nbytes in SIZES.items():
+            x = random_numbers.standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
+            body = _npy(x)
+            for server in http:
+                _require_right(server, x, body, parameters)
+            with servers.echo(server_core, echo, len(body)) as echoing:
+                for number in range(rounds):
+                    turns = [*http, *echoing]
+                    random.Random(number).shuffle(turns)
+                    timed = {turn.name: _turn(client, client_core, turn, folder, body, seconds) for turn in turns}
+                    for name, (per_second, p50) in timed.items():
+                        yield machine | {
+                            "size": size,
+                            "nbytes": len(body),
+                            "server": name,
+                            "round": number,
+                            "per_second": f"{per_second:.2f}",
+                            "p50_ms": f"{p50 * 1000:.4f}",
+                            "bytes_per_second": f"{2 * len(body) * per_second:.0f}",
+                            "ours_over_this": f"{timed[OURS][0] / per_second:.3f}",
+                        }
+            print(f"{size}: done", flush=True)
+
+
+def _turn(
+    client: Path, core: int, server: Served, folder: Path, body: bytes, seconds: float
+) -> tuple[float, float]:
+    """Answers a second, and the median time of one."""
+    request = folder / "request"
+    head = f"POST {server.path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/x-npy\r\n"
+    request.write_bytes((f"{head}Content-Length: {len(body)}\r\n\r\n".encode() if server.path else b"") + body)
+    command = [str(client), "http" if server.path else "raw", server.address, str(request), str(seconds)]
+    said = subprocess.run(["taskset", "-c", str(core), *command], capture_output=True, text=True, check=True)
+    count, elapsed, p50 = map(float, said.stdout.split())
+    return count / elapsed, p50
+
+
+def _require_right(server: Served, x: np.ndarray, body: bytes, parameters: Mapping[str, np.ndarray]) -> None:
+    """Compare one answer with torch's."""
+    is_port = server.address.isdigit()
+    transport = httpx.HTTPTransport(uds=None if is_port else server.address)
+    url = f"http://127.0.0.1:{server.address}" if is_port else "http://localhost"
+    with httpx.Client(base_url=url, transport=transport, timeout=60) as http:
+        answer = http.post(server.path, content=body, headers={"content-type": "application/x-npy"})
+    answer.raise_for_status()
+    weight, bias = (torch.from_numpy(parameters[name]) for name in ("weight", "bias"))
+    expected = torch.nn.functional.layer_norm(torch.from_numpy(x), (COLS,), weight, bias)
+    torch.testing.assert_close(torch.from_numpy(np.load(io.BytesIO(answer.content))), expected)
+
+
+def _compiled(folder: Path, name: str) -> Path:
+    program = folder / name
+    subprocess.run(["gcc", "-O2", "-Wall", "-o", str(program), str(_SOURCES / f"{name}.c")], check=True)
+    return program
+
+
+def _commit() -> str:
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return said.stdout.strip()
+
+
+def _npy(x: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, x)
+    return file.getvalue()
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{name}, {os.cpu_count()} cores"
+
+
+if __name__ == "__main__":
+    main()
