@@ -5,10 +5,11 @@ whose deadline passed or whose client left is simply taken out and costs the dev
 """
 
 import asyncio
+import copy
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -94,6 +95,10 @@ class Engine:
         if self.state is not State.FAILED:
             self._enter(State.DRAINING)
 
+    def give_up(self) -> None:
+        """Tell everybody who still waits that the server ends first."""
+        self._reply_error(self._waiting, DrainingError("the server ends before this request was finished"))
+
     def stop(self, timeout_s: float) -> None:
         """End the device's thread; nothing may be submitted afterwards."""
         self._executor.stop(timeout_s)
@@ -131,7 +136,7 @@ class Engine:
             NormserveError: what the device said.
         """
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
         loop = asyncio.get_running_loop()
         submitted = time.perf_counter()
         if deadline <= submitted:
@@ -146,6 +151,8 @@ class Engine:
             return await waiting.reply
         finally:
             self._forget(job)
+            # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
+            del waiting
 
     def abandon(self, job: NormJob) -> None:
         """The client of a job has left: take it out of the queue, or drop its result."""
@@ -192,17 +199,18 @@ class Engine:
                 )
             )
 
-    def _reply_error(self, jobs: tuple[NormJob, ...], error: NormserveError) -> None:
+    def _reply_error(self, jobs: Iterable[NormJob], error: NormserveError) -> None:
         for job in jobs:
             waiting = self._waiting.get(job)
             if waiting is not None and not waiting.reply.done():
-                waiting.reply.set_exception(error)
+                # Each its own: a traceback grows by the frames, and so by the tensors, of all who raise the error.
+                waiting.reply.set_exception(copy.copy(error))
 
     def _note_failure(self, error: NormserveError) -> None:
         """A failed device is of no more use: answer everybody who waits for it and tell the process."""
         if not isinstance(error, DeviceFailureError) or self._failure is not None:
             return
-        self._failure = error
+        self._failure = copy.copy(error)
         self._enter(State.FAILED)
         log.critical("the device failed, the server gives up: %s", error.detail)
         queued = tuple(self._batcher)
@@ -235,7 +243,7 @@ class Engine:
         outcome = await future
         if outcome.error is not None:
             self._note_failure(outcome.error)
-            raise outcome.error
+            raise copy.copy(outcome.error)
         return outcome.value
 
     def _on_loop(self, reply: Reply) -> Reply:

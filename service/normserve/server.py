@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.02
 # Once admitted work is drained, connections have this long to close.
 _CLOSE_S = 3
-# After a failure the answers that say so may still leave.
+# Answers that say that it is over may still leave.
 _FAREWELL_S = 0.3
 
 
@@ -75,6 +75,8 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_DRAIN_POLL_S)
         if self._service.limits.requests:
             log.warning("%d requests were not finished in time", self._service.limits.requests)
+            self._service.engine.give_up()
+            await asyncio.sleep(_FAREWELL_S)
         self.should_exit = True
 
     async def _listen_on_unix_socket(self, path: Path) -> asyncio.Server:

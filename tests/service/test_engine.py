@@ -1,6 +1,7 @@
 """Jobs in, results out: deadlines, departures and failures, on a device that does what it is told."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -20,6 +21,8 @@ from normserve.errors import (
 from normserve.executor import Outcome
 from normserve.jobs import Batch, Execution, Op
 from normserve.metrics import Metrics
+from normserve.slabs import SlabPool
+from normserve.tensors import DType, HostTensor
 
 from .fake_jobs import job, tensor
 
@@ -205,6 +208,38 @@ async def test_out_of_memory_is_that_launch_alone(scene):
     scene.executor.finish()
     await well
     assert scene.engine.state is State.READY
+
+
+@scene
+async def test_what_failed_does_not_wait_for_the_collector_to_give_its_slabs_back(scene):
+    pool = SlabPool(max_idle_bytes=0)
+    gc.disable()
+    try:
+        late = scene.submit(slab_job(pool))
+        await turn()
+        later = scene.submit(slab_job(pool), deadline=time.perf_counter() + 0.001)
+        with pytest.raises(DeadlineExceededError):
+            await later
+        scene.executor.finish(raised_by_a_device(slab_job(pool)))
+        with pytest.raises(DeviceOutOfMemoryError):
+            await late
+        del late, later
+        await turn()
+        assert pool.used_bytes == 0
+    finally:
+        gc.enable()
+
+
+def slab_job(pool: SlabPool):
+    return job(1, 8, tensors={"x": HostTensor(DType.FLOAT32, (1, 8), pool.take(32)[:32])})
+
+
+def raised_by_a_device(held) -> DeviceOutOfMemoryError:
+    """An error whose traceback holds a job."""
+    try:
+        raise DeviceOutOfMemoryError(f"no room for {held.rows} rows")
+    except DeviceOutOfMemoryError as error:
+        return error
 
 
 @scene

@@ -52,10 +52,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._manners = manners
         self._header_bytes = 0
         self._reading_header = True
+        self._header_began = False
         self._header_watch = HeaderWatch(self.loop, manners.patience, self._header_is_late)
         self._send_watch: SendWatch | None = None
         self._reception: Reception | None = None
         self._sending: Sending | None = None
+        # Requests whose answer is not out: the one that is worked on, and those pipelined behind it.
+        self._unanswered: dict[Sending, tuple[RequestResponseCycle, Reception]] = {}
+        self._refusal: NormserveError | None = None
         self._left_unread = False
         self.unparsed = 0
 
@@ -88,12 +92,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._send_watch.stop()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
-        if self._reception is not None:
-            self._reception.fail(ClientLeftError("the client left while its body was received"))
-        if self._sending is not None:
-            if self._sending.is_delivered and (exc is not None or self._left_unread):
-                self._manners.on_late_departure()
-            self._sending.depart()
+        if self._sending is not None and self._sending.is_delivered and (exc is not None or self._left_unread):
+            self._manners.on_late_departure()
+        for sending, (cycle, reception) in self._unanswered.items():
+            cycle.disconnected = True
+            cycle.message_event.set()
+            reception.fail(ClientLeftError("the client left while its body was received"))
+            sending.depart()
+        self._unanswered.clear()
         self._reception = self._sending = None
 
     def eof_received(self) -> None:
@@ -103,6 +109,9 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes | memoryview) -> None:
         if self._reading_header:
             self._header_bytes += len(data)
+        elif not self._unanswered:
+            # Be it only empty lines: they end the wait for a next request, and begin that for its header.
+            self._header_watch.start()
         super().data_received(data)  # type: ignore[arg-type]
         if self._reading_header and self._header_bytes > _MAX_HEADER_BYTES:
             self._refuse_long_header()
@@ -120,13 +129,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading_header = True
+        self._reading_header = self._header_began = True
         self._header_watch.start()
 
     def on_headers_complete(self) -> None:
-        self._reading_header = False
+        self._reading_header = self._header_began = False
         self._header_bytes = 0
         self._header_watch.stop()
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > _MAX_HEADER_BYTES:
             self._refuse_long_header()
             return
@@ -176,6 +187,7 @@ class HttpProtocol(HttpToolsProtocol):
         cycle.on_response = functools.partial(self._end_response, sending)
         cycle.scope["state"].update(reception=reception, sending=sending)
         self._reception, self._sending = reception, sending
+        self._unanswered[sending] = cycle, reception
 
     def _begin_body(self, cycle: RequestResponseCycle) -> bytearray:
         """Let a body come; what came already is handed over."""
@@ -192,7 +204,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end_response(self, sending: Sending) -> None:
         sending.finish()
+        self._unanswered.pop(sending, None)
         self.on_response_complete()
+        if self.pipeline:
+            # Each answer would let in another read full of small requests.
+            self.flow.pause_reading()
+        elif self._refusal is not None and not self._unanswered:
+            self._refuse(self._refusal)
 
     def _renew_parser(self) -> None:
         """The old one waits for a body that it never saw."""
@@ -200,7 +218,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _header_is_late(self) -> None:
-        if self._header_bytes:
+        if self._header_began:
             self._refuse(RequestTimeoutError("the header was not complete in time"))
         else:
             self.transport.close()
@@ -209,10 +227,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(HeadersTooLargeError(f"the header must be at most {_MAX_HEADER_BYTES} bytes"))
 
     def _refuse(self, error: NormserveError) -> None:
-        """Answer what never became a request, and close; an answer that has begun is cut off instead."""
+        """Answer what never became a request, after the answers to those before it, and close."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if self._unanswered and not self.cycle.more_body:
+            self._refusal = error
+            self.flow.pause_reading()
+            return
+        # What is wrong with a body is the answer to its request, unless that has been given.
+        if not self._unanswered or not self.cycle.response_started:
             self.transport.write(self._manners.refuse(error))
         self.transport.close()
 
