@@ -24,14 +24,11 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.executor import Executor, Outcome, Reply
-from normserve.jobs import Batch, Execution, NormJob, NormResult, Op
+from normserve.jobs import Batch, Execution, Lane, NormJob, NormResult, Op
 from normserve.metrics import Metrics
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
-
-# Batches handed to the device at once.
-_DEPTH = 1
 
 
 class State(Enum):
@@ -49,7 +46,8 @@ class _Waiting:
 
     reply: asyncio.Future[NormResult]
     submitted: float
-    timer: asyncio.TimerHandle | None
+    deadline: float
+    timer: asyncio.TimerHandle | None = None
 
 
 class Engine:
@@ -60,7 +58,8 @@ class Engine:
         self._batcher = batcher
         self._metrics = metrics
         self._waiting: dict[NormJob, _Waiting] = {}
-        self._running = 0
+        self._arrivals: list[NormJob] = []
+        self._running = dict.fromkeys(Lane, 0)
         self._failure: NormserveError | None = None
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
@@ -141,12 +140,13 @@ class Engine:
         submitted = time.perf_counter()
         if deadline <= submitted:
             raise self._late(job)
-        waiting = _Waiting(loop.create_future(), submitted, None)
+        waiting = _Waiting(loop.create_future(), submitted, deadline)
         self._waiting[job] = waiting
         self._batcher.add(job)
-        self._feed()
-        if job in self._batcher:
-            waiting.timer = loop.call_later(deadline - submitted, self._expire, job)
+        if not self._arrivals:
+            # At the end of this turn of the loop: what else came in it shares the launch, and nobody has waited.
+            loop.call_soon(self._admit)
+        self._arrivals.append(job)
         try:
             return await waiting.reply
         finally:
@@ -159,17 +159,36 @@ class Engine:
         self._batcher.discard(job)
         self._reply_error((job,), ClientLeftError("the client left before its result was ready"))
 
+    def _admit(self) -> None:
+        """Give the device what it can take, and let the clock run for what must wait."""
+        self._feed()
+        arrivals, self._arrivals = self._arrivals, []
+        loop, now = asyncio.get_running_loop(), time.perf_counter()
+        for job in arrivals:
+            if job in self._batcher:
+                waiting = self._waiting[job]
+                waiting.timer = loop.call_later(max(0.0, waiting.deadline - now), self._expire, job)
+
     def _feed(self) -> None:
-        for batch in self._batcher.due(_DEPTH - self._running):
+        while (batch := self._batcher.take(self._free_lanes())) is not None:
             for job in batch.jobs:
                 waiting = self._waiting[job]
                 if waiting.timer is not None:
                     waiting.timer.cancel()
-            self._running += 1
+            self._running[batch.lane] += 1
             self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
 
+    def _free_lanes(self) -> list[Lane]:
+        """Of which lanes the device would take another batch now."""
+        if self._failure is not None:
+            return []
+        depth = self._executor.backend.depth
+        if sum(self._running.values()) >= depth.total:
+            return []
+        return [lane for lane, most in depth.lanes.items() if self._running[lane] < most]
+
     def _finish(self, batch: Batch, outcome: Outcome) -> None:
-        self._running -= 1
+        self._running[batch.lane] -= 1
         if outcome.error is not None:
             self._note_failure(outcome.error)
             self._reply_error(batch.jobs, outcome.error)

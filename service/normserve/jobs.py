@@ -130,11 +130,24 @@ class NormJob:
         return (self.spec, unit, self.layer, *members)
 
 
+class Lane(Enum):
+    """The two queues before a device: what is small overtakes what is large, and neither starves."""
+
+    SMALL = "small"
+    LARGE = "large"
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Jobs of one class, run as one launch."""
 
     jobs: tuple[NormJob, ...]
+    lane: Lane = Lane.SMALL
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that came with it."""
+        return sum(job.nbytes for job in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)

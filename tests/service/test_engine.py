@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from normserve.backends.base import ONE_AT_A_TIME, Depth
 from normserve.batcher import Batcher
 from normserve.device import DeviceInfo
 from normserve.engine import Engine, State
@@ -19,7 +20,7 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.executor import Outcome
-from normserve.jobs import Batch, Execution, Op
+from normserve.jobs import Batch, Execution, Lane, Op
 from normserve.metrics import Metrics
 from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
@@ -31,6 +32,7 @@ FAR = 1e9
 
 class FakeBackend:
     name = "fake"
+    depth = ONE_AT_A_TIME
 
     def memory_bytes(self):
         return {"allocated": 7}
@@ -128,6 +130,77 @@ async def test_idle_device_never_waits_for_company(scene):
     assert len(scene.executor.running) == 1
     scene.executor.finish()
     await running
+
+
+@scene
+async def test_what_comes_in_one_turn_of_the_loop_shares_a_launch(scene):
+    together = [scene.submit(job(rows, 4)) for rows in (1, 2, 3)]
+    await turn()
+    assert len(scene.executor.finish().jobs) == 3
+    for each in together:
+        await each
+
+
+class Deep(FakeBackend):
+    depth = Depth(3, {Lane.SMALL: 2, Lane.LARGE: 2})
+
+
+def large_job():
+    return job(300_000, 1)
+
+
+@scene
+async def test_device_with_wires_of_its_own_gets_several_batches_at_once(scene):
+    scene.executor.backend = Deep()
+    tasks = [scene.submit(large_job()) for _ in range(3)]
+    await turn()
+    assert [batch.lane for batch, _ in scene.executor.running] == [Lane.LARGE] * 2
+    tasks.append(scene.submit(job(1, 4)))
+    await turn()
+    # The small one has a lane of its own, which the large one that came before it may not take.
+    assert [batch.lane for batch, _ in scene.executor.running] == [Lane.LARGE] * 2 + [Lane.SMALL]
+    tasks.append(scene.submit(job(1, 5)))
+    await turn()
+    assert len(scene.executor.running) == 3
+    while scene.executor.running:
+        scene.executor.finish()
+        await turn()
+    for each in tasks:
+        await each
+
+
+@scene
+async def test_small_request_behind_many_large_ones_waits_for_one_of_them(scene):
+    large = [scene.submit(large_job()) for _ in range(4)]
+    await turn()
+    small = scene.submit(job(1, 4))
+    await turn()
+    scene.executor.finish()
+    await turn()
+    scene.executor.finish()
+    await small
+    assert sum(each.done() for each in large) == 1
+    while scene.executor.running:
+        scene.executor.finish()
+        await turn()
+    for each in large:
+        await each
+
+
+@scene
+async def test_failed_device_gets_no_further_work(scene):
+    scene.executor.backend = Deep()
+    doomed = [scene.submit(large_job()) for _ in range(4)]
+    await turn()
+    scene.executor.finish(DeviceFailureError("gone"))
+    await turn()
+    # The other one in flight still answers, or not.
+    scene.executor.finish(DeviceFailureError("gone"))
+    await turn()
+    assert scene.executor.running == []
+    for each in doomed:
+        with pytest.raises(DeviceFailureError):
+            await each
 
 
 @scene

@@ -44,7 +44,7 @@ def back(tensor: HostTensor) -> torch.Tensor:
 
 
 def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
-    execution = backend.run(Batch(jobs))
+    execution = backend.run(Batch(jobs)).wait()
     assert execution.kernel_s > 0
     return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.outputs]
 
@@ -104,7 +104,7 @@ def test_rows_have_the_same_bits_alone_and_together(backend, cols):
 def test_no_rows(backend):
     spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
     job = NormJob(spec, {"x": host(torch.empty(0, 8))})
-    assert backend.run(Batch((job,))).outputs[0]["y"].shape == (0, 8)
+    assert backend.run(Batch((job,))).wait().outputs[0]["y"].shape == (0, 8)
 
 
 def test_layers_parameters_stay_on_the_device(backend):

@@ -1,18 +1,45 @@
 """What the executor asks of a device, whatever it is."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Execution, Op
+from normserve.jobs import Batch, Execution, Lane, Op
 from normserve.tensors import HostTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How many batches a device may have at once: copied in, computed and copied out side by side.
+
+    Attributes:
+        total: of both lanes.
+        lanes: of each.
+    """
+
+    total: int
+    lanes: Mapping[Lane, int]
+
+
+ONE_AT_A_TIME = Depth(1, dict.fromkeys(Lane, 1))
+
+
+class InFlight(ABC):
+    """A batch that is on the device."""
+
+    @abstractmethod
+    def wait(self) -> Execution:
+        """Block until it is done; called once, on any thread, with the errors of the device."""
 
 
 class Backend(Protocol):
     """One device.  Every method is called on the one thread that owns it."""
 
     name: str
+    depth: Depth
 
     def start(self) -> DeviceInfo:
         """Claim the device, compile or load what requests will need, and measure the copy roof.
@@ -27,8 +54,8 @@ class Backend(Protocol):
         What inputs of the parameters' dtype will need may be compiled.
         """
 
-    def run(self, batch: Batch) -> Execution:
-        """Run jobs of one class as one launch."""
+    def run(self, batch: Batch) -> Execution | InFlight:
+        """Run jobs of one class as one launch, or set it going."""
 
     def translate(self, error: Exception) -> NormserveError | None:
         """Say what an exception out of `run` or `load` means; None when it is not the device's doing."""

@@ -12,6 +12,7 @@ from fusednorm.errors import KernelInputError
 from torch import Tensor
 
 from normserve.backends import cpu
+from normserve.backends.base import ONE_AT_A_TIME
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
     PARAMETERS,
@@ -36,6 +37,7 @@ class TorchBackend:
     """Runs batches on the CPU, in the memory that the requests came in."""
 
     name = "torch"
+    depth = ONE_AT_A_TIME
 
     def __init__(self, threads: int = 0, slabs: SlabPool | None = None) -> None:
         """Make it.
