@@ -15,6 +15,7 @@ from normserve.backends.base import Backend
 from normserve.backends.choose import choose_backend
 from normserve.batcher import Batcher
 from normserve.checkpoint import register_checkpoint
+from normserve.compilation import Compilation
 from normserve.edge import Edge
 from normserve.engine import Engine
 from normserve.errors import MethodNotAllowedError, NormserveError, NotFoundError
@@ -45,7 +46,11 @@ class Service:
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
-        self.engine = Engine(Executor(make_backend or self._choose_backend), batcher, self.metrics)
+        compilation = Compilation(
+            max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
+        )
+        executor = Executor(make_backend or self._choose_backend)
+        self.engine = Engine(executor, batcher, compilation, self.metrics)
 
     def _choose_backend(self) -> Backend:
         return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs)

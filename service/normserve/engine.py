@@ -9,11 +9,12 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from normserve.batcher import Batcher
+from normserve.compilation import Compilation
 from normserve.device import DeviceInfo
 from normserve.errors import (
     ClientLeftError,
@@ -48,14 +49,16 @@ class _Waiting:
     submitted: float
     deadline: float
     timer: asyncio.TimerHandle | None = None
+    is_running: bool = False
 
 
 class Engine:
     """Feeds one executor."""
 
-    def __init__(self, executor: Executor, batcher: Batcher, metrics: Metrics) -> None:
+    def __init__(self, executor: Executor, batcher: Batcher, compilation: Compilation, metrics: Metrics) -> None:
         self._executor = executor
         self._batcher = batcher
+        self._compilation = compilation
         self._metrics = metrics
         self._waiting: dict[NormJob, _Waiting] = {}
         self._arrivals: list[NormJob] = []
@@ -64,7 +67,7 @@ class Engine:
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        metrics.watch_queue(lambda: len(batcher))
+        metrics.watch_queue(lambda: len(batcher) + len(compilation))
 
     @property
     def backend_name(self) -> str:
@@ -81,6 +84,7 @@ class Engine:
         assert isinstance(device, DeviceInfo)
         self.device = device
         backend = self._executor.backend
+        self._compilation.foresee(backend.compiled or ())
         self._metrics.watch_device(backend.name, device, backend.memory_bytes)
         return device
 
@@ -141,8 +145,9 @@ class Engine:
         if deadline <= submitted:
             raise self._late(job)
         waiting = _Waiting(loop.create_future(), submitted, deadline)
+        if self._is_compiled(job):
+            self._batcher.add(job)
         self._waiting[job] = waiting
-        self._batcher.add(job)
         if not self._arrivals:
             # At the end of this turn of the loop: what else came in it shares the launch, and nobody has waited.
             loop.call_soon(self._admit)
@@ -156,8 +161,34 @@ class Engine:
 
     def abandon(self, job: NormJob) -> None:
         """The client of a job has left: take it out of the queue, or drop its result."""
-        self._batcher.discard(job)
+        self._withdraw(job)
         self._reply_error((job,), ClientLeftError("the client left before its result was ready"))
+
+    def _is_compiled(self, job: NormJob) -> bool:
+        """Whether a job may run now; if not, it will be queued once its kernels are there.
+
+        Raises:
+            OverloadedError: too much is being compiled.
+        """
+        if self._executor.backend.compiled is None:
+            return True
+        kind = job.kernel_class()
+        if kind in self._compilation:
+            return True
+        if self._compilation.wait_for(kind, job):
+            self._executor.compile(job, self._on_loop(functools.partial(self._end_compile, kind)))
+        return False
+
+    def _end_compile(self, kind: Hashable, outcome: Outcome) -> None:
+        jobs = self._compilation.end(kind, compiled=outcome.error is None)
+        if outcome.error is not None:
+            self._note_failure(outcome.error)
+            self._reply_error(jobs, outcome.error)
+            return
+        self._metrics.observe_compile(time.perf_counter() - outcome.started)
+        for job in jobs:
+            self._batcher.add(job)
+        self._feed()
 
     def _admit(self) -> None:
         """Give the device what it can take, and let the clock run for what must wait."""
@@ -165,14 +196,15 @@ class Engine:
         arrivals, self._arrivals = self._arrivals, []
         loop, now = asyncio.get_running_loop(), time.perf_counter()
         for job in arrivals:
-            if job in self._batcher:
-                waiting = self._waiting[job]
+            waiting = self._waiting.get(job)
+            if waiting is not None and not waiting.is_running:
                 waiting.timer = loop.call_later(max(0.0, waiting.deadline - now), self._expire, job)
 
     def _feed(self) -> None:
         while (batch := self._batcher.take(self._free_lanes())) is not None:
             for job in batch.jobs:
                 waiting = self._waiting[job]
+                waiting.is_running = True
                 if waiting.timer is not None:
                     waiting.timer.cancel()
             self._running[batch.lane] += 1
@@ -232,18 +264,22 @@ class Engine:
         self._failure = copy.copy(error)
         self._enter(State.FAILED)
         log.critical("the device failed, the server gives up: %s", error.detail)
-        queued = tuple(self._batcher)
+        queued = (*self._batcher, *self._compilation.jobs())
         for job in queued:
-            self._batcher.discard(job)
+            self._withdraw(job)
         self._reply_error(queued, error)
         self.on_failure()
 
-    def _expire(self, job: NormJob) -> None:
+    def _withdraw(self, job: NormJob) -> None:
         self._batcher.discard(job)
+        self._compilation.discard(job)
+
+    def _expire(self, job: NormJob) -> None:
+        self._withdraw(job)
         self._reply_error((job,), self._late(job))
 
     def _forget(self, job: NormJob) -> None:
-        self._batcher.discard(job)
+        self._withdraw(job)
         waiting = self._waiting.pop(job)
         if waiting.timer is not None:
             waiting.timer.cancel()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from normserve.backends.base import Backend, InFlight
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Lane, Op
+from normserve.jobs import Batch, Lane, NormJob, Op
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
@@ -78,10 +78,12 @@ class Executor:
         self._backend: Backend | None = None
         self._owner = _Thread("device-owner", self._do)
         self._waiters = {lane: _Thread(f"device-waits-{lane.value}", self._answer) for lane in Lane}
+        self._compiler = _Thread("device-compiler", self._answer)
+        self._threads = (self._owner, *self._waiters.values(), self._compiler)
 
     def start(self, reply: Reply) -> None:
         """Start the thread and the device; the reply's value is a `DeviceInfo`."""
-        for thread in (self._owner, *self._waiters.values()):
+        for thread in self._threads:
             thread.start()
         self._owner.put(_Work(self._start_backend, reply, Lane.SMALL))
 
@@ -93,10 +95,14 @@ class Executor:
         """Keep parameters on the device; the reply's value is the backend's handle for them."""
         self._owner.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))
 
+    def compile(self, job: NormJob, reply: Reply) -> None:
+        """Compile what the job's class runs, beside the owner's work."""
+        self._compiler.put(_Work(lambda: self.backend.compile(job), reply, Lane.SMALL))
+
     def stop(self, timeout_s: float) -> None:
         """End the threads once what was handed in is done, or leave them behind after `timeout_s`."""
         give_up = time.monotonic() + timeout_s
-        for thread in (self._owner, *self._waiters.values()):
+        for thread in self._threads:
             thread.stop(max(0.0, give_up - time.monotonic()))
 
     @property

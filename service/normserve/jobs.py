@@ -125,9 +125,21 @@ class NormJob:
                 return None
             else:
                 members.append((name, tensor.dtype, bytes(tensor.data)))
-        shape = self.x.shape
-        unit = shape[1:] if self.spec.op is Op.GROUP_NORM else shape[-1:]
-        return (self.spec, unit, self.layer, *members)
+        return (self.spec, self._unit, self.layer, *members)
+
+    def kernel_class(self) -> Hashable:
+        """Jobs of equal class run the same compiled kernels, however many rows they bring."""
+        spec, layer = self.spec, self.layer
+        return (
+            (spec.op, spec.direction, spec.num_groups, spec.layout, spec.activation, spec.dropout > 0),
+            (spec.out_dtype, spec.stats, self._unit, None if layer is None else (layer.dtype, layer.has_bias)),
+            *((name, tensor.dtype) for name, tensor in sorted(self.tensors.items())),
+        )
+
+    @property
+    def _unit(self) -> tuple[int, ...]:
+        """The shape of what is normalised by itself: a row, or a sample of GroupNorm."""
+        return self.x.shape[1:] if self.spec.op is Op.GROUP_NORM else self.x.shape[-1:]
 
 
 class Lane(Enum):

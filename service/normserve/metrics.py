@@ -210,12 +210,20 @@ class _Launches:
         self._transfer_seconds = _children(
             make.counter("transfer_seconds_total", "Time that bringing them took.", ("direction",))
         )
+        self._compiles = make.counter(
+            "compiles_total", "Classes of requests that nothing foresaw and whose kernels were compiled.", ()
+        )
+        self._compile_seconds = make.counter("compile_seconds_total", "Time that compiling those took.", ())
         self._batch_requests = make.histogram(
             "batch_requests", "Requests that shared a launch.", (), _BATCH_REQUESTS_BUCKETS
         )
         self._batch_bytes = make.histogram(
             "batch_bytes", "Bytes of the tensors that came with a launch.", (), _BATCH_BYTES_BUCKETS
         )
+
+    def observe_compile(self, seconds: float) -> None:
+        self._compiles.inc()
+        self._compile_seconds.inc(seconds)
 
     def observe(self, batch: Batch, execution: Execution) -> None:
         job = batch.jobs[0]
@@ -299,6 +307,10 @@ class Metrics:
     def observe_launch(self, batch: Batch, execution: Execution) -> None:
         """Count one launch."""
         self._launches.observe(batch, execution)
+
+    def observe_compile(self, seconds: float) -> None:
+        """Count a class whose kernels were compiled beside the work."""
+        self._launches.observe_compile(seconds)
 
     def observe_late_departure(self) -> None:
         """Count a client that left after the kernel had its whole response, and before it had read that."""

@@ -40,6 +40,14 @@ class Settings(BaseSettings):
     max_batch_bytes: int = Field(
         4 * 2**20, ge=0, description="Bytes of tensors that may share a launch; a larger request runs alone."
     )
+    max_compiled_classes: int = Field(
+        4096,
+        ge=1,
+        description="Classes of requests (operation, types, row length, options) with kernels of their own.",
+    )
+    max_compiles_per_minute: int = Field(
+        60, ge=1, description="How many classes that nothing foresaw are compiled in a minute, beside the work."
+    )
     cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
     header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")
     body_timeout_s: float = Field(30, gt=0, description="Longest pause while a body is received.")

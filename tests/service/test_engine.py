@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from normserve.backends.base import ONE_AT_A_TIME, Depth
 from normserve.batcher import Batcher
+from normserve.compilation import Compilation
 from normserve.device import DeviceInfo
 from normserve.engine import Engine, State
 from normserve.errors import (
@@ -17,10 +19,12 @@ from normserve.errors import (
     DeviceFailureError,
     DeviceOutOfMemoryError,
     DrainingError,
+    InvalidShapeError,
     NotReadyError,
+    OverloadedError,
 )
 from normserve.executor import Outcome
-from normserve.jobs import Batch, Execution, Lane, Op
+from normserve.jobs import Batch, Execution, Lane, NormJob, Op
 from normserve.metrics import Metrics
 from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
@@ -33,6 +37,7 @@ FAR = 1e9
 class FakeBackend:
     name = "fake"
     depth = ONE_AT_A_TIME
+    compiled = None
 
     def memory_bytes(self):
         return {"allocated": 7}
@@ -45,6 +50,7 @@ class FakeExecutor:
         self.backend = FakeBackend()
         self.running: list[tuple[Batch, Callable]] = []
         self.loaded: list = []
+        self.compiling: list[tuple[NormJob, Callable]] = []
 
     def start(self, reply):
         reply(Outcome(0.0, value=DeviceInfo("a device", "cpu", 1e9, {})))
@@ -56,8 +62,15 @@ class FakeExecutor:
         self.loaded.append((op, weight, bias))
         reply(Outcome(0.0, value="resident"))
 
+    def compile(self, job, reply):
+        self.compiling.append((job, reply))
+
     def stop(self, timeout_s):
         pass
+
+    def end_compile(self, error=None) -> None:
+        _, reply = self.compiling.pop(0)
+        reply(Outcome(time.perf_counter() - 0.5, error=error))
 
     def finish(self, error=None) -> Batch:
         """End the oldest launch."""
@@ -75,10 +88,17 @@ class Scene:
     def __init__(self) -> None:
         self.executor = FakeExecutor()
         self.metrics = Metrics()
-        self.engine = Engine(self.executor, Batcher(max_requests=8, max_bytes=10**6), self.metrics)
+        batcher = Batcher(max_requests=8, max_bytes=10**6)
+        self.engine = Engine(self.executor, batcher, Compilation(max_classes=4, max_per_minute=60), self.metrics)
 
     def submit(self, work, deadline: float = FAR) -> asyncio.Task:
         return asyncio.ensure_future(self.engine.submit(work, deadline))
+
+
+class Compiling(FakeBackend):
+    """Has kernels for rows of 4."""
+
+    compiled = frozenset({job(1, 4).kernel_class()})
 
 
 async def turn() -> None:
@@ -87,12 +107,27 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
+class CompilingScene(Scene):
+    def __init__(self) -> None:
+        super().__init__()
+        self.executor.backend = Compiling()
+
+
 def scene(play: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     """A test that is a coroutine and is given a started engine."""
 
+    return _with_engine(play, Scene)
+
+
+def compiling_scene(play: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The same on a device that compiles."""
+    return _with_engine(play, CompilingScene)
+
+
+def _with_engine(play, make: type[Scene]) -> Callable[[], None]:
     def test() -> None:
         async def run() -> None:
-            with_engine = Scene()
+            with_engine = make()
             await with_engine.engine.start()
             with_engine.engine.open()
             await play(with_engine)
@@ -185,6 +220,82 @@ async def test_small_request_behind_many_large_ones_waits_for_one_of_them(scene)
         await turn()
     for each in large:
         await each
+
+
+@compiling_scene
+async def test_unforeseen_class_is_compiled_beside_the_work_of_others(scene):
+    unforeseen = [scene.submit(job(rows, 8)) for rows in (1, 2)]
+    await turn()
+    assert len(scene.executor.compiling) == 1
+    assert scene.executor.running == []
+    foreseen = scene.submit(job(5, 4))
+    await turn()
+    scene.executor.finish()
+    await foreseen
+    scene.executor.end_compile()
+    await turn()
+    assert len(scene.executor.finish().jobs) == 2
+    for each in unforeseen:
+        await each
+    again = scene.submit(job(3, 8))
+    await turn()
+    scene.executor.finish()
+    await again
+    text = scene.metrics.render().decode()
+    assert "normserve_compiles_total 1.0" in text
+    assert re.search(r"normserve_compile_seconds_total 0\.5", text)
+
+
+@compiling_scene
+async def test_whoever_waits_for_a_compile_may_leave_or_be_late(scene):
+    gone = job(1, 8)
+    leaving, late = scene.submit(gone), scene.submit(job(1, 8), deadline=time.perf_counter() + 0.001)
+    await turn()
+    scene.engine.abandon(gone)
+    with pytest.raises(ClientLeftError):
+        await leaving
+    with pytest.raises(DeadlineExceededError):
+        await late
+    scene.executor.end_compile()
+    await turn()
+    assert scene.executor.running == []
+
+
+@compiling_scene
+async def test_compile_that_fails_is_its_classes_alone(scene):
+    doomed = scene.submit(job(1, 8))
+    await turn()
+    scene.executor.end_compile(InvalidShapeError("no kernel takes that"))
+    with pytest.raises(InvalidShapeError):
+        await doomed
+    again = scene.submit(job(1, 8))
+    await turn()
+    assert len(scene.executor.compiling) == 1
+    again.cancel()
+
+
+@compiling_scene
+async def test_endless_classes_are_turned_away(scene):
+    tasks = [scene.submit(job(1, cols)) for cols in range(5, 20)]
+    await turn()
+    assert len(scene.executor.compiling) == 3
+    refused = [task for task in tasks if task.done()]
+    for task in refused:
+        with pytest.raises(OverloadedError):
+            await task
+    assert len(refused) == 12
+    for task in set(tasks) - set(refused):
+        task.cancel()
+
+
+@compiling_scene
+async def test_device_that_fails_answers_those_who_wait_for_a_compile(scene):
+    waiting, doomed = scene.submit(job(1, 8)), scene.submit(job(1, 4))
+    await turn()
+    scene.executor.finish(DeviceFailureError("gone"))
+    for each in (waiting, doomed):
+        with pytest.raises(DeviceFailureError):
+            await each
 
 
 @scene

@@ -1,13 +1,13 @@
 """What the executor asks of a device, whatever it is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Execution, Lane, Op
+from normserve.jobs import Batch, Execution, Lane, NormJob, Op
 from normserve.tensors import HostTensor
 
 
@@ -36,10 +36,18 @@ class InFlight(ABC):
 
 
 class Backend(Protocol):
-    """One device.  Every method is called on the one thread that owns it."""
+    """One device.  Every method is called on the one thread that owns it, unless it says otherwise.
+
+    Attributes:
+        depth: how many batches it may have at once.
+    """
 
     name: str
     depth: Depth
+
+    @property
+    def compiled(self) -> Collection[Hashable] | None:
+        """The classes of jobs (`NormJob.kernel_class`) whose kernels `start` compiled; None: nothing ever is."""
 
     def start(self) -> DeviceInfo:
         """Claim the device, compile or load what requests will need, and measure the copy roof.
@@ -56,6 +64,9 @@ class Backend(Protocol):
 
     def run(self, batch: Batch) -> Execution | InFlight:
         """Run jobs of one class as one launch, or set it going."""
+
+    def compile(self, job: NormJob) -> None:
+        """Compile what jobs of this one's class will run; called from a thread of its own, beside `run`."""
 
     def translate(self, error: Exception) -> NormserveError | None:
         """Say what an exception out of `run` or `load` means; None when it is not the device's doing."""

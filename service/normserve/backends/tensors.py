@@ -49,6 +49,16 @@ def _as_rows(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     return tensor.reshape(-1) if name in _STATISTICS else tensor.reshape(-1, tensor.shape[-1])
 
 
+def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
+    """The shape of a launch's tensor of that name with so many rows, or samples, of such jobs."""
+    x = job.x.shape
+    if name in PARAMETERS:
+        return job.tensors[name].shape
+    if job.spec.op is Op.GROUP_NORM:
+        return (rows, job.spec.num_groups) if name in _STATISTICS else (rows, *x[1:])
+    return (rows,) if name in _STATISTICS else (rows, x[-1])
+
+
 def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
     if spec.layout is Layout.NHWC and name not in _STATISTICS and name not in PARAMETERS:

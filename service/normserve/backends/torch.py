@@ -26,7 +26,7 @@ from normserve.backends.tensors import (
 from normserve.backends.warmup import warm_up_batches
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs import Batch, Execution, NormSpec, Op, Pass
+from normserve.jobs import Batch, Execution, NormJob, NormSpec, Op, Pass
 from normserve.slabs import SlabPool
 from normserve.tensors import HostTensor
 
@@ -38,6 +38,7 @@ class TorchBackend:
 
     name = "torch"
     depth = ONE_AT_A_TIME
+    compiled = None
 
     def __init__(self, threads: int = 0, slabs: SlabPool | None = None) -> None:
         """Make it.
@@ -82,6 +83,9 @@ class TorchBackend:
             kernel_s=computed - ready,
             copy_out_s=time.perf_counter() - computed,
         )
+
+    def compile(self, job: NormJob) -> None:
+        """There is nothing to compile."""
 
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
