@@ -24,10 +24,11 @@ from normserve.layers import LayerRegistry
 from normserve.limits import Limits
 from normserve.metrics import Metrics
 from normserve.routes.body import BodyReader
-from normserve.routes.layers import Layers
+from normserve.routes.layers import Layers, make_layer
 from normserve.routes.operations import Operations
 from normserve.routes.status import Status
 from normserve.settings import Settings
+from normserve.siblings import Place, Siblings
 from normserve.slabs import SlabPool
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
@@ -37,8 +38,11 @@ _STOP_S = 2.0
 class Service:
     """What lives as long as the server does."""
 
-    def __init__(self, settings: Settings, make_backend: Callable[[], Backend] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, make_backend: Callable[[], Backend] | None = None, place: Place | None = None
+    ) -> None:
         self.settings = settings
+        self.siblings = Siblings(place)
         self.metrics = Metrics()
         self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
@@ -68,16 +72,29 @@ class Service:
         # it under load and holds every request for a tenth of a second.
         gc.collect()
         gc.freeze()
-        self.engine.open()
+        if self.siblings.place is None:
+            self.engine.open()
+            return
+        async with self.siblings.journal() as journal:
+            for name, query, body in journal.entries():
+                if query is not None:
+                    self.layers.put(await make_layer(self.engine, name, query, body))
+                elif name in self.layers:
+                    self.layers.remove(name)
+            # Whoever changes a layer from now on finds this process ready to hear of it.
+            self.engine.open()
 
 
-def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, make_backend: Callable[[], Backend] | None = None, place: Place | None = None
+) -> FastAPI:
     """The ASGI application; `app.state.service` is what it works with.
 
     Args:
         make_backend: called on the thread that will own the device; chosen by the settings if not given.
+        place: in a fleet, if this is a process of one.
     """
-    service = Service(settings, make_backend)
+    service = Service(settings, make_backend, place)
     app = FastAPI(
         title="normserve",
         version=__version__,
@@ -118,8 +135,8 @@ def _routers(service: Service) -> list[APIRouter]:
     )
     return [
         Operations(service.engine, service.layers, bodies, settings.timeout_ms).router(),
-        Layers(service.engine, service.layers, bodies).router(),
-        Status(service.engine, service.layers, service.metrics, limits).router(),
+        Layers(service.engine, service.layers, service.siblings, bodies).router(),
+        Status(service.engine, service.layers, service.metrics, service.siblings, limits).router(),
     ]
 
 

@@ -25,6 +25,9 @@ The rate of `normserve_kernel_bytes_total` over the rate of `normserve_kernel_se
 bandwidth of the kernels; over `normserve_device_copy_bandwidth_bytes_per_second` it is the fraction of the roof.
 Durations fall into buckets that double from 10 µs to 20 s.
 
+With `--devices`, every process answers for all of them: each series has a label `process` beside its own, and
+`normserve_process_up` is 1 for the processes that could be asked.
+
 """
 
 

@@ -6,12 +6,14 @@ that a client chose.
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from normserve import __version__
@@ -266,6 +268,37 @@ class _State:
         self.ready = make.gauge("ready", "1 while the server takes work.")
         self.device_memory = _DeviceMemory()
         make.collector(self.device_memory)
+
+
+class _Merged(Collector):
+    """The metrics of several processes, told apart by a label."""
+
+    up = Described("normserve_process_up", "gauge", ("process",), "1 for each process of a fleet that answers.")
+
+    def __init__(self, texts: Mapping[int, bytes], count: int) -> None:
+        self._texts = texts
+        self._count = count
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for index, text in sorted(self._texts.items()):
+            for family in text_string_to_metric_families(text.decode()):
+                into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                into.samples += [
+                    sample._replace(labels={**sample.labels, "process": str(index)}) for sample in family.samples
+                ]
+        yield from families.values()
+        up = GaugeMetricFamily(self.up.name, self.up.doc, labels=self.up.labels)
+        for index in range(self._count):
+            up.add_metric([str(index)], int(index in self._texts))
+        yield up
+
+
+def merged(texts: Mapping[int, bytes], count: int) -> bytes:
+    """The Prometheus text of a fleet of `count` processes from those that answered, by index."""
+    registry = CollectorRegistry()
+    registry.register(_Merged(texts, count))
+    return generate_latest(registry)
 
 
 class Metrics:

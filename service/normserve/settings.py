@@ -1,5 +1,6 @@
 """Everything that can be set, and the only place that reads the environment."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,11 @@ class Settings(BaseSettings):
     uds: Path | None = Field(None, description="Path of a Unix domain socket to listen on as well.")
     backend: Literal["auto", "triton", "torch"] = Field(
         "auto", description="triton needs a CUDA device, torch runs on the CPU; auto takes triton if it can."
+    )
+    devices: str = Field(
+        "",
+        pattern=r"^((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?$",
+        description="CUDA devices by number, or cpu, as in 0,1: a process for each behind one port.",
     )
     checkpoint: Path | None = Field(
         None, description="A .safetensors file whose norm layers are registered before the server is ready."
@@ -58,3 +64,12 @@ class Settings(BaseSettings):
     keep_alive_s: float = Field(75, gt=0, description="How long an idle connection stays open.")
     drain_s: float = Field(30, gt=0, description="Longest wait for admitted work after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """The environment of a process that owns a device of `--devices`: it sees no other."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device == "cpu":
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    numbers = seen.split(",") if seen else []
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": numbers[int(device)] if int(device) < len(numbers) else device}
