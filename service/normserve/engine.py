@@ -207,6 +207,9 @@ class Engine:
                 waiting.is_running = True
                 if waiting.timer is not None:
                     waiting.timer.cancel()
+            if batch.nbytes <= self._executor.backend.inline_bytes and not any(self._running.values()):
+                self._conclude(batch, self._executor.run_here(batch))
+                continue
             self._running[batch.lane] += 1
             self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
 
@@ -221,12 +224,15 @@ class Engine:
 
     def _finish(self, batch: Batch, outcome: Outcome) -> None:
         self._running[batch.lane] -= 1
+        self._conclude(batch, outcome)
+        self._feed()
+
+    def _conclude(self, batch: Batch, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._note_failure(outcome.error)
             self._reply_error(batch.jobs, outcome.error)
         else:
             self._reply_results(batch, outcome)
-        self._feed()
 
     def _reply_results(self, batch: Batch, outcome: Outcome) -> None:
         execution = outcome.value

@@ -91,6 +91,10 @@ class Executor:
         """Run a batch; the reply's value is an `Execution`."""
         self._owner.put(_Work(lambda: self.backend.run(batch), reply, batch.lane))
 
+    def run_here(self, batch: Batch) -> Outcome:
+        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`)."""
+        return self._attempt(lambda: self.backend.run(batch))
+
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device; the reply's value is the backend's handle for them."""
         self._owner.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))

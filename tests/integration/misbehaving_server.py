@@ -17,6 +17,9 @@ WAITS, FAILS, RUNS_DRY, HAS_A_BUG = 101, 102, 103, 104
 
 
 class MisbehavingBackend(TorchBackend):
+    # What waits must not do so on the event loop.
+    inline_bytes = 0
+
     def start(self):
         if os.environ.get("WAIT_AT_START"):
             wait_for_gate()

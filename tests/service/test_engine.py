@@ -38,6 +38,7 @@ class FakeBackend:
     name = "fake"
     depth = ONE_AT_A_TIME
     compiled = None
+    inline_bytes = 0
 
     def memory_bytes(self):
         return {"allocated": 7}
@@ -49,6 +50,7 @@ class FakeExecutor:
     def __init__(self) -> None:
         self.backend = FakeBackend()
         self.running: list[tuple[Batch, Callable]] = []
+        self.here: list[Batch] = []
         self.loaded: list = []
         self.compiling: list[tuple[NormJob, Callable]] = []
 
@@ -57,6 +59,10 @@ class FakeExecutor:
 
     def run(self, batch, reply):
         self.running.append((batch, reply))
+
+    def run_here(self, batch):
+        self.here.append(batch)
+        return self._outcome(batch)
 
     def load(self, op, weight, bias, reply):
         self.loaded.append((op, weight, bias))
@@ -78,10 +84,14 @@ class FakeExecutor:
         if error is not None:
             reply(Outcome(time.perf_counter(), error=error))
         else:
-            outputs = tuple({"y": each.x} for each in batch.jobs)
-            execution = Execution(outputs, tuple(each.rows for each in batch.jobs), 0.1, 0.5, 0.2)
-            reply(Outcome(time.perf_counter(), value=execution))
+            reply(self._outcome(batch))
         return batch
+
+    @staticmethod
+    def _outcome(batch) -> Outcome:
+        outputs = tuple({"y": each.x} for each in batch.jobs)
+        execution = Execution(outputs, tuple(each.rows for each in batch.jobs), 0.1, 0.5, 0.2)
+        return Outcome(time.perf_counter(), value=execution)
 
 
 class Scene:
@@ -93,6 +103,10 @@ class Scene:
 
     def submit(self, work, deadline: float = FAR) -> asyncio.Task:
         return asyncio.ensure_future(self.engine.submit(work, deadline))
+
+
+class Quick(FakeBackend):
+    inline_bytes = 64
 
 
 class Compiling(FakeBackend):
@@ -202,6 +216,25 @@ async def test_device_with_wires_of_its_own_gets_several_batches_at_once(scene):
         await turn()
     for each in tasks:
         await each
+
+
+@scene
+async def test_idle_device_runs_what_is_tiny_where_it_comes_from(scene):
+    scene.executor.backend = Quick()
+    together = [scene.submit(job(1, 4)) for _ in range(2)]
+    for each in together:
+        await each
+    assert [len(batch.jobs) for batch in scene.executor.here] == [2]
+    large = scene.submit(job(100, 4))
+    await turn()
+    # One device, one thing at a time.
+    tiny = scene.submit(job(1, 4))
+    await turn()
+    assert len(scene.executor.here) == 1
+    scene.executor.finish()
+    await large
+    await tiny
+    assert len(scene.executor.here) == 2
 
 
 @scene

@@ -40,10 +40,13 @@ class Backend(Protocol):
 
     Attributes:
         depth: how many batches it may have at once.
+        inline_bytes: an idle device runs batches of up to so many bytes on whatever thread they come from, sooner
+            than they could be handed to its own.
     """
 
     name: str
     depth: Depth
+    inline_bytes: int
 
     @property
     def compiled(self) -> Collection[Hashable] | None:

@@ -39,6 +39,8 @@ class TorchBackend:
     name = "torch"
     depth = ONE_AT_A_TIME
     compiled = None
+    # A few rows take 20 µs to compute; to the other thread and back it is 100, and torch splits nothing so small.
+    inline_bytes = 32 * 1024
 
     def __init__(self, threads: int = 0, slabs: SlabPool | None = None) -> None:
         """Make it.

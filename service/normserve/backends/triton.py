@@ -46,6 +46,8 @@ class TritonBackend:
     # is under way.  More would only take company away from those that wait.
     depth = Depth(5, {Lane.SMALL: 2, Lane.LARGE: 3})
 
+    inline_bytes = 0
+
     def __init__(self, slabs: SlabPool | None = None) -> None:
         """Args: slabs: what bodies are received into; pinned from `start` on."""
         self.compiled: set[Hashable] = set()
