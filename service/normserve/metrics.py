@@ -6,21 +6,18 @@ that a client chose.
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from normserve import __version__
 from normserve.device import DeviceInfo
+from normserve.exposition import Counters, Histograms
+from normserve.instruments import Counter, Family, Histogram
 from normserve.jobs import Batch, Execution
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 UNMATCHED = "__unmatched__"
 NONE = "none"
@@ -29,8 +26,6 @@ NONE = "none"
 CLIENT_LEFT = 499
 
 REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
-
-_M = TypeVar("_M", Counter, Histogram)
 
 _KERNEL_LABELS = ("op", "pass", "dtype")
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
@@ -101,15 +96,19 @@ class _Registrar:
         self._registry = registry
         self.catalogue: list[Described] = []
 
-    def counter(self, name: str, doc: str, labels: Sequence[str]) -> Counter:
-        return Counter(self._described("counter", name, doc, labels), doc, labels, registry=self._registry)
+    def counter(self, name: str, doc: str, labels: Sequence[str]) -> Family[Counter]:
+        family = Family(self._described("counter", name, doc, labels), doc, labels, Counter)
+        self._registry.register(Counters(family))
+        return family
 
     def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(self._described("gauge", name, doc, labels), doc, labels, registry=self._registry)
 
-    def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+    def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Family[Histogram]:
         name = self._described("histogram", name, doc, labels)
-        return Histogram(name, doc, labels, buckets=buckets, registry=self._registry)
+        family = Family(name, doc, labels, functools.partial(Histogram, buckets))
+        self._registry.register(Histograms(family))
+        return family
 
     def collector(self, collector: _DeviceMemory) -> None:
         self._registry.register(collector)
@@ -121,50 +120,35 @@ class _Registrar:
         return described.name
 
 
-def _children(metric: _M) -> Callable[..., _M]:
-    """The metric's children by their labels' values; finding one anew costs more than counting in it."""
-    return functools.cache(metric.labels)
-
-
 class _Requests:
     """What is known of a request at its end."""
 
     def __init__(self, make: _Registrar) -> None:
         labels = ("op", "pass", "transport")
-        self._total = _children(
-            make.counter(
-                "requests_total",
-                "Requests answered, by what they asked for and the status.",
-                (*_KERNEL_LABELS, "transport", "code"),
-            )
+        self._total = make.counter(
+            "requests_total",
+            "Requests answered, by what they asked for and the status.",
+            (*_KERNEL_LABELS, "transport", "code"),
         )
-        self._duration = _children(
-            make.histogram(
-                "request_duration_seconds",
-                "From a request's header to the last byte of its response.",
-                labels,
-                _DURATION_BUCKETS,
-            )
+        self._duration = make.histogram(
+            "request_duration_seconds",
+            "From a request's header to the last byte of its response.",
+            labels,
+            _DURATION_BUCKETS,
         )
-        self._stage_duration = _children(
-            make.histogram(
-                "stage_duration_seconds", "Time that operations spent in each stage.", ("stage",), _DURATION_BUCKETS
-            )
+        self._stage_duration = make.histogram(
+            "stage_duration_seconds", "Time that operations spent in each stage.", ("stage",), _DURATION_BUCKETS
         )
-        self._bandwidth = _children(
-            make.histogram(
-                "request_bandwidth_bytes_per_second",
-                "Bytes of an operation's request and response over its wall time.",
-                labels,
-                _REQUEST_BANDWIDTH_BUCKETS,
-            )
+        self._bandwidth = make.histogram(
+            "request_bandwidth_bytes_per_second",
+            "Bytes of an operation's request and response over its wall time.",
+            labels,
+            _REQUEST_BANDWIDTH_BUCKETS,
         )
-        self._rejected = _children(make.counter("rejected_total", "Requests turned away, by reason.", ("reason",)))
-        self._errors = _children(
-            make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
-        )
-        self.cancelled = _children(
-            make.counter("cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",))
+        self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
+        self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
+        self.cancelled = make.counter(
+            "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
         )
         for reason in REJECTIONS:
             self._rejected(reason)
@@ -190,27 +174,21 @@ class _Launches:
     """What is known of a launch."""
 
     def __init__(self, make: _Registrar) -> None:
-        self._bytes = _children(
-            make.counter(
-                "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", _KERNEL_LABELS
-            )
+        self._bytes = make.counter(
+            "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", _KERNEL_LABELS
         )
-        self._seconds = _children(
-            make.counter("kernel_seconds_total", "Device time of the launches.", _KERNEL_LABELS)
+        self._seconds = make.counter("kernel_seconds_total", "Device time of the launches.", _KERNEL_LABELS)
+        self._bandwidth = make.histogram(
+            "kernel_bandwidth_bytes_per_second",
+            "Bandwidth of each launch: the fewest bytes over device time.",
+            _KERNEL_LABELS,
+            _KERNEL_BANDWIDTH_BUCKETS,
         )
-        self._bandwidth = _children(
-            make.histogram(
-                "kernel_bandwidth_bytes_per_second",
-                "Bandwidth of each launch: the fewest bytes over device time.",
-                _KERNEL_LABELS,
-                _KERNEL_BANDWIDTH_BUCKETS,
-            )
+        self._transfer_bytes = make.counter(
+            "transfer_bytes_total", "Bytes of tensors brought to the device and back.", ("direction",)
         )
-        self._transfer_bytes = _children(
-            make.counter("transfer_bytes_total", "Bytes of tensors brought to the device and back.", ("direction",))
-        )
-        self._transfer_seconds = _children(
-            make.counter("transfer_seconds_total", "Time that bringing them took.", ("direction",))
+        self._transfer_seconds = make.counter(
+            "transfer_seconds_total", "Time that bringing them took.", ("direction",)
         )
         self._compiles = make.counter(
             "compiles_total", "Classes of requests that nothing foresaw and whose kernels were compiled.", ()
@@ -224,8 +202,8 @@ class _Launches:
         )
 
     def observe_compile(self, seconds: float) -> None:
-        self._compiles.inc()
-        self._compile_seconds.inc(seconds)
+        self._compiles().inc()
+        self._compile_seconds().inc(seconds)
 
     def observe(self, batch: Batch, execution: Execution) -> None:
         job = batch.jobs[0]
@@ -237,8 +215,8 @@ class _Launches:
             self._bandwidth(*labels).observe(kernel_bytes / execution.kernel_s)
         came = sum(job.nbytes for job in batch.jobs)
         went = sum(tensor.nbytes for outputs in execution.outputs for tensor in outputs.values())
-        self._batch_requests.observe(len(batch.jobs))
-        self._batch_bytes.observe(came)
+        self._batch_requests().observe(len(batch.jobs))
+        self._batch_bytes().observe(came)
         self._transfer_bytes("in").inc(came)
         self._transfer_bytes("out").inc(went)
         self._transfer_seconds("in").inc(execution.copy_in_s)
@@ -268,37 +246,6 @@ class _State:
         self.ready = make.gauge("ready", "1 while the server takes work.")
         self.device_memory = _DeviceMemory()
         make.collector(self.device_memory)
-
-
-class _Merged(Collector):
-    """The metrics of several processes, told apart by a label."""
-
-    up = Described("normserve_process_up", "gauge", ("process",), "1 for each process of a fleet that answers.")
-
-    def __init__(self, texts: Mapping[int, bytes], count: int) -> None:
-        self._texts = texts
-        self._count = count
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for index, text in sorted(self._texts.items()):
-            for family in text_string_to_metric_families(text.decode()):
-                into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                into.samples += [
-                    sample._replace(labels={**sample.labels, "process": str(index)}) for sample in family.samples
-                ]
-        yield from families.values()
-        up = GaugeMetricFamily(self.up.name, self.up.doc, labels=self.up.labels)
-        for index in range(self._count):
-            up.add_metric([str(index)], int(index in self._texts))
-        yield up
-
-
-def merged(texts: Mapping[int, bytes], count: int) -> bytes:
-    """The Prometheus text of a fleet of `count` processes from those that answered, by index."""
-    registry = CollectorRegistry()
-    registry.register(_Merged(texts, count))
-    return generate_latest(registry)
 
 
 class Metrics:

@@ -14,9 +14,10 @@ from normserve.codec import npy
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine import Engine
 from normserve.exchange import Exchange
+from normserve.exposition import CONTENT_TYPE, merged
 from normserve.jobs import Op
 from normserve.layers import LayerRegistry
-from normserve.metrics import CONTENT_TYPE, Metrics, merged
+from normserve.metrics import Metrics
 from normserve.siblings import Siblings
 from normserve.tensors import DType, HostTensor
 
