@@ -106,8 +106,8 @@ def create_app(
     app.state.service = service
     routers = _routers(service)
     app.state.routes = [route for router in routers for route in router.routes]
-    # Included routers are matched twice for each request.
-    app.router.routes.extend(app.state.routes)
+    # Included routers are matched twice for each request, and FastAPI's own pages before them.
+    app.router.routes[:0] = app.state.routes
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
     app.add_middleware(Edge, metrics=service.metrics, api_key=key)
     return app

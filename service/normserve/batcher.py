@@ -35,13 +35,16 @@ class Batcher:
         for queue in self._lanes.values():
             yield from queue
 
+    def lane_of(self, job: NormJob) -> Lane:
+        """Where a job would wait."""
+        return Lane.SMALL if job.nbytes <= min(self._max_bytes, _LARGE_BYTES) else Lane.LARGE
+
     def add(self, job: NormJob) -> None:
         """Queue a job."""
-        nbytes = job.nbytes
-        lane = Lane.SMALL if nbytes <= min(self._max_bytes, _LARGE_BYTES) else Lane.LARGE
+        lane = self.lane_of(job)
         if not self._lanes[lane]:
             self._taken[lane] = max(self._taken[lane], self._last_start)
-        self._lanes[lane].add(job, job.batch_class() if nbytes <= self._max_bytes else None)
+        self._lanes[lane].add(job, job.batch_class() if job.nbytes <= self._max_bytes else None)
 
     def discard(self, job: NormJob) -> None:
         """Forget a job that need not run any more; unknown ones are fine."""

@@ -48,6 +48,7 @@ class _Waiting:
     reply: asyncio.Future[NormResult]
     submitted: float
     deadline: float
+    is_compiled: bool
     timer: asyncio.TimerHandle | None = None
     is_running: bool = False
 
@@ -144,9 +145,7 @@ class Engine:
         submitted = time.perf_counter()
         if deadline <= submitted:
             raise self._late(job)
-        waiting = _Waiting(loop.create_future(), submitted, deadline)
-        if self._is_compiled(job):
-            self._batcher.add(job)
+        waiting = _Waiting(loop.create_future(), submitted, deadline, is_compiled=self._is_compiled(job))
         self._waiting[job] = waiting
         if not self._arrivals:
             # At the end of this turn of the loop: what else came in it shares the launch, and nobody has waited.
@@ -192,26 +191,40 @@ class Engine:
 
     def _admit(self) -> None:
         """Give the device what it can take, and let the clock run for what must wait."""
-        self._feed()
-        arrivals, self._arrivals = self._arrivals, []
+        # Some may have left since.
+        arrivals = [job for job in self._arrivals if job in self._waiting and not self._waiting[job].reply.done()]
+        self._arrivals = []
+        if self._failure is not None:
+            self._reply_error(arrivals, self._failure)
+            return
+        ready = [job for job in arrivals if self._waiting[job].is_compiled]
+        if len(ready) == 1 and not self._batcher and self._batcher.lane_of(ready[0]) in self._free_lanes():
+            self._launch(Batch((ready[0],), self._batcher.lane_of(ready[0])))
+        else:
+            for job in ready:
+                self._batcher.add(job)
+            self._feed()
         loop, now = asyncio.get_running_loop(), time.perf_counter()
         for job in arrivals:
-            waiting = self._waiting.get(job)
-            if waiting is not None and not waiting.is_running:
+            waiting = self._waiting[job]
+            if not waiting.is_running:
                 waiting.timer = loop.call_later(max(0.0, waiting.deadline - now), self._expire, job)
 
     def _feed(self) -> None:
         while (batch := self._batcher.take(self._free_lanes())) is not None:
-            for job in batch.jobs:
-                waiting = self._waiting[job]
-                waiting.is_running = True
-                if waiting.timer is not None:
-                    waiting.timer.cancel()
-            if batch.nbytes <= self._executor.backend.inline_bytes and not any(self._running.values()):
-                self._conclude(batch, self._executor.run_here(batch))
-                continue
-            self._running[batch.lane] += 1
-            self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
+            self._launch(batch)
+
+    def _launch(self, batch: Batch) -> None:
+        for job in batch.jobs:
+            waiting = self._waiting[job]
+            waiting.is_running = True
+            if waiting.timer is not None:
+                waiting.timer.cancel()
+        if batch.nbytes <= self._executor.backend.inline_bytes and not any(self._running.values()):
+            self._conclude(batch, self._executor.run_here(batch))
+            return
+        self._running[batch.lane] += 1
+        self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
 
     def _free_lanes(self) -> list[Lane]:
         """Of which lanes the device would take another batch now."""

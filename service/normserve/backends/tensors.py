@@ -75,8 +75,8 @@ def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
 
 def host_tensor(tensor: Tensor, shape: Sequence[int]) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return HostTensor(_DTYPES[tensor.dtype], tuple(shape), flat.numpy().data)
+    flat = tensor.view(torch.uint8).numpy().reshape(-1)
+    return HostTensor(_DTYPES[tensor.dtype], tuple(shape), flat.data)
 
 
 def split(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[dict[str, HostTensor], ...]:
