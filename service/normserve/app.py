@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from normserve import __version__
 from normserve.backends.base import Backend
@@ -16,14 +17,16 @@ from normserve.backends.choose import choose_backend
 from normserve.batcher import Batcher
 from normserve.checkpoint import register_checkpoint
 from normserve.compilation import Compilation
-from normserve.edge import Edge
+from normserve.edge import Edge, respond_problem
 from normserve.engine import Engine
 from normserve.errors import MethodNotAllowedError, NormserveError, NotFoundError
+from normserve.exchange import Exchange
 from normserve.executor import Executor
 from normserve.layers import LayerRegistry
 from normserve.limits import Limits
 from normserve.metrics import Metrics
 from normserve.routes.body import BodyReader
+from normserve.routes.direct import DirectPaths
 from normserve.routes.layers import Layers, make_layer
 from normserve.routes.operations import Operations
 from normserve.routes.status import Status
@@ -88,7 +91,7 @@ class Service:
 def create_app(
     settings: Settings, make_backend: Callable[[], Backend] | None = None, place: Place | None = None
 ) -> FastAPI:
-    """The ASGI application; `app.state.service` is what it works with.
+    """The application; `app.state.entrance` is what a server calls, `app.state.service` what it works with.
 
     Args:
         make_backend: called on the thread that will own the device; chosen by the settings if not given.
@@ -101,7 +104,7 @@ def create_app(
         summary="Fused LayerNorm, RMSNorm and GroupNorm as a service",
         lifespan=_lifespan,
         redirect_slashes=False,
-        exception_handlers={HTTPException: _answer_http_exception},
+        exception_handlers={HTTPException: _answer_http_exception, NormserveError: _answer_error},
     )
     app.state.service = service
     routers = _routers(service)
@@ -109,7 +112,7 @@ def create_app(
     # Included routers are matched twice for each request, and FastAPI's own pages before them.
     app.router.routes[:0] = app.state.routes
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
-    app.add_middleware(Edge, metrics=service.metrics, api_key=key)
+    app.state.entrance = Edge(DirectPaths(app, app.state.routes), service.metrics, key)
     return app
 
 
@@ -140,6 +143,17 @@ def _routers(service: Service) -> list[APIRouter]:
     ]
 
 
+class ProblemResponse(Response):
+    """An error as the edge answers it."""
+
+    def __init__(self, error: NormserveError, exchange: Exchange) -> None:
+        super().__init__(status_code=500)
+        self._error, self._exchange = error, exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await respond_problem(self._error, self._exchange, send)
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
@@ -160,11 +174,17 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """What the router has to say: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code != 405:
-        raise NotFoundError("nothing is at this path; GET /docs shows what there is")
+        return await _answer_error(request, NotFoundError("nothing is at this path; GET /docs shows what there is"))
     allowed = _allowed_methods(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": ", ".join(allowed)})
-    raise MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed)
+    return await _answer_error(request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed))
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Before FastAPI's own layers see it; those of direct routes come to the edge as they are."""
+    assert isinstance(error, NormserveError)
+    return ProblemResponse(error, request.state.exchange)
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -163,7 +163,7 @@ def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     sending: Sending = scope["state"]["sending"]
     transport = "unix" if scope["client"] is None else "tcp"
     record = RequestRecord(transport=transport, began=reception.began)
-    return Exchange(_request_id(headers), record, reception, sending)
+    return Exchange(_request_id(headers), headers, record, reception, sending)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

@@ -1,5 +1,6 @@
 """One request and its response, as they are accounted for from the first header to the last byte."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from normserve.limits import Permit
@@ -13,6 +14,7 @@ class Exchange:
 
     Attributes:
         request_id: the client's own, if it sent a sane one.
+        headers: the request's by lower-case name; of one that came twice, the last.
         record: what the metrics will be told.
         reception: the request's body on the wire.
         sending: the response on the wire.
@@ -21,6 +23,7 @@ class Exchange:
     """
 
     request_id: str
+    headers: Mapping[bytes, bytes]
     record: RequestRecord
     reception: Reception
     sending: Sending

@@ -189,7 +189,7 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
     )
     http: Any = listen(Manners(patience, refuse, service.metrics.observe_late_departure))
     config = uvicorn.Config(
-        app,
+        app.state.entrance,
         host=settings.host,
         port=settings.port,
         loop="uvloop",

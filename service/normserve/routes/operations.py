@@ -17,7 +17,7 @@ from normserve.jobs import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.layers import LayerRegistry
 from normserve.routes.body import BodyReader
 from normserve.routes.direct import DirectRoute
-from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
+from normserve.routes.negotiation import Accepted, accepted, declared_format, sniffed_format
 from normserve.routes.parameters import (
     Parameter,
     describe,
@@ -87,12 +87,15 @@ class _Handler:
 
     def _read_head(self, request: Request) -> "_Asked":
         values, spec = _read_query(request.scope["query_string"], self.op, self.direction, self.parameters)
-        headers = request.headers
+        headers = request.state.exchange.headers
         return _Asked(
             spec=spec,
             layer=self.service.layers.get(values["layer"]) if "layer" in values else None,
-            body_format=declared_format(headers.get("content-type", ""), headers.get("content-encoding", "")),
-            accepted=Accepted(headers.get("accept", "")),
+            body_format=declared_format(
+                headers.get(b"content-type", b"").decode("latin-1"),
+                headers.get(b"content-encoding", b"").decode("latin-1"),
+            ),
+            accepted=accepted(headers.get(b"accept", b"")),
             timeout_ms=values.get("timeout_ms", self.service.timeout_ms),
         )
 
