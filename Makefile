@@ -48,6 +48,7 @@ bench:
 
 bench-serve: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.csv
+	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.behaviour --out benchmarks/results/serve_behaviour.csv
 
 plots: .venv/.dev
 	$(BIN)/python -m benchmarks.plots benchmarks/results/$(SUITE).csv --out docs/plots

@@ -9,9 +9,6 @@ torch's before anything is timed.
 import argparse
 import contextlib
 import csv
-import io
-import os
-import platform
 import random
 import subprocess
 import tempfile
@@ -20,16 +17,15 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import torch
 
-from benchmarks.serve import servers
+from benchmarks.serve import servers, system
+from benchmarks.serve.posts import COLS, make_parameters, npy, require_right
 from benchmarks.serve.servers import Served
 from benchmarks.serve.table import OURS, table
 
-COLS = 1024
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 COLUMNS = (
-    *("machine", "kernel", "torch", "commit", "size", "nbytes", "server", "round"),
+    *(*system.COLUMNS, "size", "nbytes", "server", "round"),
     *("per_second", "p50_ms", "bytes_per_second", "ours_over_this"),
 )
 
@@ -42,9 +38,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each server at each size")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
     parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the servers and of the client")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both HTTP servers")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(measure(Path(folder), asked.rounds, asked.seconds, *asked.cores))
+        rows = list(measure(Path(folder), asked.rounds, asked.seconds, *asked.cores, asked.device))
     with asked.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -53,26 +50,21 @@ def main() -> None:
 
 
 def measure(
-    folder: Path, rounds: int, seconds: float, server_core: int, client_core: int
+    folder: Path, rounds: int, seconds: float, server_core: int, client_core: int, device: str = "cpu"
 ) -> Iterator[dict[str, object]]:
     """Run everything; a row for each server, size and round."""
     client, echo = (_compiled(folder, name) for name in ("client", "echo"))
     random_numbers = np.random.default_rng(0)
-    parameters = {name: random_numbers.standard_normal(COLS, dtype=np.float32) for name in ("weight", "bias")}
-    machine = {
-        "machine": _processor(),
-        "kernel": platform.release(),
-        "torch": torch.__version__,
-        "commit": _commit(),
-    }
+    parameters, machine = make_parameters(), system.described()
+    backend = "triton" if device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
         http = [
-            *stack.enter_context(servers.normserve(server_core, folder, parameters)),
-            *stack.enter_context(servers.plain(server_core, folder, parameters)),
+            *stack.enter_context(servers.normserve(server_core, folder, parameters, backend)),
+            *stack.enter_context(servers.plain(server_core, folder, parameters, device)),
         ]
         for size, nbytes in SIZES.items():
             x = random_numbers.standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
-            body = _npy(x)
+            body = npy(x)
             for server in http:
                 _require_right(server, x, body, parameters)
             with servers.echo(server_core, echo, len(body)) as echoing:
@@ -115,34 +107,13 @@ def _require_right(server: Served, x: np.ndarray, body: bytes, parameters: Mappi
     with httpx.Client(base_url=url, transport=transport, timeout=60) as http:
         answer = http.post(server.path, content=body, headers={"content-type": "application/x-npy"})
     answer.raise_for_status()
-    weight, bias = (torch.from_numpy(parameters[name]) for name in ("weight", "bias"))
-    expected = torch.nn.functional.layer_norm(torch.from_numpy(x), (COLS,), weight, bias)
-    torch.testing.assert_close(torch.from_numpy(np.load(io.BytesIO(answer.content))), expected)
+    require_right(x, parameters, answer.content)
 
 
 def _compiled(folder: Path, name: str) -> Path:
     program = folder / name
     subprocess.run(["gcc", "-O2", "-Wall", "-o", str(program), str(_SOURCES / f"{name}.c")], check=True)
     return program
-
-
-def _commit() -> str:
-    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return said.stdout.strip()
-
-
-def _npy(x: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, x)
-    return file.getvalue()
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{name}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,13 @@ class Served:
     Attributes:
         address: a port, or the path of a socket.
         path: of the URL; empty for a server that speaks no HTTP.
+        pid: of its process.
     """
 
     name: str
     address: str
     path: str
+    pid: int
 
 
 @contextlib.contextmanager
@@ -62,11 +64,13 @@ def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None])
 
 
 @contextlib.contextmanager
-def normserve(core: int, folder: Path, parameters: Mapping[str, np.ndarray]) -> Iterator[list[Served]]:
+def normserve(
+    core: int, folder: Path, parameters: Mapping[str, np.ndarray], backend: str, options: Sequence[str] = ()
+) -> Iterator[list[Served]]:
     """normserve over TCP and over a Unix domain socket, with a registered layer."""
     uds = folder / "normserve.sock"
-    command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", "torch", "--uds", str(uds)]
-    with process(command, core, {"PYTHONUNBUFFERED": "1"}) as running:
+    command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
+    with process([*command, "--log-level", "warning", *options], core, {"PYTHONUNBUFFERED": "1"}) as running:
         url = _first(
             running, lambda line: found[1] if (found := re.search(r"POST .* (http://\S+?)/v1", line)) else None
         )
@@ -74,21 +78,21 @@ def normserve(core: int, folder: Path, parameters: Mapping[str, np.ndarray]) -> 
             client.put_layer(LAYER, "layer_norm", parameters["weight"], parameters["bias"])
         path = f"/v1/layer_norm?layer={LAYER}"
         port = str(httpx.URL(url).port)
-        yield [Served("normserve", port, path), Served("normserve-uds", str(uds), path)]
+        yield [Served("normserve", port, path, running.pid), Served("normserve-uds", str(uds), path, running.pid)]
 
 
 @contextlib.contextmanager
-def plain(core: int, folder: Path, parameters: Mapping[str, np.ndarray]) -> Iterator[list[Served]]:
+def plain(core: int, folder: Path, parameters: Mapping[str, np.ndarray], device: str) -> Iterator[list[Served]]:
     """The plain FastAPI server, with malloc tuned in its favour."""
     file = folder / "parameters.npz"
     np.savez(file, **parameters)
-    command = [sys.executable, "-m", "benchmarks.serve.plain", str(file)]
+    command = [sys.executable, "-m", "benchmarks.serve.plain", str(file), device]
     with process(command, core, TUNED_MALLOC) as running:
-        yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm")]
+        yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm", running.pid)]
 
 
 @contextlib.contextmanager
 def echo(core: int, program: Path, nbytes: int) -> Iterator[list[Served]]:
     """The raw echo of messages of one length."""
     with process([str(program), str(nbytes)], core, {}) as running:
-        yield [Served("echo", _first(running, str.strip), "")]
+        yield [Served("echo", _first(running, str.strip), "", running.pid)]

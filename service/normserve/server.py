@@ -199,6 +199,7 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=max(1, round(settings.keep_alive_s)),
         timeout_graceful_shutdown=_CLOSE_S,
     )
