@@ -1,9 +1,9 @@
 """Time whole requests: `python -m benchmarks.serve --out FILE.csv`.
 
-Every server runs at once on one core, the C client on another, one connection kept alive, npy in and out,
-LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each server has its turn, in an order that
-changes from round to round; ratios are taken within a round, and their median counts.  Answers are compared with
-torch's before anything is timed.
+Every server runs at once on one core, if not told otherwise, the C client on another; one connection is kept
+alive, npy in and out, LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each server has its
+turn, in an order that changes from round to round; ratios are taken within a round, and their median counts.
+Answers are compared with torch's before anything is timed.
 """
 
 import argparse
@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each server at each size")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the servers and of the client")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both HTTP servers")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -50,28 +52,29 @@ def main() -> None:
 
 
 def measure(
-    folder: Path, rounds: int, seconds: float, server_core: int, client_core: int, device: str = "cpu"
+    folder: Path, rounds: int, seconds: float, server_cores: str, client_cores: str, device: str = "cpu"
 ) -> Iterator[dict[str, object]]:
     """Run everything; a row for each server, size and round."""
     client, echo = (_compiled(folder, name) for name in ("client", "echo"))
     random_numbers = np.random.default_rng(0)
     parameters, machine = make_parameters(), system.described()
+    cores = system.cores(server_cores)
     backend = "triton" if device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
         http = [
-            *stack.enter_context(servers.normserve(server_core, folder, parameters, backend)),
-            *stack.enter_context(servers.plain(server_core, folder, parameters, device)),
+            *stack.enter_context(servers.normserve(cores, folder, parameters, backend)),
+            *stack.enter_context(servers.plain(cores, folder, parameters, device)),
         ]
         for size, nbytes in SIZES.items():
             x = random_numbers.standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
             body = npy(x)
             for server in http:
                 _require_right(server, x, body, parameters)
-            with servers.echo(server_core, echo, len(body)) as echoing:
+            with servers.echo(cores, echo, len(body)) as echoing:
                 for number in range(rounds):
                     turns = [*http, *echoing]
                     random.Random(number).shuffle(turns)
-                    timed = {turn.name: _turn(client, client_core, turn, folder, body, seconds) for turn in turns}
+                    timed = {turn.name: _turn(client, client_cores, turn, folder, body, seconds) for turn in turns}
                     for name, (per_second, p50) in timed.items():
                         yield machine | {
                             "size": size,
@@ -87,14 +90,14 @@ def measure(
 
 
 def _turn(
-    client: Path, core: int, server: Served, folder: Path, body: bytes, seconds: float
+    client: Path, cores: str, server: Served, folder: Path, body: bytes, seconds: float
 ) -> tuple[float, float]:
     """Answers a second, and the median time of one."""
     request = folder / "request"
     head = f"POST {server.path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/x-npy\r\n"
     request.write_bytes((f"{head}Content-Length: {len(body)}\r\n\r\n".encode() if server.path else b"") + body)
     command = [str(client), "http" if server.path else "raw", server.address, str(request), str(seconds)]
-    said = subprocess.run(["taskset", "-c", str(core), *command], capture_output=True, text=True, check=True)
+    said = subprocess.run(["taskset", "-c", cores, *command], capture_output=True, text=True, check=True)
     count, elapsed, p50 = map(float, said.stdout.split())
     return count / elapsed, p50
 

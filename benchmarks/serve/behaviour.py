@@ -54,12 +54,12 @@ SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.behaviour")
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the server and of the client")
+    parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the server and of the client, as in 0-7 8")
     parser.add_argument("--backend", default="torch", help="of the server: torch or triton")
     parser.add_argument("--full", action="store_true", help="10,000 disturbed requests, ten minutes of mixed load")
     parser.add_argument("--only", choices=SCENARIOS, action="append", help="scenarios to run")
     asked = parser.parse_args()
-    os.sched_setaffinity(0, {asked.cores[1]})
+    os.sched_setaffinity(0, system.cores(asked.cores[1]))
     rows: list[dict[str, object]] = []
     print("| scenario | measure | value | wanted |\n|---|---|---|---|")
     for name in asked.only or SCENARIOS:
@@ -67,7 +67,10 @@ def main() -> None:
         parameters = make_parameters()
         with (
             tempfile.TemporaryDirectory() as folder,
-            servers.normserve(asked.cores[0], Path(folder), parameters, asked.backend, options) as (server, _),
+            servers.normserve(system.cores(asked.cores[0]), Path(folder), parameters, asked.backend, options) as (
+                server,
+                _,
+            ),
         ):
             measured = uvloop.run(_played(play, server, parameters, asked.full))
         for each in measured:

@@ -1,4 +1,4 @@
-"""The servers of a run, each pinned to the same core."""
+"""The servers of a run, all on the same cores."""
 
 import contextlib
 import os
@@ -36,11 +36,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def process(command: list[str], core: int, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process on one core, ended on leaving."""
+def process(command: list[str], cores: set[int], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process on these cores, ended on leaving."""
 
     def pin() -> None:
-        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, cores)
 
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, preexec_fn=pin
@@ -65,12 +65,12 @@ def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None])
 
 @contextlib.contextmanager
 def normserve(
-    core: int, folder: Path, parameters: Mapping[str, np.ndarray], backend: str, options: Sequence[str] = ()
+    cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], backend: str, options: Sequence[str] = ()
 ) -> Iterator[list[Served]]:
     """normserve over TCP and over a Unix domain socket, with a registered layer."""
     uds = folder / "normserve.sock"
     command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
-    with process([*command, "--log-level", "warning", *options], core, {"PYTHONUNBUFFERED": "1"}) as running:
+    with process([*command, "--log-level", "warning", *options], cores, {"PYTHONUNBUFFERED": "1"}) as running:
         url = _first(
             running, lambda line: found[1] if (found := re.search(r"POST .* (http://\S+?)/v1", line)) else None
         )
@@ -82,17 +82,19 @@ def normserve(
 
 
 @contextlib.contextmanager
-def plain(core: int, folder: Path, parameters: Mapping[str, np.ndarray], device: str) -> Iterator[list[Served]]:
+def plain(
+    cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], device: str
+) -> Iterator[list[Served]]:
     """The plain FastAPI server, with malloc tuned in its favour."""
     file = folder / "parameters.npz"
     np.savez(file, **parameters)
     command = [sys.executable, "-m", "benchmarks.serve.plain", str(file), device]
-    with process(command, core, TUNED_MALLOC) as running:
+    with process(command, cores, TUNED_MALLOC) as running:
         yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm", running.pid)]
 
 
 @contextlib.contextmanager
-def echo(core: int, program: Path, nbytes: int) -> Iterator[list[Served]]:
+def echo(cores: set[int], program: Path, nbytes: int) -> Iterator[list[Served]]:
     """The raw echo of messages of one length."""
-    with process([str(program), str(nbytes)], core, {}) as running:
+    with process([str(program), str(nbytes)], cores, {}) as running:
         yield [Served("echo", _first(running, str.strip), "", running.pid)]

@@ -10,6 +10,15 @@ import torch
 COLUMNS = ("machine", "kernel", "torch", "commit")
 
 
+def cores(text: str) -> set[int]:
+    """Cores as `taskset` writes them: 0, 0-7 or 0,2-3."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
+
+
 def described() -> dict[str, object]:
     """The columns that every CSV begins with."""
     said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -60,7 +60,8 @@ class Service:
         self.engine = Engine(executor, batcher, compilation, self.metrics)
 
     def _choose_backend(self) -> Backend:
-        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs)
+        sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
+        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs, sizes)
 
     async def warm_up(self) -> None:
         """Start the device, register the checkpoint's layers, then take work.

@@ -46,6 +46,11 @@ class Settings(BaseSettings):
     max_batch_bytes: int = Field(
         4 * 2**20, ge=0, description="Bytes of tensors that may share a launch; a larger request runs alone."
     )
+    warm_sizes: str = Field(
+        "1024",
+        pattern=r"^[1-9]\d{0,8}(,[1-9]\d{0,8})*$",
+        description="Lengths of rows whose kernels are there before the server is ready, as in 768,4096.",
+    )
     max_compiled_classes: int = Field(
         4096,
         ge=1,

@@ -47,5 +47,5 @@ def wait_for_gate() -> None:
 
 
 if __name__ == "__main__":
-    normserve.app.choose_backend = lambda name, threads, slabs: MisbehavingBackend(threads, slabs)
+    normserve.app.choose_backend = lambda name, threads, slabs, sizes: MisbehavingBackend(threads, slabs)
     sys.exit(main())

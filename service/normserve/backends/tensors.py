@@ -44,7 +44,7 @@ def rows_of(batch: Batch, name: str) -> list[Tensor]:
 
 
 def _as_rows(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    if spec.op is Op.GROUP_NORM:
+    if spec.op is Op.GROUP_NORM or (len(tensor.shape) == 2 and name not in _STATISTICS):
         return tensor
     return tensor.reshape(-1) if name in _STATISTICS else tensor.reshape(-1, tensor.shape[-1])
 
@@ -93,11 +93,12 @@ def split(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[dict[str, HostTe
 def _share(job: NormJob, name: str, output: Tensor, start: int, stop: int) -> HostTensor:
     if name in _PARAMETER_GRADIENTS:
         return host_tensor(output, output.shape)
+    own = output if stop - start == len(output) else output[start:stop]
     if name not in _STATISTICS:
-        return host_tensor(output[start:stop], job.x.shape)
+        return host_tensor(own, job.x.shape)
     by_group = job.spec.op is Op.GROUP_NORM
     shape = (job.rows, job.spec.num_groups) if by_group else job.x.shape[:-1]
-    return host_tensor(output[start:stop], shape)
+    return host_tensor(own, shape)
 
 
 def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:

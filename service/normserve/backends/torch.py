@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,23 @@ class TorchBackend:
     # A few rows take 20 µs to compute; to the other thread and back it is 100, and torch splits nothing so small.
     inline_bytes = 32 * 1024
 
-    def __init__(self, threads: int = 0, slabs: SlabPool | None = None) -> None:
+    def __init__(
+        self, threads: int = 0, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
+    ) -> None:
         """Make it.
 
         Args:
             threads: of each operation; 0 leaves one core to the event loop.
             slabs: where large results are written.
+            warm_sizes: lengths of rows that `start` runs everything on.
         """
+        self._warm_sizes = warm_sizes
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
     def start(self) -> DeviceInfo:
         torch.set_num_threads(self._threads)
-        for batch in warm_up_batches():
+        for batch in warm_up_batches(self._warm_sizes):
             self.run(batch)
         return DeviceInfo(
             name=_processor(),

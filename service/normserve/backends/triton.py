@@ -3,7 +3,7 @@
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 
 import fusednorm
 import torch
@@ -48,8 +48,14 @@ class TritonBackend:
 
     inline_bytes = 0
 
-    def __init__(self, slabs: SlabPool | None = None) -> None:
-        """Args: slabs: what bodies are received into; pinned from `start` on."""
+    def __init__(self, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)) -> None:
+        """Make it.
+
+        Args:
+            slabs: what bodies are received into; pinned from `start` on.
+            warm_sizes: lengths of rows whose kernels `start` compiles.
+        """
+        self._warm_sizes = warm_sizes
         self.compiled: set[Hashable] = set()
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
 
@@ -57,7 +63,7 @@ class TritonBackend:
         self._slabs.allocate = _pinned_memory
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.
         self._pipelines = {lane: Pipeline(_CudaStreams(urgent=lane is Lane.SMALL)) for lane in Lane}
-        for batch in warm_up_batches():
+        for batch in warm_up_batches(self._warm_sizes):
             self.run(batch).wait()
             self.compiled.update(job.kernel_class() for job in batch.jobs)
         return DeviceInfo(
@@ -162,16 +168,20 @@ class _OnTheDevice(InFlight):
 
 
 class _CudaStreams:
-    """Streams of the current device; urgent ones go first where the device has the choice."""
+    """Streams of the current device; urgent ones go first where the device has the choice.
+
+    Who waits for something urgent watches for it, who waits for a large copy sleeps and leaves the core to others.
+    """
 
     def __init__(self, *, urgent: bool) -> None:
         self._priority = -1 if urgent else 0
+        self._sleeps = not urgent
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(priority=self._priority)
 
     def event(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)
+        return torch.cuda.Event(enable_timing=True, blocking=self._sleeps)
 
     def use(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(stream)

@@ -192,9 +192,12 @@ def encode(tensor: HostTensor) -> list[bytes | memoryview]:
         )
     if tensor.data.nbytes != tensor.nbytes:
         raise ValueError(f"the tensor must have {tensor.nbytes} bytes, got {tensor.data.nbytes}")
-    header = repr(
-        {"descr": _DESCRS[tensor.dtype], "fortran_order": tensor.fortran_order, "shape": tuple(tensor.shape)}
-    )
+    return [_header(_DESCRS[tensor.dtype], tensor.fortran_order, tensor.shape), tensor.data]
+
+
+@functools.lru_cache(maxsize=1024)
+def _header(descr: str, fortran_order: bool, shape: tuple[int, ...]) -> bytes:
+    header = repr({"descr": descr, "fortran_order": fortran_order, "shape": shape})
     unpadded = _VERSION_END + 2 + len(header) + 1
     text = (header + " " * (-unpadded % DATA_ALIGNMENT) + "\n").encode("latin-1")
-    return [NPY_MAGIC + bytes((1, 0)) + len(text).to_bytes(2, "little") + text, tensor.data]
+    return NPY_MAGIC + bytes((1, 0)) + len(text).to_bytes(2, "little") + text

@@ -29,6 +29,8 @@ from normserve.routes.responses import BuffersResponse
 from normserve.tensors import DType
 from normserve.validation import make_job
 
+_TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
+
 
 @dataclass(frozen=True, slots=True)
 class Operations:
@@ -164,17 +166,14 @@ def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> Buffe
         "kernel": result.kernel_s,
         "copy_out": result.copy_out_s,
     }
-    timing = ", ".join(
-        f"{stage};dur={record.stages[stage] * 1000:.9f}"
-        for stage in ("recv", "queue", "copy_in", "kernel", "copy_out")
-    )
+    timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
     headers = [
-        ("server-timing", timing),
-        ("x-kernel-bytes", str(result.kernel_bytes)),
-        ("x-kernel-bandwidth", f"{result.kernel_bandwidth:.0f}"),
-        ("x-batch-size", str(result.batch_size)),
+        (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in timed])),
+        (b"x-kernel-bytes", b"%d" % result.kernel_bytes),
+        (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
+        (b"x-batch-size", b"%d" % result.batch_size),
     ]
-    response = BuffersResponse(buffers, answer_format, headers)
+    response = BuffersResponse(buffers, answer_format.encode(), headers)
     record.stages["serialize"] = time.perf_counter() - began
     record.waiting_in = "send"
     return response

@@ -13,15 +13,14 @@ class BuffersResponse(Response):
     """A body in pieces, sent as they are; complete when the kernel has taken the last of them."""
 
     def __init__(
-        self, buffers: Sequence[bytes | memoryview], media_type: str, headers: Sequence[tuple[str, str]] = ()
+        self, buffers: Sequence[bytes | memoryview], media_type: bytes, headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
         self.status_code = 200
         self.background = None
         nbytes = sum(len(buffer) for buffer in buffers)
         self._is_small = nbytes <= _JOIN_BYTES
         self._buffers = [b"".join(buffers)] if self._is_small else buffers
-        every = [("content-type", media_type), ("content-length", str(nbytes)), *headers]
-        self.raw_headers = [(name.encode(), value.encode()) for name, value in every]
+        self.raw_headers = [(b"content-type", media_type), (b"content-length", b"%d" % nbytes), *headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
