@@ -96,8 +96,8 @@ class Executor:
         return self._attempt(lambda: self.backend.run(batch))
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
-        """Keep parameters on the device; the reply's value is the backend's handle for them."""
-        self._owner.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))
+        """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
+        self._compiler.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))
 
     def compile(self, job: NormJob, reply: Reply) -> None:
         """Compile what the job's class runs, beside the owner's work."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 
 import pytest
 from normserve.backends.base import InFlight
@@ -23,16 +24,22 @@ class FakeBackend:
     def __init__(self) -> None:
         self.threads: set[int] = set()
         self.error: Exception | None = None
-        self.result: object = EXECUTION
+        self.results: deque[object] = deque()
+        self.may_load = threading.Event()
+        self.may_load.set()
 
     def start(self):
         return self._noted(DeviceInfo("a device", "cpu", 1e9, {}))
 
     def load(self, op, weight, bias):
+        assert self.may_load.wait(20)
         return self._noted((weight, bias))
 
     def run(self, batch):
-        return self._noted(self.result)
+        return self._noted(self.results.popleft() if self.results else EXECUTION)
+
+    def compile(self, job):
+        return self._noted(None)
 
     def translate(self, error):
         return DeviceOutOfMemoryError("dry") if isinstance(error, MemoryError) else None
@@ -98,13 +105,23 @@ def executor(backend, replies):
     started.stop(20)
 
 
-def test_everything_runs_on_one_thread_of_its_own(executor, backend, replies):
-    executor.run(Batch((job(1, 4),)), replies)
-    assert isinstance(replies.next().value, Execution)
-    executor.load(Op.RMS_NORM, tensor(4), None, replies)
-    assert replies.next().error is None
+def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
+    for _ in range(3):
+        executor.run(Batch((job(1, 4),)), replies)
+        assert isinstance(replies.next().value, Execution)
     assert len(backend.threads) == 1
     assert threading.get_ident() not in backend.threads
+
+
+def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
+    backend.may_load.clear()
+    executor.load(Op.RMS_NORM, tensor(4), None, replies)
+    executor.compile(job(1, 4), replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().value is EXECUTION
+    backend.may_load.set()
+    assert replies.next().error is replies.next().error is None
+    assert len(backend.threads) == 2
 
 
 @pytest.mark.parametrize(
@@ -122,14 +139,15 @@ def test_errors_come_back_as_what_they_mean(executor, backend, replies, raised, 
 
 
 def fly(executor, backend, replies, lane=Lane.SMALL) -> Landing:
-    backend.result = landing = Landing()
+    landing = Landing()
+    backend.results.append(landing)
     executor.run(Batch((job(1, 4),), lane), replies)
     return landing
 
 
 def test_owner_goes_on_while_a_batch_is_in_flight(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.load(Op.RMS_NORM, tensor(4), None, replies)
+    executor.run(Batch((job(1, 4),)), replies)
     assert replies.next().error is None
     landing.may_end.set()
     outcome = replies.next()
@@ -149,7 +167,7 @@ def test_small_batch_lands_before_a_large_one_that_took_off_earlier(executor, ba
 
 def test_start_is_that_of_the_take_off(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.load(Op.RMS_NORM, tensor(4), None, replies)
+    executor.run(Batch((job(1, 4),)), replies)
     replies.next()
     landed = time.perf_counter()
     landing.may_end.set()

@@ -137,6 +137,8 @@ def test_out_of_memory_is_survived(backend):
 
 def test_errors_have_a_meaning(backend):
     assert isinstance(backend.translate(KernelInputError("odd")), InvalidShapeError)
+    dry = RuntimeError("CUDA error: out of memory")
+    assert isinstance(backend.translate(dry), DeviceOutOfMemoryError)
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert isinstance(backend.translate(broken), DeviceFailureError)
     assert backend.translate(ValueError("anything else")) is None

@@ -62,7 +62,7 @@ class Backend(Protocol):
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         """Keep a layer's parameters where kernels read them, for as long as the returned object lives.
 
-        What inputs of the parameters' dtype will need may be compiled.
+        What inputs of the parameters' dtype will need may be compiled; called from the thread that compiles.
         """
 
     def run(self, batch: Batch) -> Execution | InFlight:

@@ -135,7 +135,7 @@ class TritonBackend:
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "CUDA error: out of memory" in str(error):
             torch.cuda.empty_cache()
             return DeviceOutOfMemoryError("the device has not enough memory for this request now")
         # After such an error the CUDA context answers every call with it: nothing but a new process helps.
@@ -154,7 +154,11 @@ class TritonBackend:
 
 
 def _pinned_memory(nbytes: int) -> Bytes:
-    memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    try:
+        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        # That the host has no more to pin is no fault of the device's, though CUDA tells it so.
+        raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
     return memory
 
 
