@@ -37,6 +37,8 @@ from normserve.jobs import Batch, Execution, Lane, NormJob, Op
 from normserve.slabs import Bytes, SlabPool
 from normserve.tensors import HostTensor
 
+_DEVICE = "cuda"
+
 
 class TritonBackend:
     """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
@@ -92,7 +94,7 @@ class TritonBackend:
         packed_s = time.perf_counter() - began
 
         def copy_in(_: object) -> dict[str, Tensor]:
-            return parcel.brought(lambda buffer: buffer.to("cuda", non_blocking=True))
+            return parcel.brought(lambda buffer: buffer.to(_DEVICE, non_blocking=True))
 
         def compute(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
@@ -125,7 +127,7 @@ class TritonBackend:
         # A very long row that comes alone is taken in another way than several.
         for rows in (1, 2):
             tensors = {
-                name: torch.zeros(shape_of(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device="cuda")
+                name: torch.zeros(shape_of(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE)
                 for name, tensor in job.tensors.items()
             }
             inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
