@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu bench plots load image test-image
+.PHONY: serve test check test-gpu bench bench-serve plots load image test-image
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -45,6 +45,10 @@ SUITE ?= first
 
 bench:
 	$(ON_GPU) benchmarks --suite $(SUITE) --out benchmarks/results/$(SUITE).csv
+
+bench-serve: .venv/.dev
+	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.csv
+	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.behaviour --out benchmarks/results/serve_behaviour.csv
 
 plots: .venv/.dev
 	$(BIN)/python -m benchmarks.plots benchmarks/results/$(SUITE).csv --out docs/plots

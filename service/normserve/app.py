@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import gc
 from collections.abc import AsyncIterator, Callable
 
@@ -10,24 +9,30 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from normserve import __version__
 from normserve.backends.base import Backend
 from normserve.backends.choose import choose_backend
 from normserve.batcher import Batcher
 from normserve.checkpoint import register_checkpoint
-from normserve.edge import Edge
+from normserve.compilation import Compilation
+from normserve.edge import Edge, respond_problem
 from normserve.engine import Engine
 from normserve.errors import MethodNotAllowedError, NormserveError, NotFoundError
+from normserve.exchange import Exchange
 from normserve.executor import Executor
 from normserve.layers import LayerRegistry
 from normserve.limits import Limits
 from normserve.metrics import Metrics
 from normserve.routes.body import BodyReader
-from normserve.routes.layers import Layers
+from normserve.routes.direct import DirectPaths
+from normserve.routes.layers import Layers, make_layer
 from normserve.routes.operations import Operations
 from normserve.routes.status import Status
 from normserve.settings import Settings
+from normserve.siblings import Place, Siblings
+from normserve.slabs import SlabPool
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
 _STOP_S = 2.0
@@ -36,14 +41,27 @@ _STOP_S = 2.0
 class Service:
     """What lives as long as the server does."""
 
-    def __init__(self, settings: Settings, make_backend: Callable[[], Backend]) -> None:
+    def __init__(
+        self, settings: Settings, make_backend: Callable[[], Backend] | None = None, place: Place | None = None
+    ) -> None:
         self.settings = settings
+        self.siblings = Siblings(place)
         self.metrics = Metrics()
         self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
+        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
+        self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
-        self.engine = Engine(Executor(make_backend), batcher, self.metrics)
+        compilation = Compilation(
+            max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
+        )
+        executor = Executor(make_backend or self._choose_backend)
+        self.engine = Engine(executor, batcher, compilation, self.metrics)
+
+    def _choose_backend(self) -> Backend:
+        sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
+        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs, sizes)
 
     async def warm_up(self) -> None:
         """Start the device, register the checkpoint's layers, then take work.
@@ -58,39 +76,56 @@ class Service:
         # it under load and holds every request for a tenth of a second.
         gc.collect()
         gc.freeze()
-        self.engine.open()
+        if self.siblings.place is None:
+            self.engine.open()
+            return
+        async with self.siblings.journal() as journal:
+            for name, query, body in journal.entries():
+                if query is not None:
+                    self.layers.put(await make_layer(self.engine, name, query, body))
+                elif name in self.layers:
+                    self.layers.remove(name)
+            # Whoever changes a layer from now on finds this process ready to hear of it.
+            self.engine.open()
 
 
-def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = None) -> FastAPI:
-    """The ASGI application; `app.state.service` is what it works with.
+def create_app(
+    settings: Settings, make_backend: Callable[[], Backend] | None = None, place: Place | None = None
+) -> FastAPI:
+    """The application; `app.state.entrance` is what a server calls, `app.state.service` what it works with.
 
     Args:
         make_backend: called on the thread that will own the device; chosen by the settings if not given.
+        place: in a fleet, if this is a process of one.
     """
-    service = Service(
-        settings, make_backend or functools.partial(choose_backend, settings.backend, settings.cpu_threads)
-    )
+    service = Service(settings, make_backend, place)
     app = FastAPI(
         title="normserve",
         version=__version__,
         summary="Fused LayerNorm, RMSNorm and GroupNorm as a service",
         lifespan=_lifespan,
         redirect_slashes=False,
-        exception_handlers={HTTPException: _answer_http_exception},
+        exception_handlers={HTTPException: _answer_http_exception, NormserveError: _answer_error},
     )
     app.state.service = service
     routers = _routers(service)
-    for router in routers:
-        app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]
+    # Included routers are matched twice for each request, and FastAPI's own pages before them.
+    app.router.routes[:0] = app.state.routes
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
-    app.add_middleware(Edge, metrics=service.metrics, api_key=key)
+    app.state.entrance = Edge(DirectPaths(app, app.state.routes), service.metrics, key)
     return app
 
 
 def _routers(service: Service) -> list[APIRouter]:
     settings = service.settings
-    bodies = BodyReader(service.limits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    bodies = BodyReader(
+        service.limits,
+        service.slabs,
+        max_body_bytes=settings.max_body_bytes,
+        pause_s=settings.body_timeout_s,
+        total_s=settings.transfer_timeout_s,
+    )
     limits = settings.model_dump(
         include={
             "max_body_bytes",
@@ -104,9 +139,20 @@ def _routers(service: Service) -> list[APIRouter]:
     )
     return [
         Operations(service.engine, service.layers, bodies, settings.timeout_ms).router(),
-        Layers(service.engine, service.layers, bodies).router(),
-        Status(service.engine, service.layers, service.metrics, limits).router(),
+        Layers(service.engine, service.layers, service.siblings, bodies).router(),
+        Status(service.engine, service.layers, service.metrics, service.siblings, limits).router(),
     ]
+
+
+class ProblemResponse(Response):
+    """An error as the edge answers it."""
+
+    def __init__(self, error: NormserveError, exchange: Exchange) -> None:
+        super().__init__(status_code=500)
+        self._error, self._exchange = error, exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await respond_problem(self._error, self._exchange, send)
 
 
 @contextlib.asynccontextmanager
@@ -129,11 +175,17 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """What the router has to say: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code != 405:
-        raise NotFoundError("nothing is at this path; GET /docs shows what there is")
+        return await _answer_error(request, NotFoundError("nothing is at this path; GET /docs shows what there is"))
     allowed = _allowed_methods(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": ", ".join(allowed)})
-    raise MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed)
+    return await _answer_error(request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed))
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Before FastAPI's own layers see it; those of direct routes come to the edge as they are."""
+    assert isinstance(error, NormserveError)
+    return ProblemResponse(error, request.state.exchange)
 
 
 def _allowed_methods(request: Request) -> list[str]:

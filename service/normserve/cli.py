@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from normserve import __version__
+from normserve.fleet import serve_fleet
 from normserve.logs import configure_logging
 from normserve.settings import Settings
 
@@ -17,6 +18,7 @@ _EXAMPLES = """examples:
   normserve serve                                      on http://127.0.0.1:8000
   normserve serve --port 9000 --backend torch          on the CPU, another port
   normserve serve --checkpoint model.safetensors       with a model's norm layers registered
+  normserve serve --devices 0,1                        a process on each of two GPUs, behind one port
 """
 
 _ENVIRONMENT = (
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging(settings.log_level)
     # Until the server handles it: as a container's first process this one has no default for SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    if settings.devices:
+        return serve_fleet(settings)
     # Late, because it takes a second to load what `version` and `--help` do without.
     from normserve.server import serve
 

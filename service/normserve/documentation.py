@@ -18,12 +18,15 @@ _METRICS = """# Metrics
 
 `GET /metrics` answers in Prometheus' text format. Units are base units; labels come from closed sets, so that
 no client can add a series: `op` is an operation, the name of another route, or `__unmatched__`; `pass` is
-`forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp`; `code` is the HTTP status, 499 where the
-client left.
+`forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp` or `unix`; `code` is the HTTP status, 499
+where the client left.
 
 The rate of `normserve_kernel_bytes_total` over the rate of `normserve_kernel_seconds_total` is the mean
 bandwidth of the kernels; over `normserve_device_copy_bandwidth_bytes_per_second` it is the fraction of the roof.
 Durations fall into buckets that double from 10 µs to 20 s.
+
+With `--devices`, every process answers for all of them: each series has a label `process` beside its own, and
+`normserve_process_up` is 1 for the processes that could be asked.
 
 """
 

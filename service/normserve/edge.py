@@ -9,7 +9,6 @@ import hmac
 import logging
 import re
 import secrets
-import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +16,7 @@ from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
+from normserve.transport import Reception, Sending
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class Edge:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        exchange = Exchange(_request_id(headers), RequestRecord())
-        scope.setdefault("state", {})["exchange"] = exchange
+        exchange = _exchange(scope, headers)
+        scope["state"]["exchange"] = exchange
         incoming = _Incoming(headers, receive, exchange)
         outgoing = _Outgoing(send, incoming, exchange)
         try:
@@ -69,11 +69,12 @@ class Edge:
         if exchange.permit is not None:
             exchange.permit.release()
         record = exchange.record
-        if outgoing.began is not None and "kernel" in record.stages:
-            record.stages["send"] = time.perf_counter() - outgoing.began
+        record.received = exchange.reception.received
+        if outgoing.started and "kernel" in record.stages:
+            record.stages["send"] = exchange.sending.seconds
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
-        if exchange.client_left or not outgoing.started:
+        if exchange.client_left or not exchange.sending.is_delivered:
             record.status = CLIENT_LEFT
         self._metrics.observe_request(record)
 
@@ -89,26 +90,27 @@ async def respond_problem(error: NormserveError, exchange: Exchange, send: Send)
 
 
 class _Incoming:
-    """The request's body, and whether all of it has come."""
+    """What comes of the request's body that no route has asked for."""
 
     def __init__(self, headers: dict[bytes, bytes], receive: Receive, exchange: Exchange) -> None:
         self._receive = receive
         self._exchange = exchange
         length = headers.get(b"content-length")
-        self.complete = b"transfer-encoding" not in headers and length in (None, b"0")
         # A client that waits for leave sends nothing once it is refused.
         self._awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
         is_small = length is not None and int(length) <= _SMALL_BODY_BYTES
         self.is_quick_to_drop = is_small and not self._awaits_leave
+
+    @property
+    def complete(self) -> bool:
+        """There is nothing more to come."""
+        return self._exchange.reception.is_complete or self._exchange.client_left
 
     async def receive(self) -> Message:
         self._awaits_leave = False
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self._exchange.client_left = True
-            self.complete = True
-        elif not message.get("more_body", False):
-            self.complete = True
         return message
 
     async def drop(self) -> None:
@@ -131,11 +133,7 @@ class _Outgoing:
         self._send = send
         self._incoming = incoming
         self._exchange = exchange
-        self.began: float | None = None
-
-    @property
-    def started(self) -> bool:
-        return self.began is not None
+        self.started = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -150,7 +148,7 @@ class _Outgoing:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _start(self, message: Message) -> None:
-        self.began = time.perf_counter()
+        self.started = True
         self._exchange.record.status = message["status"]
         headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode())]
         if not self._incoming.complete and self._incoming.is_quick_to_drop:
@@ -158,6 +156,14 @@ class _Outgoing:
         if not self._incoming.complete:
             headers.append((b"connection", b"close"))
         await self._send({**message, "headers": headers})
+
+
+def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
+    reception: Reception = scope["state"]["reception"]
+    sending: Sending = scope["state"]["sending"]
+    transport = "unix" if scope["client"] is None else "tcp"
+    record = RequestRecord(transport=transport, began=reception.began)
+    return Exchange(_request_id(headers), headers, record, reception, sending)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

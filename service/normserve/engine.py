@@ -5,14 +5,16 @@ whose deadline passed or whose client left is simply taken out and costs the dev
 """
 
 import asyncio
+import copy
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from normserve.batcher import Batcher
+from normserve.compilation import Compilation
 from normserve.device import DeviceInfo
 from normserve.errors import (
     ClientLeftError,
@@ -23,14 +25,11 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.executor import Executor, Outcome, Reply
-from normserve.jobs import Batch, Execution, NormJob, NormResult, Op
+from normserve.jobs import Batch, Execution, Lane, NormJob, NormResult, Op
 from normserve.metrics import Metrics
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
-
-# Batches handed to the device at once.
-_DEPTH = 1
 
 
 class State(Enum):
@@ -48,23 +47,28 @@ class _Waiting:
 
     reply: asyncio.Future[NormResult]
     submitted: float
-    timer: asyncio.TimerHandle | None
+    deadline: float
+    is_compiled: bool
+    timer: asyncio.TimerHandle | None = None
+    is_running: bool = False
 
 
 class Engine:
     """Feeds one executor."""
 
-    def __init__(self, executor: Executor, batcher: Batcher, metrics: Metrics) -> None:
+    def __init__(self, executor: Executor, batcher: Batcher, compilation: Compilation, metrics: Metrics) -> None:
         self._executor = executor
         self._batcher = batcher
+        self._compilation = compilation
         self._metrics = metrics
         self._waiting: dict[NormJob, _Waiting] = {}
-        self._running = 0
+        self._arrivals: list[NormJob] = []
+        self._running = dict.fromkeys(Lane, 0)
         self._failure: NormserveError | None = None
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        metrics.watch_queue(lambda: len(batcher))
+        metrics.watch_queue(lambda: len(batcher) + len(compilation))
 
     @property
     def backend_name(self) -> str:
@@ -81,6 +85,7 @@ class Engine:
         assert isinstance(device, DeviceInfo)
         self.device = device
         backend = self._executor.backend
+        self._compilation.foresee(backend.compiled or ())
         self._metrics.watch_device(backend.name, device, backend.memory_bytes)
         return device
 
@@ -93,6 +98,10 @@ class Engine:
         """Take no more jobs; those already admitted are finished."""
         if self.state is not State.FAILED:
             self._enter(State.DRAINING)
+
+    def give_up(self) -> None:
+        """Tell everybody who still waits that the server ends first."""
+        self._reply_error(self._waiting, DrainingError("the server ends before this request was finished"))
 
     def stop(self, timeout_s: float) -> None:
         """End the device's thread; nothing may be submitted afterwards."""
@@ -131,44 +140,112 @@ class Engine:
             NormserveError: what the device said.
         """
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
         loop = asyncio.get_running_loop()
         submitted = time.perf_counter()
         if deadline <= submitted:
             raise self._late(job)
-        waiting = _Waiting(loop.create_future(), submitted, None)
+        waiting = _Waiting(loop.create_future(), submitted, deadline, is_compiled=self._is_compiled(job))
         self._waiting[job] = waiting
-        self._batcher.add(job)
-        self._feed()
-        if job in self._batcher:
-            waiting.timer = loop.call_later(deadline - submitted, self._expire, job)
+        if not self._arrivals:
+            # At the end of this turn of the loop: what else came in it shares the launch, and nobody has waited.
+            loop.call_soon(self._admit)
+        self._arrivals.append(job)
         try:
             return await waiting.reply
         finally:
             self._forget(job)
+            # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
+            del waiting
 
     def abandon(self, job: NormJob) -> None:
         """The client of a job has left: take it out of the queue, or drop its result."""
-        self._batcher.discard(job)
+        self._withdraw(job)
         self._reply_error((job,), ClientLeftError("the client left before its result was ready"))
 
+    def _is_compiled(self, job: NormJob) -> bool:
+        """Whether a job may run now; if not, it will be queued once its kernels are there.
+
+        Raises:
+            OverloadedError: too much is being compiled.
+        """
+        if self._executor.backend.compiled is None:
+            return True
+        kind = job.kernel_class()
+        if kind in self._compilation:
+            return True
+        if self._compilation.wait_for(kind, job):
+            self._executor.compile(job, self._on_loop(functools.partial(self._end_compile, kind)))
+        return False
+
+    def _end_compile(self, kind: Hashable, outcome: Outcome) -> None:
+        jobs = self._compilation.end(kind, compiled=outcome.error is None)
+        if outcome.error is not None:
+            self._note_failure(outcome.error)
+            self._reply_error(jobs, outcome.error)
+            return
+        self._metrics.observe_compile(time.perf_counter() - outcome.started)
+        for job in jobs:
+            self._batcher.add(job)
+        self._feed()
+
+    def _admit(self) -> None:
+        """Give the device what it can take, and let the clock run for what must wait."""
+        # Some may have left since.
+        arrivals = [job for job in self._arrivals if job in self._waiting and not self._waiting[job].reply.done()]
+        self._arrivals = []
+        if self._failure is not None:
+            self._reply_error(arrivals, self._failure)
+            return
+        ready = [job for job in arrivals if self._waiting[job].is_compiled]
+        if len(ready) == 1 and not self._batcher and self._batcher.lane_of(ready[0]) in self._free_lanes():
+            self._launch(Batch((ready[0],), self._batcher.lane_of(ready[0])))
+        else:
+            for job in ready:
+                self._batcher.add(job)
+            self._feed()
+        loop, now = asyncio.get_running_loop(), time.perf_counter()
+        for job in arrivals:
+            waiting = self._waiting[job]
+            if not waiting.is_running:
+                waiting.timer = loop.call_later(max(0.0, waiting.deadline - now), self._expire, job)
+
     def _feed(self) -> None:
-        for batch in self._batcher.due(_DEPTH - self._running):
-            for job in batch.jobs:
-                waiting = self._waiting[job]
-                if waiting.timer is not None:
-                    waiting.timer.cancel()
-            self._running += 1
-            self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
+        while (batch := self._batcher.take(self._free_lanes())) is not None:
+            self._launch(batch)
+
+    def _launch(self, batch: Batch) -> None:
+        for job in batch.jobs:
+            waiting = self._waiting[job]
+            waiting.is_running = True
+            if waiting.timer is not None:
+                waiting.timer.cancel()
+        if batch.nbytes <= self._executor.backend.inline_bytes and not any(self._running.values()):
+            self._conclude(batch, self._executor.run_here(batch))
+            return
+        self._running[batch.lane] += 1
+        self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
+
+    def _free_lanes(self) -> list[Lane]:
+        """Of which lanes the device would take another batch now."""
+        if self._failure is not None:
+            return []
+        depth = self._executor.backend.depth
+        if sum(self._running.values()) >= depth.total:
+            return []
+        return [lane for lane, most in depth.lanes.items() if self._running[lane] < most]
 
     def _finish(self, batch: Batch, outcome: Outcome) -> None:
-        self._running -= 1
+        self._running[batch.lane] -= 1
+        self._conclude(batch, outcome)
+        self._feed()
+
+    def _conclude(self, batch: Batch, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._note_failure(outcome.error)
             self._reply_error(batch.jobs, outcome.error)
         else:
             self._reply_results(batch, outcome)
-        self._feed()
 
     def _reply_results(self, batch: Batch, outcome: Outcome) -> None:
         execution = outcome.value
@@ -192,31 +269,36 @@ class Engine:
                 )
             )
 
-    def _reply_error(self, jobs: tuple[NormJob, ...], error: NormserveError) -> None:
+    def _reply_error(self, jobs: Iterable[NormJob], error: NormserveError) -> None:
         for job in jobs:
             waiting = self._waiting.get(job)
             if waiting is not None and not waiting.reply.done():
-                waiting.reply.set_exception(error)
+                # Each its own: a traceback grows by the frames, and so by the tensors, of all who raise the error.
+                waiting.reply.set_exception(copy.copy(error))
 
     def _note_failure(self, error: NormserveError) -> None:
         """A failed device is of no more use: answer everybody who waits for it and tell the process."""
         if not isinstance(error, DeviceFailureError) or self._failure is not None:
             return
-        self._failure = error
+        self._failure = copy.copy(error)
         self._enter(State.FAILED)
         log.critical("the device failed, the server gives up: %s", error.detail)
-        queued = tuple(self._batcher)
+        queued = (*self._batcher, *self._compilation.jobs())
         for job in queued:
-            self._batcher.discard(job)
+            self._withdraw(job)
         self._reply_error(queued, error)
         self.on_failure()
 
-    def _expire(self, job: NormJob) -> None:
+    def _withdraw(self, job: NormJob) -> None:
         self._batcher.discard(job)
+        self._compilation.discard(job)
+
+    def _expire(self, job: NormJob) -> None:
+        self._withdraw(job)
         self._reply_error((job,), self._late(job))
 
     def _forget(self, job: NormJob) -> None:
-        self._batcher.discard(job)
+        self._withdraw(job)
         waiting = self._waiting.pop(job)
         if waiting.timer is not None:
             waiting.timer.cancel()
@@ -235,7 +317,7 @@ class Engine:
         outcome = await future
         if outcome.error is not None:
             self._note_failure(outcome.error)
-            raise outcome.error
+            raise copy.copy(outcome.error)
         return outcome.value
 
     def _on_loop(self, reply: Reply) -> Reply:

@@ -1,9 +1,11 @@
 """One request and its response, as they are accounted for from the first header to the last byte."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from normserve.limits import Permit
 from normserve.metrics import RequestRecord
+from normserve.transport import Reception, Sending
 
 
 @dataclass(slots=True)
@@ -12,12 +14,18 @@ class Exchange:
 
     Attributes:
         request_id: the client's own, if it sent a sane one.
+        headers: the request's by lower-case name; of one that came twice, the last.
         record: what the metrics will be told.
+        reception: the request's body on the wire.
+        sending: the response on the wire.
         permit: once the request is admitted; the edge gives it back.
         client_left: the connection went before the response was complete.
     """
 
     request_id: str
+    headers: Mapping[bytes, bytes]
     record: RequestRecord
+    reception: Reception
+    sending: Sending
     permit: Permit | None = None
     client_left: bool = False

@@ -1,16 +1,16 @@
-"""The one thread that owns the device."""
+"""The one thread that owns the device, and those that wait for what it has set going."""
 
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from normserve.backends.base import Backend
+from normserve.backends.base import Backend, InFlight
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Op
+from normserve.jobs import Batch, Lane, NormJob, Op
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
@@ -32,33 +32,82 @@ class Outcome:
 Reply = Callable[[Outcome], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    do: Callable[[], object]
+    reply: Reply
+    lane: Lane
+
+
+class _Thread:
+    """Works off an inbox, one piece after another."""
+
+    def __init__(self, name: str, work: Callable[[_Work], None]) -> None:
+        self._inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._work = work
+        # A device that hangs must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, work: _Work) -> None:
+        self._inbox.put(work)
+
+    def stop(self, timeout_s: float) -> None:
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._inbox.get()) is not None:
+            self._work(work)
+            # Whoever waits for the next piece must not keep this one's memory.
+            del work
+
+
 class Executor:
-    """Runs work on its own thread, one piece after another; replies are called on that thread."""
+    """Runs work on its own thread, one piece after another.
+
+    What a backend leaves in flight is waited for by a thread for each lane, so that the owner is free to set the
+    next batch going, and a small batch need not wait for a large one.  Replies are called on any of these threads.
+    """
 
     def __init__(self, make_backend: Callable[[], Backend]) -> None:
         self._make_backend = make_backend
         self._backend: Backend | None = None
-        self._inbox: queue.SimpleQueue[tuple[Callable[[], object], Reply] | None] = queue.SimpleQueue()
-        # A device that hangs must not keep the process from exiting.
-        self._thread = threading.Thread(target=self._work, name="device-owner", daemon=True)
+        self._owner = _Thread("device-owner", self._do)
+        self._waiters = {lane: _Thread(f"device-waits-{lane.value}", self._answer) for lane in Lane}
+        self._compiler = _Thread("device-compiler", self._answer)
+        self._threads = (self._owner, *self._waiters.values(), self._compiler)
 
     def start(self, reply: Reply) -> None:
         """Start the thread and the device; the reply's value is a `DeviceInfo`."""
-        self._thread.start()
-        self._inbox.put((self._start_backend, reply))
+        for thread in self._threads:
+            thread.start()
+        self._owner.put(_Work(self._start_backend, reply, Lane.SMALL))
 
     def run(self, batch: Batch, reply: Reply) -> None:
         """Run a batch; the reply's value is an `Execution`."""
-        self._inbox.put((lambda: self.backend.run(batch), reply))
+        self._owner.put(_Work(lambda: self.backend.run(batch), reply, batch.lane))
+
+    def run_here(self, batch: Batch) -> Outcome:
+        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`)."""
+        return self._attempt(lambda: self.backend.run(batch))
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
-        """Keep parameters on the device; the reply's value is the backend's handle for them."""
-        self._inbox.put((lambda: self.backend.load(op, weight, bias), reply))
+        """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
+        self._compiler.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))
+
+    def compile(self, job: NormJob, reply: Reply) -> None:
+        """Compile what the job's class runs, beside the owner's work."""
+        self._compiler.put(_Work(lambda: self.backend.compile(job), reply, Lane.SMALL))
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread once what was handed in is done, or leave it behind after `timeout_s`."""
-        self._inbox.put(None)
-        self._thread.join(timeout_s)
+        """End the threads once what was handed in is done, or leave them behind after `timeout_s`."""
+        give_up = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.stop(max(0.0, give_up - time.monotonic()))
 
     @property
     def backend(self) -> Backend:
@@ -71,10 +120,18 @@ class Executor:
         self._backend = self._make_backend()
         return self._backend.start()
 
-    def _work(self) -> None:
-        while (item := self._inbox.get()) is not None:
-            work, reply = item
-            reply(self._attempt(work))
+    def _do(self, work: _Work) -> None:
+        outcome = self._attempt(work.do)
+        if isinstance(outcome.value, InFlight):
+            started, wait = outcome.started, outcome.value.wait
+            self._waiters[work.lane].put(
+                _Work(wait, lambda done: work.reply(replace(done, started=started)), work.lane)
+            )
+        else:
+            work.reply(outcome)
+
+    def _answer(self, work: _Work) -> None:
+        work.reply(self._attempt(work.do))
 
     def _attempt(self, work: Callable[[], object]) -> Outcome:
         started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import secrets
 from http import HTTPStatus
 
 from normserve import errors
@@ -72,6 +73,16 @@ def problem(error: NormserveError, request_id: str) -> tuple[int, list[tuple[byt
         (b"cache-control", b"no-store"),
     ]
     return status, headers + _extra_headers(error), body
+
+
+def render(error: NormserveError) -> bytes:
+    """The whole response to what never became a request, as it goes over the wire."""
+    request_id = secrets.token_hex(16)
+    status, headers, body = problem(error, request_id)
+    head = [f"HTTP/1.1 {status} {_title(status)}".encode()]
+    head += [name + b": " + value for name, value in headers]
+    head.append(b"x-request-id: " + request_id.encode())
+    return b"\r\n".join([*head, b"", body])
 
 
 def _title(status: int) -> str:

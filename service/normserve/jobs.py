@@ -19,6 +19,8 @@ class Op(Enum):
     RMS_NORM = "rms_norm"
     GROUP_NORM = "group_norm"
 
+    __hash__ = object.__hash__
+
 
 class Pass(Enum):
     """Which way through the operation."""
@@ -26,12 +28,16 @@ class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
+    __hash__ = object.__hash__
+
 
 class Layout(Enum):
     """Where GroupNorm's channels lie: [B, C, *spatial] or [B, *spatial, C]."""
 
     NCHW = "nchw"
     NHWC = "nhwc"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +90,16 @@ class NormJob:
     Attributes:
         tensors: by their names in the API; with a layer, neither weight nor bias.
         layer: the registered parameters, if the request named some.
+        nbytes: of all tensors that came with the request.
     """
 
     spec: NormSpec
     tensors: Mapping[str, HostTensor]
     layer: Layer | None = None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum([tensor.nbytes for tensor in self.tensors.values()]))
 
     @property
     def x(self) -> HostTensor:
@@ -100,11 +111,6 @@ class NormJob:
         """How many independent units x holds along its outermost axis: rows, or samples of GroupNorm."""
         shape = self.x.shape
         return shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that came with the request."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def batch_class(self) -> Hashable | None:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
@@ -125,9 +131,30 @@ class NormJob:
                 return None
             else:
                 members.append((name, tensor.dtype, bytes(tensor.data)))
-        shape = self.x.shape
-        unit = shape[1:] if self.spec.op is Op.GROUP_NORM else shape[-1:]
-        return (self.spec, unit, self.layer, *members)
+        return (self.spec, self._unit, self.layer, *members)
+
+    def kernel_class(self) -> Hashable:
+        """Jobs of equal class run the same compiled kernels, however many rows they bring."""
+        spec, layer = self.spec, self.layer
+        return (
+            (spec.op, spec.direction, spec.num_groups, spec.layout, spec.activation, spec.dropout > 0),
+            (spec.out_dtype, spec.stats, self._unit, None if layer is None else (layer.dtype, layer.has_bias)),
+            *((name, tensor.dtype) for name, tensor in sorted(self.tensors.items())),
+        )
+
+    @property
+    def _unit(self) -> tuple[int, ...]:
+        """The shape of what is normalised by itself: a row, or a sample of GroupNorm."""
+        return self.x.shape[1:] if self.spec.op is Op.GROUP_NORM else self.x.shape[-1:]
+
+
+class Lane(Enum):
+    """The two queues before a device: what is small overtakes what is large, and neither starves."""
+
+    SMALL = "small"
+    LARGE = "large"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +162,12 @@ class Batch:
     """Jobs of one class, run as one launch."""
 
     jobs: tuple[NormJob, ...]
+    lane: Lane = Lane.SMALL
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that came with it."""
+        return sum(job.nbytes for job in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ class LayerRegistry:
     def __len__(self) -> int:
         return len(self._layers)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._layers
+
     def put(self, layer: Layer) -> bool:
         """Register a layer; whether it replaced one.
 

@@ -1,6 +1,37 @@
 """Permits: how many requests, and how many bytes of bodies, may be inside the server at once."""
 
+import math
+import time
+from collections.abc import Callable
+
 from normserve.errors import OverloadedError
+
+# What was given back longer ago hardly counts for the rate.
+_MEMORY_S = 10.0
+_LONGEST_WAIT_S = 60.0
+
+
+class Rate:
+    """How much a second leaves, of late: a mean that forgets exponentially."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = self._last = clock()
+        self._amount = 0.0
+
+    def note(self, amount: float) -> None:
+        """So much has left now."""
+        now = self._clock()
+        self._amount = self._amount * math.exp((self._last - now) / _MEMORY_S) + amount
+        self._last = now
+
+    def seconds_for(self, amount: float) -> float:
+        """How long so much will take to leave; 0 while nothing is known."""
+        now = self._clock()
+        remembered = self._amount * math.exp((self._last - now) / _MEMORY_S)
+        # Since the start, less than the whole memory has been filled.
+        span = _MEMORY_S * (1 - math.exp((self._since - now) / _MEMORY_S))
+        return amount * span / remembered if remembered else 0.0
 
 
 class Limits:
@@ -9,20 +40,26 @@ class Limits:
     Not thread-safe: it belongs to the event loop's thread.
     """
 
-    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
+    def __init__(self, *, max_requests: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self.requests = 0
         self.bytes = 0
+        self._requests_out = Rate(clock)
+        self._bytes_out = Rate(clock)
 
     def acquire(self, nbytes: int) -> "Permit":
         """Admit one request that brings `nbytes`.
 
         Raises:
-            OverloadedError: the budget of requests or of bytes is spent.
+            OverloadedError: the budget of requests or of bytes is spent; it says when what is inside now will have
+                left, at the rate of late.
         """
         if self.requests >= self._max_requests:
-            raise OverloadedError(f"{self.requests} requests are in flight, no more than that are admitted")
+            raise OverloadedError(
+                f"{self.requests} requests are in flight, no more than that are admitted",
+                _wait(self._requests_out.seconds_for(self.requests)),
+            )
         permit = Permit(self)
         self.reserve(nbytes)
         permit.nbytes = nbytes
@@ -37,7 +74,8 @@ class Limits:
         """
         if self.bytes + nbytes > self._max_bytes:
             raise OverloadedError(
-                f"{nbytes} more bytes do not fit beside {self.bytes} in flight of {self._max_bytes} admitted"
+                f"{nbytes} more bytes do not fit beside {self.bytes} in flight of {self._max_bytes} admitted",
+                _wait(self._bytes_out.seconds_for(self.bytes)),
             )
         self.bytes += nbytes
 
@@ -45,6 +83,12 @@ class Limits:
         """Called once by each permit."""
         self.requests -= 1
         self.bytes -= permit.nbytes
+        self._requests_out.note(1)
+        self._bytes_out.note(permit.nbytes)
+
+
+def _wait(seconds: float) -> float:
+    return min(max(1.0, seconds), _LONGEST_WAIT_S)
 
 
 class Permit:

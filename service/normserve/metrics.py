@@ -4,19 +4,20 @@ Units are base units, label sets are closed: never a shape, an id, a layer's nam
 that a client chose.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from normserve import __version__
 from normserve.device import DeviceInfo
+from normserve.exposition import Counters, Histograms
+from normserve.instruments import Counter, Family, Histogram
 from normserve.jobs import Batch, Execution
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 UNMATCHED = "__unmatched__"
 NONE = "none"
@@ -95,15 +96,19 @@ class _Registrar:
         self._registry = registry
         self.catalogue: list[Described] = []
 
-    def counter(self, name: str, doc: str, labels: Sequence[str]) -> Counter:
-        return Counter(self._described("counter", name, doc, labels), doc, labels, registry=self._registry)
+    def counter(self, name: str, doc: str, labels: Sequence[str]) -> Family[Counter]:
+        family = Family(self._described("counter", name, doc, labels), doc, labels, Counter)
+        self._registry.register(Counters(family))
+        return family
 
     def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(self._described("gauge", name, doc, labels), doc, labels, registry=self._registry)
 
-    def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+    def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Family[Histogram]:
         name = self._described("histogram", name, doc, labels)
-        return Histogram(name, doc, labels, buckets=buckets, registry=self._registry)
+        family = Family(name, doc, labels, functools.partial(Histogram, buckets))
+        self._registry.register(Histograms(family))
+        return family
 
     def collector(self, collector: _DeviceMemory) -> None:
         self._registry.register(collector)
@@ -142,27 +147,27 @@ class _Requests:
         )
         self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
         self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
-        self._cancelled = make.counter(
+        self.cancelled = make.counter(
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
         )
         for reason in REJECTIONS:
-            self._rejected.labels(reason)
+            self._rejected(reason)
 
     def observe(self, record: RequestRecord) -> None:
         elapsed = time.perf_counter() - record.began
         labels = (record.op, record.direction, record.transport)
-        self._total.labels(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
-        self._duration.labels(*labels).observe(elapsed)
+        self._total(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
+        self._duration(*labels).observe(elapsed)
         for stage, seconds in record.stages.items():
-            self._stage_duration.labels(stage).observe(seconds)
+            self._stage_duration(stage).observe(seconds)
         if record.error is not None:
-            self._errors.labels(record.error).inc()
+            self._errors(record.error).inc()
         if record.error in REJECTIONS:
-            self._rejected.labels(record.error).inc()
+            self._rejected(record.error).inc()
         if record.status == CLIENT_LEFT:
-            self._cancelled.labels(record.waiting_in).inc()
+            self.cancelled(record.waiting_in).inc()
         elif record.status < 300 and "kernel" in record.stages:
-            self._bandwidth.labels(*labels).observe((record.received + record.sent) / elapsed)
+            self._bandwidth(*labels).observe((record.received + record.sent) / elapsed)
 
 
 class _Launches:
@@ -185,6 +190,10 @@ class _Launches:
         self._transfer_seconds = make.counter(
             "transfer_seconds_total", "Time that bringing them took.", ("direction",)
         )
+        self._compiles = make.counter(
+            "compiles_total", "Classes of requests that nothing foresaw and whose kernels were compiled.", ()
+        )
+        self._compile_seconds = make.counter("compile_seconds_total", "Time that compiling those took.", ())
         self._batch_requests = make.histogram(
             "batch_requests", "Requests that shared a launch.", (), _BATCH_REQUESTS_BUCKETS
         )
@@ -192,22 +201,26 @@ class _Launches:
             "batch_bytes", "Bytes of the tensors that came with a launch.", (), _BATCH_BYTES_BUCKETS
         )
 
+    def observe_compile(self, seconds: float) -> None:
+        self._compiles().inc()
+        self._compile_seconds().inc(seconds)
+
     def observe(self, batch: Batch, execution: Execution) -> None:
         job = batch.jobs[0]
         labels = (job.spec.op.value, job.spec.direction.value, job.x.dtype.value)
         kernel_bytes = sum(execution.kernel_bytes)
-        self._bytes.labels(*labels).inc(kernel_bytes)
-        self._seconds.labels(*labels).inc(execution.kernel_s)
+        self._bytes(*labels).inc(kernel_bytes)
+        self._seconds(*labels).inc(execution.kernel_s)
         if kernel_bytes and execution.kernel_s > 0:
-            self._bandwidth.labels(*labels).observe(kernel_bytes / execution.kernel_s)
+            self._bandwidth(*labels).observe(kernel_bytes / execution.kernel_s)
         came = sum(job.nbytes for job in batch.jobs)
         went = sum(tensor.nbytes for outputs in execution.outputs for tensor in outputs.values())
-        self._batch_requests.observe(len(batch.jobs))
-        self._batch_bytes.observe(came)
-        self._transfer_bytes.labels("in").inc(came)
-        self._transfer_bytes.labels("out").inc(went)
-        self._transfer_seconds.labels("in").inc(execution.copy_in_s)
-        self._transfer_seconds.labels("out").inc(execution.copy_out_s)
+        self._batch_requests().observe(len(batch.jobs))
+        self._batch_bytes().observe(came)
+        self._transfer_bytes("in").inc(came)
+        self._transfer_bytes("out").inc(went)
+        self._transfer_seconds("in").inc(execution.copy_in_s)
+        self._transfer_seconds("out").inc(execution.copy_out_s)
 
 
 class _State:
@@ -219,6 +232,9 @@ class _State:
         )
         self.inflight_bytes = make.gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
         self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
+        self.slab_bytes = make.gauge(
+            "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)
+        )
         self.copy_bandwidth = make.gauge(
             "device_copy_bandwidth_bytes_per_second",
             "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
@@ -249,6 +265,11 @@ class Metrics:
         self._state.inflight_requests.set_function(requests)
         self._state.inflight_bytes.set_function(nbytes)
 
+    def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
+        """Report the memory of the slabs; asked at each scrape."""
+        self._state.slab_bytes.labels("used").set_function(used_bytes)
+        self._state.slab_bytes.labels("idle").set_function(idle_bytes)
+
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Report how many jobs wait; asked at each scrape."""
         self._state.queue_requests.set_function(length)
@@ -266,6 +287,14 @@ class Metrics:
     def observe_launch(self, batch: Batch, execution: Execution) -> None:
         """Count one launch."""
         self._launches.observe(batch, execution)
+
+    def observe_compile(self, seconds: float) -> None:
+        """Count a class whose kernels were compiled beside the work."""
+        self._launches.observe_compile(seconds)
+
+    def observe_late_departure(self) -> None:
+        """Count a client that left after the kernel had its whole response, and before it had read that."""
+        self._requests.cancelled("send").inc()
 
     def observe_request(self, record: RequestRecord) -> None:
         """Count one request, at its very end."""

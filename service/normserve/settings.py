@@ -1,5 +1,6 @@
 """Everything that can be set, and the only place that reads the environment."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +15,14 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
+    uds: Path | None = Field(None, description="Path of a Unix domain socket to listen on as well.")
     backend: Literal["auto", "triton", "torch"] = Field(
         "auto", description="triton needs a CUDA device, torch runs on the CPU; auto takes triton if it can."
+    )
+    devices: str = Field(
+        "",
+        pattern=r"^((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?$",
+        description="CUDA devices by number, or cpu, as in 0,1: a process for each behind one port.",
     )
     checkpoint: Path | None = Field(
         None, description="A .safetensors file whose norm layers are registered before the server is ready."
@@ -28,6 +35,9 @@ class Settings(BaseSettings):
         256, ge=1, description="Requests inside the server at once; the next one is told to come back later."
     )
     max_inflight_bytes: int = Field(4 * 2**30, ge=1, description="Bytes of request bodies inside at once.")
+    max_idle_slab_bytes: int = Field(
+        2**30, ge=0, description="Bytes of memory kept for the bodies and results of requests to come."
+    )
     max_layers: int = Field(10_000, ge=0, description="Registered layers at once.")
     timeout_ms: float = Field(
         30_000, gt=0, description="Deadline from a request's arrival to its start on the device, by default."
@@ -36,10 +46,35 @@ class Settings(BaseSettings):
     max_batch_bytes: int = Field(
         4 * 2**20, ge=0, description="Bytes of tensors that may share a launch; a larger request runs alone."
     )
+    warm_sizes: str = Field(
+        "1024",
+        pattern=r"^[1-9]\d{0,8}(,[1-9]\d{0,8})*$",
+        description="Lengths of rows whose kernels are there before the server is ready, as in 768,4096.",
+    )
+    max_compiled_classes: int = Field(
+        4096,
+        ge=1,
+        description="Classes of requests (operation, types, row length, options) with kernels of their own.",
+    )
+    max_compiles_per_minute: int = Field(
+        60, ge=1, description="How many classes that nothing foresaw are compiled in a minute, beside the work."
+    )
     cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
     header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")
     body_timeout_s: float = Field(30, gt=0, description="Longest pause while a body is received.")
     send_timeout_s: float = Field(30, gt=0, description="Longest pause of a client that reads its response.")
+    transfer_timeout_s: float = Field(
+        300, gt=0, description="Longest time that a body may take, or a response once its client reads slowly."
+    )
     keep_alive_s: float = Field(75, gt=0, description="How long an idle connection stays open.")
     drain_s: float = Field(30, gt=0, description="Longest wait for admitted work after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """The environment of a process that owns a device of `--devices`: it sees no other."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device == "cpu":
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    numbers = seen.split(",") if seen else []
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": numbers[int(device)] if int(device) < len(numbers) else device}

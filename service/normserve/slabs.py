@@ -1,17 +1,124 @@
-"""The memory that a request body is received into."""
+"""The memory that bodies are received into and results are written to."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+# Slabs come in four sizes to each power of two, so that at most a fifth of one lies idle and the next body of about
+# the same length finds it.
+_SMALLEST_BYTES = 64 * 1024
+_STEPS = 4
 
 
-class Slab:
-    """One contiguous, writable piece of host memory, owned by one request.
+class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """A slab's memory as one borrower sees it: it goes home with the last view of it.
 
-    Large slabs come untouched from the operating system, in huge pages where it has them: what is never
-    written costs nothing, and nothing is zeroed first.
-
-    Attributes:
-        view: all of it, as bytes; views cut out of it keep the memory alive.
+    What refers to the memory is not only the request: a transport that still sends from it, a device that still
+    reads it for a client who has left.  So nobody returns a slab; it returns when none of them is left.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.view = np.empty(nbytes, np.uint8).data
+    memory: Bytes | None = None
+    home: "queue.SimpleQueue[Bytes] | None" = None
+
+    def __del__(self) -> None:
+        if self.memory is not None and self.home is not None:
+            # Reentrant, unlike a lock: this may run within any allocation of any thread.
+            self.home.put(self.memory)
+
+
+def plain_memory(nbytes: int) -> Bytes:
+    """Memory as the operating system gives it: in huge pages where it has them, and untouched."""
+    return np.empty(nbytes, np.uint8)
+
+
+class SlabPool:
+    """Lends slabs and keeps those that come home for the next borrower.
+
+    Slabs in use are bounded by the permits of those who borrow, idle ones by `max_idle_bytes`.  Any thread may
+    borrow and give back.
+
+    Attributes:
+        allocate: makes the memory of a new slab; a device's driver may know better than `plain_memory`.
+    """
+
+    def __init__(self, *, max_idle_bytes: int) -> None:
+        self._max_idle_bytes = max_idle_bytes
+        self._lock = threading.Lock()
+        self._returned: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
+        self._idle: dict[int, deque[Bytes]] = {}  # by size, in order of last use
+        self._idle_bytes = 0
+        self._used_bytes = 0
+        self.allocate: Callable[[int], Bytes] = plain_memory
+
+    def take(self, nbytes: int) -> memoryview:
+        """Borrow a slab of at least `nbytes`; it is lent until the last view of it is gone.
+
+        Raises:
+            MemoryError: there is no more.
+        """
+        size = _slab_bytes(nbytes)
+        with self._lock:
+            self._collect()
+            memory = self._reuse(size)
+            self._used_bytes += size
+        try:
+            memory = self.allocate(size) if memory is None else memory
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= size
+            raise
+        lease = memory.view(_Lease)
+        lease.memory, lease.home = memory, self._returned
+        return lease.data
+
+    @property
+    def used_bytes(self) -> int:
+        """Of slabs that are lent."""
+        with self._lock:
+            self._collect()
+            return self._used_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of slabs that wait for a borrower."""
+        with self._lock:
+            self._collect()
+            return self._idle_bytes
+
+    def _reuse(self, size: int) -> Bytes | None:
+        idle = self._idle.get(size)
+        if not idle:
+            return None
+        self._idle_bytes -= size
+        return idle.pop()
+
+    def _collect(self) -> None:
+        """Take in what has come home, and let go what is too much, the longest unused sizes first."""
+        while not self._returned.empty():
+            memory = self._returned.get()
+            self._used_bytes -= memory.nbytes
+            self._idle_bytes += memory.nbytes
+            idle = self._idle.pop(memory.nbytes, None) or deque()
+            idle.append(memory)
+            self._idle[memory.nbytes] = idle
+        while self._idle_bytes > self._max_idle_bytes:
+            size, idle = next(iter(self._idle.items()))
+            if idle:
+                idle.popleft()
+                self._idle_bytes -= size
+            if not idle:
+                del self._idle[size]
+
+
+def _slab_bytes(nbytes: int) -> int:
+    """The smallest slab that holds `nbytes`."""
+    if nbytes <= _SMALLEST_BYTES:
+        return _SMALLEST_BYTES
+    step = (1 << (nbytes - 1).bit_length()) // (2 * _STEPS)
+    return -(-nbytes // step) * step

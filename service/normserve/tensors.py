@@ -15,6 +15,9 @@ class DType(Enum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
 
+    # Members are their own only equals; Enum's own hash is that of the name, computed in Python each time.
+    __hash__ = object.__hash__
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""

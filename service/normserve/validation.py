@@ -1,5 +1,6 @@
 """The input contract of a job, once: which tensors, of which shapes and types, belong to which operation."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -84,7 +85,12 @@ def check_group_count(num_groups: int, channels: int) -> None:
 def _with_layer(spec: NormSpec, layer: Layer) -> NormSpec:
     if layer.op is not spec.op:
         raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, not of {spec.op.value}")
-    return replace(spec, eps=layer.eps, num_groups=layer.num_groups, activation=layer.activation)
+    return _replaced(spec, layer.eps, layer.num_groups, layer.activation)
+
+
+@functools.lru_cache(maxsize=1024)
+def _replaced(spec: NormSpec, eps: float, num_groups: int, activation: str) -> NormSpec:
+    return replace(spec, eps=eps, num_groups=num_groups, activation=activation)
 
 
 def _check_names(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None) -> None:

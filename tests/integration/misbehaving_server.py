@@ -17,6 +17,9 @@ WAITS, FAILS, RUNS_DRY, HAS_A_BUG = 101, 102, 103, 104
 
 
 class MisbehavingBackend(TorchBackend):
+    # What waits must not do so on the event loop.
+    inline_bytes = 0
+
     def start(self):
         if os.environ.get("WAIT_AT_START"):
             wait_for_gate()
@@ -44,5 +47,5 @@ def wait_for_gate() -> None:
 
 
 if __name__ == "__main__":
-    normserve.app.choose_backend = lambda name, threads: MisbehavingBackend(threads)
+    normserve.app.choose_backend = lambda name, threads, slabs, sizes: MisbehavingBackend(threads, slabs)
     sys.exit(main())

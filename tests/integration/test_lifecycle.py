@@ -186,6 +186,17 @@ def test_sigterm_finishes_what_was_admitted_and_refuses_the_rest(stage_of):
     assert stage.server.wait() == 0
 
 
+def test_what_is_not_finished_in_the_grace_time_is_told_so(stage_of):
+    stage = stage_of("--drain-s", "0.5")
+    running, queued = stage.occupy_device(), stage.post_later(8)
+    stage.wait_for_queue(1)
+    stage.server.terminate()
+    for refused in (running, queued):
+        assert_problem(refused.result(), 503, "draining")
+        assert refused.result().headers["connection"] == "close"
+    assert stage.server.wait() == 0
+
+
 def test_sigterm_of_an_idle_server(start_server):
     server = start_server()
     with Connection(server.address) as idle:
@@ -281,3 +292,39 @@ def test_livez_is_answered_while_a_large_request_is_computed(server, api):
             answered += 1
     assert large.result().status_code == 200
     assert answered >= 3
+
+
+def slab_bytes_in_use(stage: Stage) -> float:
+    line = next(
+        line
+        for line in stage.http.get("/metrics").text.splitlines()
+        if line.startswith('normserve_slab_bytes{state="used"}')
+    )
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize(("cols", "status"), [(RUNS_DRY, 503), (HAS_A_BUG, 500)], ids=["out-of-memory", "bug"])
+def test_what_fails_on_the_device_leaves_no_slab_behind(stage, cols, status):
+    for _ in range(3):
+        assert stage.post(cols, rows=5000).status_code == status
+        stage.until(lambda: slab_bytes_in_use(stage) == 0, 3)
+
+
+def test_what_is_late_leaves_no_slab_behind(stage):
+    running = stage.occupy_device()
+    assert stage.post(8, rows=50_000, timeout_ms=50).status_code == 504
+    stage.until(lambda: slab_bytes_in_use(stage) == 0, 3)
+    stage.open_gate()
+    assert running.result().status_code == 200
+
+
+def test_client_that_pipelined_and_left_leaves_nothing_behind(stage):
+    running = stage.occupy_device()
+    body = npy(np.ones((9, 11), np.float32))
+    with Connection(stage.server.address) as connection:
+        connection.sendall(2 * (head("/v1/layer_norm", f"Content-Length: {len(body)}") + body))
+        stage.wait_for_queue(1)
+    stage.open_gate()
+    assert running.result().status_code == 200
+    stage.until(lambda: "normserve_inflight_requests 0.0" in stage.http.get("/metrics").text)
+    assert "nobody expected" not in stage.server.log

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.batcher import Batcher
-from normserve.jobs import Op, Pass
+from normserve.jobs import Lane, Op, Pass
 from normserve.tensors import DType
 
 from .fake_jobs import job, layer, tensor
@@ -14,16 +14,20 @@ def batcher() -> Batcher:
 
 
 def drained(batcher: Batcher) -> list[list]:
-    return [list(batch.jobs) for batch in batcher.due(100)]
+    batches = []
+    while (batch := batcher.take()) is not None:
+        batches.append(list(batch.jobs))
+    return batches
 
 
 def test_empty_queue_has_nothing_due(batcher):
-    assert batcher.due(1) == []
+    assert batcher.take() is None
 
 
-def test_nothing_is_due_without_room(batcher):
+def test_nothing_is_due_without_a_free_lane(batcher):
     batcher.add(job(1, 4))
-    assert batcher.due(0) == []
+    assert batcher.take(()) is None
+    assert batcher.take((Lane.LARGE,)) is None
     assert len(batcher) == 1
 
 
@@ -39,8 +43,7 @@ def test_oldest_goes_first_and_takes_its_kin_along(batcher):
     a, b, a2, b2 = job(1, 4), job(1, 8), job(2, 4), job(2, 8)
     for each in (a, b, a2, b2):
         batcher.add(each)
-    assert [list(batch.jobs) for batch in batcher.due(1)] == [[a, a2]]
-    assert [list(batch.jobs) for batch in batcher.due(1)] == [[b, b2]]
+    assert drained(batcher) == [[a, a2], [b, b2]]
 
 
 def test_launch_is_bounded_in_requests(batcher):
@@ -58,10 +61,59 @@ def test_launch_is_bounded_in_bytes(batcher):
 
 
 def test_large_job_runs_alone(batcher):
-    large, small = job(100, 4), job(1, 4)
-    batcher.add(large)
-    batcher.add(small)
-    assert drained(batcher) == [[large], [small]]
+    large = [job(100, 4) for _ in range(2)]
+    for each in large:
+        batcher.add(each)
+    assert drained(batcher) == [[each] for each in large]
+
+
+class TestLanes:
+    def test_small_job_waits_for_one_large_job_at_most(self, batcher):
+        large = [job(100, 4) for _ in range(3)]
+        for each in large:
+            batcher.add(each)
+        assert batcher.take().jobs == (large[0],)
+        small = job(1, 4)
+        batcher.add(small)
+        assert drained(batcher) == [[small], [large[1]], [large[2]]]
+
+    def test_large_job_waits_for_its_own_bytes_of_small_work_at_most(self, batcher):
+        first, second = job(100, 4), job(100, 4)
+        batcher.add(first)
+        batcher.add(second)
+        assert batcher.take().jobs == (first,)
+        # Strangers, so that each is a launch of its own.
+        small = [job(10, 4, eps=number) for number in range(1, 21)]
+        for each in small:
+            batcher.add(each)
+        order = drained(batcher)
+        # One more, for the small ones win a tie.
+        assert order.index([second]) == first.nbytes // small[0].nbytes + 1
+
+    def test_idle_lane_saves_up_no_turns(self, batcher):
+        for _ in range(5):
+            batcher.add(job(100, 4))
+        while batcher.take() is not None:
+            pass
+        small = [job(50, 4, eps=number) for number in range(1, 6)]
+        large = [job(100, 4), job(100, 4)]
+        for each in (*small, *large):
+            batcher.add(each)
+        order = drained(batcher)
+        assert order.index([large[0]]) < order.index([small[4]])
+
+    def test_batch_says_its_lane(self, batcher):
+        batcher.add(job(100, 4))
+        assert batcher.take((Lane.LARGE,)).lane is Lane.LARGE
+        batcher.add(job(1, 4))
+        assert batcher.take((Lane.SMALL,)).lane is Lane.SMALL
+
+    def test_every_lane_is_looked_through(self, batcher):
+        pair = [job(1, 4), job(100, 4)]
+        for each in pair:
+            batcher.add(each)
+        assert list(batcher) == pair
+        assert all(each in batcher for each in pair)
 
 
 def test_discarded_job_is_gone_and_its_kin_stay(batcher):

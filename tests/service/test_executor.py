@@ -1,14 +1,19 @@
 """One thread does the work, in order, and errors come back as what they mean."""
 
 import threading
+import time
+from collections import deque
 
 import pytest
+from normserve.backends.base import InFlight
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.executor import Executor
-from normserve.jobs import Batch, Execution, Op
+from normserve.jobs import Batch, Execution, Lane, Op
 
 from .fake_jobs import job, tensor
+
+EXECUTION = Execution(({},), (0,), 0.0, 0.0, 0.0)
 
 
 class FakeBackend:
@@ -19,15 +24,22 @@ class FakeBackend:
     def __init__(self) -> None:
         self.threads: set[int] = set()
         self.error: Exception | None = None
+        self.results: deque[object] = deque()
+        self.may_load = threading.Event()
+        self.may_load.set()
 
     def start(self):
         return self._noted(DeviceInfo("a device", "cpu", 1e9, {}))
 
     def load(self, op, weight, bias):
+        assert self.may_load.wait(20)
         return self._noted((weight, bias))
 
     def run(self, batch):
-        return self._noted(Execution(({},), (0,), 0.0, 0.0, 0.0))
+        return self._noted(self.results.popleft() if self.results else EXECUTION)
+
+    def compile(self, job):
+        return self._noted(None)
 
     def translate(self, error):
         return DeviceOutOfMemoryError("dry") if isinstance(error, MemoryError) else None
@@ -40,6 +52,22 @@ class FakeBackend:
         if self.error is not None:
             raise self.error
         return value
+
+
+class Landing(InFlight):
+    """Is done when it is told to be, or raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.error: Exception | None = None
+        self.thread = 0
+
+    def wait(self):
+        assert self.may_end.wait(20)
+        self.thread = threading.get_ident()
+        if self.error is not None:
+            raise self.error
+        return EXECUTION
 
 
 class Replies:
@@ -77,13 +105,23 @@ def executor(backend, replies):
     started.stop(20)
 
 
-def test_everything_runs_on_one_thread_of_its_own(executor, backend, replies):
-    executor.run(Batch((job(1, 4),)), replies)
-    assert isinstance(replies.next().value, Execution)
-    executor.load(Op.RMS_NORM, tensor(4), None, replies)
-    assert replies.next().error is None
+def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
+    for _ in range(3):
+        executor.run(Batch((job(1, 4),)), replies)
+        assert isinstance(replies.next().value, Execution)
     assert len(backend.threads) == 1
     assert threading.get_ident() not in backend.threads
+
+
+def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
+    backend.may_load.clear()
+    executor.load(Op.RMS_NORM, tensor(4), None, replies)
+    executor.compile(job(1, 4), replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().value is EXECUTION
+    backend.may_load.set()
+    assert replies.next().error is replies.next().error is None
+    assert len(backend.threads) == 2
 
 
 @pytest.mark.parametrize(
@@ -98,6 +136,56 @@ def test_errors_come_back_as_what_they_mean(executor, backend, replies, raised, 
     backend.error = raised
     executor.run(Batch((job(1, 4),)), replies)
     assert type(replies.next().error) is meant
+
+
+def fly(executor, backend, replies, lane=Lane.SMALL) -> Landing:
+    landing = Landing()
+    backend.results.append(landing)
+    executor.run(Batch((job(1, 4),), lane), replies)
+    return landing
+
+
+def test_owner_goes_on_while_a_batch_is_in_flight(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error is None
+    landing.may_end.set()
+    outcome = replies.next()
+    assert outcome.value is EXECUTION
+    assert landing.thread not in backend.threads
+
+
+def test_small_batch_lands_before_a_large_one_that_took_off_earlier(executor, backend, replies):
+    large = fly(executor, backend, replies, Lane.LARGE)
+    small = fly(executor, backend, replies, Lane.SMALL)
+    small.may_end.set()
+    replies.next()
+    assert not large.thread
+    large.may_end.set()
+    replies.next()
+
+
+def test_start_is_that_of_the_take_off(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    replies.next()
+    landed = time.perf_counter()
+    landing.may_end.set()
+    assert replies.next().started < landed
+
+
+def test_error_in_flight_comes_back_as_what_it_means(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    landing.error = MemoryError()
+    landing.may_end.set()
+    assert isinstance(replies.next().error, DeviceOutOfMemoryError)
+
+
+def test_stop_waits_for_what_is_in_flight(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    threading.Timer(0.05, landing.may_end.set).start()
+    executor.stop(20)
+    assert replies.all[-1].value is EXECUTION
 
 
 def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog):

@@ -68,3 +68,56 @@ def test_budget_is_never_overdrawn_and_always_restored(steps):
     for permit in held:
         permit.release()
     assert (limits.requests, limits.bytes) == (0, 0)
+
+
+class TestWhenToComeBack:
+    @pytest.fixture
+    def now(self) -> list[float]:
+        return [100.0]
+
+    @pytest.fixture
+    def limits(self, now) -> Limits:
+        return Limits(max_requests=10, max_bytes=1000, clock=lambda: now[0])
+
+    @staticmethod
+    def serve(limits, now, *, requests: int, seconds_each: float, nbytes: int = 0) -> None:
+        for _ in range(requests):
+            permit = limits.acquire(nbytes)
+            now[0] += seconds_each
+            permit.release()
+
+    @staticmethod
+    def wait(limits, nbytes: int = 0) -> float:
+        with pytest.raises(OverloadedError) as refused:
+            limits.acquire(nbytes)
+        return refused.value.retry_after_s
+
+    def test_it_is_a_second_while_nothing_is_known(self, limits):
+        for _ in range(10):
+            limits.acquire(0)
+        assert self.wait(limits) == 1
+
+    def test_it_is_what_the_requests_inside_take_at_the_rate_of_late(self, limits, now):
+        self.serve(limits, now, requests=100, seconds_each=0.5)
+        for _ in range(10):
+            limits.acquire(0)
+        assert self.wait(limits) == pytest.approx(10 * 0.5, rel=0.1)
+
+    def test_bytes_have_a_rate_of_their_own(self, limits, now):
+        self.serve(limits, now, requests=100, seconds_each=1, nbytes=100)
+        limits.acquire(900)
+        assert self.wait(limits, 200) == pytest.approx(900 / 100, rel=0.1)
+
+    def test_the_rate_forgets(self, limits, now):
+        self.serve(limits, now, requests=1000, seconds_each=0.01)
+        self.serve(limits, now, requests=60, seconds_each=2)
+        for _ in range(10):
+            limits.acquire(0)
+        assert self.wait(limits) == pytest.approx(10 * 2, rel=0.2)
+
+    def test_nobody_is_sent_away_for_hours(self, limits, now):
+        self.serve(limits, now, requests=1, seconds_each=1)
+        for _ in range(10):
+            limits.acquire(0)
+        now[0] += 500
+        assert self.wait(limits) == 60

@@ -5,7 +5,7 @@ import torch
 from fusednorm import reference
 from fusednorm.errors import KernelInputError
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.tensors import DType, HostTensor
 from triton import knobs
 
@@ -44,7 +44,7 @@ def back(tensor: HostTensor) -> torch.Tensor:
 
 
 def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
-    execution = backend.run(Batch(jobs))
+    execution = backend.run(Batch(jobs)).wait()
     assert execution.kernel_s > 0
     return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.outputs]
 
@@ -127,7 +127,7 @@ def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction
 def test_no_rows(backend):
     spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
     job = NormJob(spec, {"x": host(torch.empty(0, 8))})
-    assert backend.run(Batch((job,))).outputs[0]["y"].shape == (0, 8)
+    assert backend.run(Batch((job,))).wait().outputs[0]["y"].shape == (0, 8)
 
 
 def test_layers_parameters_stay_on_the_device(backend):
@@ -160,6 +160,8 @@ def test_out_of_memory_is_survived(backend):
 
 def test_errors_have_a_meaning(backend):
     assert isinstance(backend.translate(KernelInputError("odd")), InvalidShapeError)
+    dry = RuntimeError("CUDA error: out of memory")
+    assert isinstance(backend.translate(dry), DeviceOutOfMemoryError)
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert isinstance(backend.translate(broken), DeviceFailureError)
     assert backend.translate(ValueError("anything else")) is None
@@ -168,3 +170,50 @@ def test_errors_have_a_meaning(backend):
 def test_memory_is_told(backend):
     memory = backend.memory_bytes()
     assert memory["allocated"] <= memory["reserved"] <= memory["total"]
+
+
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("op", Op)
+def test_a_compiled_classes_jobs_compile_nothing(op, direction, backend, monkeypatch):
+    shape = (64, 7, 3) if op is Op.GROUP_NORM else (1377,)
+    parameters = {"weight": torch.randn(shape[0] if op is Op.GROUP_NORM else shape[-1])}
+
+    def asked(rows: int) -> NormJob:
+        names = ("x", "dy") if direction is Pass.BACKWARD else ("x", "residual")
+        tensors = {name: torch.randn(rows, *shape) for name in names} | parameters
+        spec = NormSpec(op, direction, 1e-5, 8 if op is Op.GROUP_NORM else 0, activation="silu")
+        return NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()})
+
+    backend.compile(asked(3))
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
+    for rows in (1, 2, 100):
+        run(backend, asked(rows))
+    assert compiled == []
+
+
+def test_batches_overlap_and_stay_apart(backend):
+    """Several in flight at once, in both lanes, each with its own numbers."""
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    flights = []
+    for number in range(12):
+        x = torch.randn(8192 if number % 2 else 3, 1024)
+        lane = Lane.LARGE if number % 2 else Lane.SMALL
+        flights.append((x, backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane))))
+    for x, flight in flights:
+        (outputs,) = flight.wait().outputs
+        torch.testing.assert_close(
+            back(outputs["y"]), torch.nn.functional.layer_norm(x, (1024,)), rtol=0, atol=3e-5
+        )
+
+
+def test_slabs_are_pinned_and_come_home(backend):
+    slabs = backend._slabs
+    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5)
+    slab = torch.frombuffer(slabs.take(2**22), dtype=torch.float32)
+    assert slab.is_pinned()
+    x = HostTensor(DType.FLOAT32, (1024, 1024), slab.view(torch.uint8).numpy().data)
+    execution = backend.run(Batch((NormJob(spec, {"x": x}),), Lane.LARGE)).wait()
+    assert torch.frombuffer(execution.outputs[0]["y"].data, dtype=torch.float32).is_pinned()
+    del x, slab, execution
+    assert slabs.used_bytes == 0

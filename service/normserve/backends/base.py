@@ -1,18 +1,56 @@
 """What the executor asks of a device, whatever it is."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Execution, Op
+from normserve.jobs import Batch, Execution, Lane, NormJob, Op
 from normserve.tensors import HostTensor
 
 
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How many batches a device may have at once: copied in, computed and copied out side by side.
+
+    Attributes:
+        total: of both lanes.
+        lanes: of each.
+    """
+
+    total: int
+    lanes: Mapping[Lane, int]
+
+
+ONE_AT_A_TIME = Depth(1, dict.fromkeys(Lane, 1))
+
+
+class InFlight(ABC):
+    """A batch that is on the device."""
+
+    @abstractmethod
+    def wait(self) -> Execution:
+        """Block until it is done; called once, on any thread, with the errors of the device."""
+
+
 class Backend(Protocol):
-    """One device.  Every method is called on the one thread that owns it."""
+    """One device.  Every method is called on the one thread that owns it, unless it says otherwise.
+
+    Attributes:
+        depth: how many batches it may have at once.
+        inline_bytes: an idle device runs batches of up to so many bytes on whatever thread they come from, sooner
+            than they could be handed to its own.
+    """
 
     name: str
+    depth: Depth
+    inline_bytes: int
+
+    @property
+    def compiled(self) -> Collection[Hashable] | None:
+        """The classes of jobs (`NormJob.kernel_class`) whose kernels `start` compiled; None: nothing ever is."""
 
     def start(self) -> DeviceInfo:
         """Claim the device, compile or load what requests will need, and measure the copy roof.
@@ -24,11 +62,14 @@ class Backend(Protocol):
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         """Keep a layer's parameters where kernels read them, for as long as the returned object lives.
 
-        What inputs of the parameters' dtype will need may be compiled.
+        What inputs of the parameters' dtype will need may be compiled; called from the thread that compiles.
         """
 
-    def run(self, batch: Batch) -> Execution:
-        """Run jobs of one class as one launch."""
+    def run(self, batch: Batch) -> Execution | InFlight:
+        """Run jobs of one class as one launch, or set it going."""
+
+    def compile(self, job: NormJob) -> None:
+        """Compile what jobs of this one's class will run; called from a thread of its own, beside `run`."""
 
     def translate(self, error: Exception) -> NormserveError | None:
         """Say what an exception out of `run` or `load` means; None when it is not the device's doing."""

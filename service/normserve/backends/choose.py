@@ -1,10 +1,15 @@
 """Which backend this machine gets."""
 
+from collections.abc import Collection
+
 from normserve.backends.base import Backend
 from normserve.errors import DeviceFailureError
+from normserve.slabs import SlabPool
 
 
-def choose_backend(name: str, cpu_threads: int) -> Backend:
+def choose_backend(
+    name: str, cpu_threads: int, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
+) -> Backend:
     """Make the backend of that name; "auto" is triton where there is a CUDA device, torch elsewhere.
 
     Imports only what it chose, as each takes seconds to load.
@@ -18,9 +23,9 @@ def choose_backend(name: str, cpu_threads: int) -> Backend:
         if torch.cuda.is_available():
             from normserve.backends.triton import TritonBackend
 
-            return TritonBackend()
+            return TritonBackend(slabs, warm_sizes)
         if name == "triton":
             raise DeviceFailureError("the triton backend needs a CUDA device, torch sees none")
     from normserve.backends.torch import TorchBackend
 
-    return TorchBackend(cpu_threads)
+    return TorchBackend(cpu_threads, slabs, warm_sizes)

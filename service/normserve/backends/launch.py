@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -28,12 +28,19 @@ def parameters_of(resident: object) -> dict[str, Tensor]:
     return parameters if resident.bias is None else parameters | {"bias": resident.bias}
 
 
-def launch(library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def launch(
+    library: ModuleType,
+    spec: NormSpec,
+    tensors: Mapping[str, Tensor],
+    of_library: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Tensor]:
     """Run one operation.
 
     Args:
         library: has the functions of `fusednorm`, on the tensors' device.
         tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
+
+        of_library: further arguments that this library's function takes.
 
     Returns:
         What the operation gives back, by the names of the API.
@@ -49,6 +56,7 @@ def launch(library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor]) -
         options["stats"] = spec.stats
     else:
         leading.insert(0, tensors["dy"])
+    options |= of_library
     x, residual = tensors["x"], tensors.get("residual")
     if residual is not None and residual.dtype != x.dtype:
         # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.

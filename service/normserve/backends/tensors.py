@@ -45,9 +45,19 @@ def rows_of(batch: Batch, name: str) -> list[Tensor]:
 
 
 def _as_rows(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    if spec.op is Op.GROUP_NORM:
+    if spec.op is Op.GROUP_NORM or (len(tensor.shape) == 2 and name not in _STATISTICS):
         return tensor
     return tensor.reshape(-1) if name in _STATISTICS else tensor.reshape(-1, tensor.shape[-1])
+
+
+def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
+    """The shape of a launch's tensor of that name with so many rows, or samples, of such jobs."""
+    shape = job.tensors[name].shape
+    if name in PARAMETERS:
+        return shape
+    if job.spec.op is Op.GROUP_NORM:
+        return (rows, *shape[1:])
+    return (rows,) if name in _STATISTICS else (rows, shape[-1])
 
 
 def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
@@ -64,8 +74,8 @@ def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
 
 def host_tensor(tensor: Tensor, shape: Sequence[int]) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return HostTensor(_DTYPES[tensor.dtype], tuple(shape), flat.numpy().data)
+    flat = tensor.view(torch.uint8).numpy().reshape(-1)
+    return HostTensor(_DTYPES[tensor.dtype], tuple(shape), flat.data)
 
 
 def split(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[dict[str, HostTensor], ...]:
@@ -82,10 +92,10 @@ def split(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[dict[str, HostTe
 def _share(job: NormJob, name: str, output: Tensor, start: int, stop: int) -> HostTensor:
     if name in _PARAMETER_GRADIENTS:
         return host_tensor(output, output.shape)
-    share = output[start:stop]
+    own = output if stop - start == len(output) else output[start:stop]
     if name in _LAID_OUT_AS_X:
-        return host_tensor(share, job.x.shape)
-    return host_tensor(share, share.shape if job.spec.op is Op.GROUP_NORM else job.x.shape[:-1])
+        return host_tensor(own, job.x.shape)
+    return host_tensor(own, own.shape if job.spec.op is Op.GROUP_NORM else job.x.shape[:-1])
 
 
 def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:

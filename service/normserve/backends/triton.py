@@ -1,8 +1,9 @@
 """A CUDA device, through the fusednorm kernels."""
 
+import contextlib
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 
 import fusednorm
 import torch
@@ -11,14 +12,16 @@ from fusednorm.device import copy_bandwidth
 from fusednorm.errors import KernelInputError
 from torch import Tensor
 
+from normserve.backends.base import Depth, InFlight
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
+from normserve.backends.parcels import collected, parcel_of
+from normserve.backends.streams import Flight, Pipeline, StageSeconds
 from normserve.backends.tensors import (
-    PARAMETERS,
     TORCH_DTYPES,
     channels_first,
     kernel_bytes,
     payload_order,
-    rows_of,
+    shape_of,
     split,
     view,
 )
@@ -30,18 +33,41 @@ from normserve.errors import (
     InvalidShapeError,
     NormserveError,
 )
-from normserve.jobs import Batch, Execution, NormJob, Op
+from normserve.jobs import Batch, Execution, Lane, NormJob, Op
+from normserve.slabs import Bytes, SlabPool
 from normserve.tensors import HostTensor
+
+_DEVICE = "cuda"
 
 
 class TritonBackend:
-    """Brings batches to the device through pinned memory, runs them, and brings the results back."""
+    """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
 
     name = "triton"
+    # Of large batches one on each wire and one that is computed; of small ones one that is answered while the next
+    # is under way.  More would only take company away from those that wait.
+    depth = Depth(5, {Lane.SMALL: 2, Lane.LARGE: 3})
+
+    inline_bytes = 0
+
+    def __init__(self, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)) -> None:
+        """Make it.
+
+        Args:
+            slabs: what bodies are received into; pinned from `start` on.
+            warm_sizes: lengths of rows whose kernels `start` compiles.
+        """
+        self._warm_sizes = warm_sizes
+        self.compiled: set[Hashable] = set()
+        self._slabs = slabs or SlabPool(max_idle_bytes=0)
 
     def start(self) -> DeviceInfo:
-        for batch in warm_up_batches():
-            self.run(batch)
+        self._slabs.allocate = _pinned_memory
+        # Streams of their own for each lane: a small batch is not behind the copies of large ones.
+        self._pipelines = {lane: Pipeline(_CudaStreams(urgent=lane is Lane.SMALL)) for lane in Lane}
+        for batch in warm_up_batches(self._warm_sizes):
+            self.run(batch).wait()
+            self.compiled.update(job.kernel_class() for job in batch.jobs)
         return DeviceInfo(
             name=torch.cuda.get_device_name(),
             kind="cuda",
@@ -61,35 +87,57 @@ class TritonBackend:
         return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Execution:
+    def run(self, batch: Batch) -> InFlight:
         job = batch.jobs[0]
-        began, copied_in, computed, copied_out = (_timed_event() for _ in range(4))
-        staging = time.perf_counter()
-        pinned = {name: _stage(batch, name) for name in job.tensors}
-        staged = time.perf_counter()
-        began.record()
-        tensors = {name: _to_device(job, name, tensor) for name, tensor in pinned.items()}
-        if job.layer is not None:
-            tensors |= parameters_of(job.layer.resident)
-        copied_in.record()
-        outputs = launch(fusednorm, job.spec, tensors)
-        computed.record()
-        answers = {name: _to_host(payload_order(job.spec, name, out)) for name, out in outputs.items()}
-        copied_out.record()
-        copied_out.synchronize()
-        shares = split(batch, answers)
-        return Execution(
-            outputs=shares,
-            kernel_bytes=tuple(kernel_bytes(*pair) for pair in zip(batch.jobs, shares, strict=True)),
-            copy_in_s=staged - staging + began.elapsed_time(copied_in) / 1000,
-            kernel_s=copied_in.elapsed_time(computed) / 1000,
-            copy_out_s=computed.elapsed_time(copied_out) / 1000,
-        )
+        began = time.perf_counter()
+        parcel = parcel_of(batch, self._slabs)
+        packed_s = time.perf_counter() - began
+
+        def copy_in(_: object) -> dict[str, Tensor]:
+            return parcel.brought(lambda buffer: buffer.to(_DEVICE, non_blocking=True))
+
+        def compute(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
+            if job.layer is not None:
+                inputs |= parameters_of(job.layer.resident)
+            outputs = launch(fusednorm, job.spec, inputs)
+            return {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
+
+        def copy_out(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            return collected(outputs, self._slabs)
+
+        # The batch and its parcel are held with the rest: the device reads their slabs.
+        flight = self._pipelines[batch.lane].start(copy_in, compute, copy_out, first=(batch, parcel))
+        shares = split(batch, flight.value)
+
+        def execution(took: StageSeconds) -> Execution:
+            return Execution(
+                outputs=shares,
+                kernel_bytes=tuple(kernel_bytes(*pair) for pair in zip(batch.jobs, shares, strict=True)),
+                copy_in_s=packed_s + took.copy_in,
+                kernel_s=took.compute,
+                copy_out_s=took.copy_out,
+            )
+
+        return _OnTheDevice(flight, execution)
+
+    @torch.inference_mode()
+    def compile(self, job: NormJob) -> None:
+        parameters = {} if job.layer is None else parameters_of(job.layer.resident)
+        # A very long row that comes alone is taken in another way than several.
+        for rows in (1, 2):
+            tensors = {
+                name: torch.zeros(shape_of(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE)
+                for name, tensor in job.tensors.items()
+            }
+            inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
+            launch(fusednorm, job.spec, inputs | parameters)
+        torch.cuda.current_stream().synchronize()
 
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "CUDA error: out of memory" in str(error):
             torch.cuda.empty_cache()
             return DeviceOutOfMemoryError("the device has not enough memory for this request now")
         # After such an error the CUDA context answers every call with it: nothing but a new process helps.
@@ -107,26 +155,39 @@ class TritonBackend:
         }
 
 
-def _stage(batch: Batch, name: str) -> Tensor:
-    """The batch's tensors of one name, one after another in pinned memory."""
-    parts = [view(batch.jobs[0].tensors[name])] if name in PARAMETERS else rows_of(batch, name)
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
-    start = 0
-    for part in parts:
-        pinned[start : start + part.shape[0]].copy_(part)
-        start += part.shape[0]
-    return pinned
+def _pinned_memory(nbytes: int) -> Bytes:
+    try:
+        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        # That the host has no more to pin is no fault of the device's, though CUDA tells it so.
+        raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
+    return memory
 
 
-def _to_device(job: NormJob, name: str, pinned: Tensor) -> Tensor:
-    return channels_first(job.spec, name, pinned.to("cuda", non_blocking=True))
+class _OnTheDevice(InFlight):
+    def __init__(self, flight: Flight, execution: Callable[[StageSeconds], Execution]) -> None:
+        self._flight = flight
+        self._execution = execution
+
+    def wait(self) -> Execution:
+        return self._execution(self._flight.wait())
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+class _CudaStreams:
+    """Streams of the current device; urgent ones go first where the device has the choice.
 
+    Who waits for something urgent watches for it, who waits for a large copy sleeps and leaves the core to others.
+    """
 
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+    def __init__(self, *, urgent: bool) -> None:
+        self._priority = -1 if urgent else 0
+        self._sleeps = not urgent
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(priority=self._priority)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True, blocking=self._sleeps)
+
+    def use(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(stream)

@@ -1,25 +1,30 @@
 """What a backend runs before the first request, so that no request pays for what is done once."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from itertools import product
 from math import prod
 
 from normserve.jobs import Batch, NormJob, NormSpec, Op, Pass
 from normserve.tensors import DType, HostTensor
 
-_ROWS, _CHANNELS, _GROUPS = 8, 1024, 32
+_ROWS = 8
+_MOST_GROUPS = 32
 
 
-def warm_up_batches() -> Iterator[Batch]:
-    """One small batch for each operation, direction and dtype, with parameters in float32."""
-    for op, direction, dtype in product(Op, Pass, DType):
-        x = _zeros(dtype, _ROWS, _CHANNELS)
-        tensors = {"x": x, "weight": _zeros(DType.FLOAT32, _CHANNELS)}
-        if op is not Op.RMS_NORM:
+def warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
+    """A small batch for each length, operation, direction and dtype, with float32 parameters and without."""
+    for size, op, direction, dtype, has_parameters in product(sizes, Op, Pass, DType, (True, False)):
+        tensors = {"x": _zeros(dtype, _ROWS, size)}
+        x = tensors["x"]
+        if has_parameters:
+            tensors["weight"] = _zeros(DType.FLOAT32, size)
+        if has_parameters and op is not Op.RMS_NORM:
             tensors["bias"] = tensors["weight"]
         if direction is Pass.BACKWARD:
             tensors["dy"] = x
-        spec = NormSpec(op, direction, eps=1e-5, num_groups=_GROUPS if op is Op.GROUP_NORM else 0)
+        groups = math.gcd(size, _MOST_GROUPS) if op is Op.GROUP_NORM else 0
+        spec = NormSpec(op, direction, eps=1e-5, num_groups=groups)
         yield Batch((NormJob(spec, tensors),))
 
 

@@ -6,6 +6,7 @@ evaluated.  Sizes are checked against the body before anything is made from them
 Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ _SIZE = re.compile("0|[1-9][0-9]{0,18}")
 _VERSIONS = {(1, 0): (2, "latin-1"), (2, 0): (4, "latin-1"), (3, 0): (4, "utf-8")}
 _VERSION_END = len(NPY_MAGIC) + 2
 _MAX_HEADER_BYTES = 64 * 1024
+# What parsing finds in longer headers is not kept.
+_LONGEST_KEPT = 256
 
 #: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
 DATA_ALIGNMENT = 64
@@ -66,7 +69,7 @@ def decode(body: memoryview) -> HostTensor:
         UnsupportedDtypeError: all is well-formed, but the elements are not little-endian float32 or float16.
     """
     data_start, text = _read_header_text(body)
-    header = _parse_header(text)
+    header = _known_header(text) if len(text) <= _LONGEST_KEPT else _parse_header(text)
     data = body[data_start:]
     expected = bits_of(header.shape, 8 * _element_bytes(header.descr)) // 8
     if len(data) != expected:
@@ -98,6 +101,12 @@ def _read_header_text(body: memoryview) -> tuple[int, str]:
         return start + length, str(body[start : start + length], encoding)
     except UnicodeDecodeError as error:
         raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_header(text: str) -> _Header:
+    """Clients send arrays of the same few shapes again and again."""
+    return _parse_header(text)
 
 
 def _parse_header(text: str) -> _Header:
@@ -183,9 +192,12 @@ def encode(tensor: HostTensor) -> list[bytes | memoryview]:
         )
     if tensor.data.nbytes != tensor.nbytes:
         raise ValueError(f"the tensor must have {tensor.nbytes} bytes, got {tensor.data.nbytes}")
-    header = repr(
-        {"descr": _DESCRS[tensor.dtype], "fortran_order": tensor.fortran_order, "shape": tuple(tensor.shape)}
-    )
+    return [_header(_DESCRS[tensor.dtype], tensor.fortran_order, tensor.shape), tensor.data]
+
+
+@functools.lru_cache(maxsize=1024)
+def _header(descr: str, fortran_order: bool, shape: tuple[int, ...]) -> bytes:
+    header = repr({"descr": descr, "fortran_order": fortran_order, "shape": shape})
     unpadded = _VERSION_END + 2 + len(header) + 1
     text = (header + " " * (-unpadded % DATA_ALIGNMENT) + "\n").encode("latin-1")
-    return [NPY_MAGIC + bytes((1, 0)) + len(text).to_bytes(2, "little") + text, tensor.data]
+    return NPY_MAGIC + bytes((1, 0)) + len(text).to_bytes(2, "little") + text

@@ -1,71 +1,76 @@
-"""Receiving a request's body into a slab, within its permit."""
+"""Admitting a request by its header, and having its body received into a slab."""
 
-import asyncio
+from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError, TooLargeError
+from normserve.errors import OverloadedError, TooLargeError
 from normserve.exchange import Exchange
-from normserve.limits import Limits
-from normserve.slabs import Slab
+from normserve.limits import Limits, Permit
+from normserve.slabs import SlabPool
+
+# The first slab of a body whose length nobody announced.
+_FIRST_BYTES = 2**20
 
 
+@dataclass(frozen=True, slots=True)
 class BodyReader:
-    """Admits requests and receives their bodies."""
+    """Admits requests and receives their bodies.
 
-    def __init__(self, limits: Limits, *, max_body_bytes: int, timeout_s: float) -> None:
-        self._limits = limits
-        self._max_body_bytes = max_body_bytes
-        self._timeout_s = timeout_s
+    Attributes:
+        max_body_bytes: of one body.
+        pause_s, total_s: longest pause of a body, and longest time for all of it.
+    """
+
+    limits: Limits
+    slabs: SlabPool
+    max_body_bytes: int
+    pause_s: float
+    total_s: float
 
     async def read(self, request: Request) -> memoryview:
-        """Take a permit and receive the whole body.
+        """Take a permit, and only then let the body come.
 
         Raises:
             TooLargeError: it is longer than bodies may be; an announced one is refused unread.
             OverloadedError: there is no permit or no memory for it.
-            RequestTimeoutError: the client paused for too long.
+            RequestTimeoutError: the client was too slow.
             ClientLeftError: the client went away.
         """
         exchange: Exchange = request.state.exchange
-        announced = self._announced(request)
-        exchange.permit = self._limits.acquire(announced or 0)
-        # Memory that is never written is never taken, so an unannounced body may have a slab for the longest.
-        view = _slab(self._max_body_bytes if announced is None else announced).view
-        received = 0
-        while True:
-            chunk, more = await self._chunk(request)
-            end = received + len(chunk)
-            if end > len(view):
-                raise TooLargeError(f"a body must be at most {self._max_body_bytes} bytes, more came")
-            if announced is None:
-                exchange.permit.grow(len(chunk))
-            view[received:end] = chunk
-            exchange.record.received = received = end
-            if not more:
-                return view[:received]
+        announced = exchange.reception.announced
+        self.require_short(announced or 0)
+        exchange.permit = permit = self.limits.acquire(announced or 0)
+        room = _Room(self, permit, announced)
+        body = await exchange.reception.into(room.make, pause_s=self.pause_s, total_s=self.total_s)
+        if announced is None:
+            self.require_short(len(body))
+            permit.grow(max(0, len(body) - permit.nbytes))
+        return body
 
-    def _announced(self, request: Request) -> int | None:
-        text = request.headers.get("content-length")
-        if text is None:
-            return None if "transfer-encoding" in request.headers else 0
-        if int(text) > self._max_body_bytes:
-            raise TooLargeError(f"a body must be at most {self._max_body_bytes} bytes, {text[:20]} are announced")
-        return int(text)
+    def require_short(self, nbytes: int) -> None:
+        """Raises: TooLargeError: no body may have so many bytes."""
+        if nbytes > self.max_body_bytes:
+            raise TooLargeError(
+                f"a body must be at most {self.max_body_bytes} bytes, {nbytes} came or are announced"
+            )
 
-    async def _chunk(self, request: Request) -> tuple[bytes, bool]:
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The memory of one body."""
+
+    reader: BodyReader
+    permit: Permit
+    announced: int | None
+
+    def make(self, nbytes: int) -> memoryview:
+        """A slab for so many bytes, within the permit; with room to grow where nobody knows how long it gets."""
+        if self.announced is None:
+            self.reader.require_short(nbytes)
+            nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
+            self.permit.grow(nbytes - self.permit.nbytes)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                message = await request.receive()
-        except TimeoutError:
-            raise RequestTimeoutError(f"no more of the body came for {self._timeout_s:g} s") from None
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError("the client left while its body was received")
-        return message.get("body", b""), message.get("more_body", False)
-
-
-def _slab(nbytes: int) -> Slab:
-    try:
-        return Slab(nbytes)
-    except MemoryError:
-        raise OverloadedError(f"there is no memory for a body of {nbytes} bytes now") from None
+            return self.reader.slabs.take(nbytes)
+        except MemoryError:
+            raise OverloadedError(f"there is no memory for a body of {nbytes} bytes now") from None

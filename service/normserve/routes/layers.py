@@ -22,6 +22,7 @@ from normserve.routes.parameters import (
     describe,
     parse_query,
 )
+from normserve.siblings import Siblings
 from normserve.validation import check_group_count, check_parameters
 
 
@@ -31,6 +32,7 @@ class Layers:
 
     engine: Engine
     layers: LayerRegistry
+    siblings: Siblings
     bodies: BodyReader
 
     def router(self) -> APIRouter:
@@ -62,7 +64,10 @@ class Layers:
     async def remove(self, request: Request, name: str) -> Response:
         """Forget a layer; requests that already use it are not disturbed."""
         _note(request)
-        self.layers.remove(name)
+        async with self.siblings.changing_layers(request.scope) as journal:
+            self.layers.remove(name)
+            if journal is not None:
+                await journal.remove(name, _credentials(request))
         return Response(status_code=204)
 
     async def register(self, request: Request, name: str) -> JSONResponse:
@@ -70,34 +75,49 @@ class Layers:
         _note(request)
         if not LAYER_NAME.fullmatch(name):
             raise InvalidParameterError("a layer's name must be 1 to 128 of the characters A-Z a-z 0-9 . _ -")
-        values = parse_query(request.scope["query_string"], LAYER_PARAMETERS)
-        op = _operation(values)
+        query = request.scope["query_string"]
+        _operation(parse_query(query, LAYER_PARAMETERS))
         self.engine.require_ready()
-        layer = await self._load(request, name, op, values)
-        replaced = self.layers.put(layer)
+        body = await self._read(request)
+        async with self.siblings.changing_layers(request.scope) as journal:
+            layer = await make_layer(self.engine, name, query, body)
+            replaced = self.layers.put(layer)
+            if journal is not None:
+                await journal.put(name, query, _credentials(request), body)
         return JSONResponse(_described(layer), status_code=200 if replaced else 201)
 
-    async def _load(self, request: Request, name: str, op: Op, values: dict[str, Any]) -> Layer:
+    async def _read(self, request: Request) -> memoryview:
         headers = request.headers
         declared = declared_format(headers.get("content-type", ""), headers.get("content-encoding", ""))
         body = await self.bodies.read(request)
         if (declared or sniffed_format(body)) != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}")
-        weight, bias = check_parameters(op, safetensors.decode(body))
-        num_groups = values.get("num_groups", 0)
-        if num_groups:
-            check_group_count(num_groups, weight.shape[0])
-        return Layer(
-            name=name,
-            op=op,
-            eps=values.get("eps", default_eps(op)),
-            num_groups=num_groups,
-            activation=values.get("activation", "none"),
-            size=weight.shape[0],
-            dtype=weight.dtype,
-            has_bias=bias is not None,
-            resident=await self.engine.load(op, weight, bias),
-        )
+        return body
+
+
+async def make_layer(engine: Engine, name: str, query: bytes, body: memoryview) -> Layer:
+    """The layer that a query and a safetensors body describe, its parameters on the device.
+
+    Raises:
+        NormserveError: by what is wrong with them, or with the device.
+    """
+    values = parse_query(query, LAYER_PARAMETERS)
+    op = _operation(values)
+    weight, bias = check_parameters(op, safetensors.decode(body))
+    num_groups = values.get("num_groups", 0)
+    if num_groups:
+        check_group_count(num_groups, weight.shape[0])
+    return Layer(
+        name=name,
+        op=op,
+        eps=values.get("eps", default_eps(op)),
+        num_groups=num_groups,
+        activation=values.get("activation", "none"),
+        size=weight.shape[0],
+        dtype=weight.dtype,
+        has_bias=bias is not None,
+        resident=await engine.load(op, weight, bias),
+    )
 
 
 def _operation(values: dict[str, Any]) -> Op:
@@ -107,6 +127,12 @@ def _operation(values: dict[str, Any]) -> Op:
     if (op is Op.GROUP_NORM) != ("num_groups" in values):
         raise InvalidParameterError("num_groups must be given for group_norm, and for nothing else")
     return op
+
+
+def _credentials(request: Request) -> dict[str, str]:
+    """What a sibling asks for, too."""
+    given = request.headers.get("authorization")
+    return {} if given is None else {"authorization": given}
 
 
 def _note(request: Request) -> None:

@@ -1,7 +1,8 @@
 """`POST /v1/{op}` and `POST /v1/{op}/backward`."""
 
-import asyncio
+import functools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from normserve.exchange import Exchange
 from normserve.jobs import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.layers import LayerRegistry
 from normserve.routes.body import BodyReader
-from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
+from normserve.routes.direct import DirectRoute
+from normserve.routes.negotiation import Accepted, accepted, declared_format, sniffed_format
 from normserve.routes.parameters import (
     Parameter,
     describe,
@@ -27,6 +29,8 @@ from normserve.routes.responses import BuffersResponse
 from normserve.routes.tensors import describe_tensors
 from normserve.tensors import DType
 from normserve.validation import make_job
+
+_TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Operations:
 
     def router(self) -> APIRouter:
         """Every operation in both directions."""
-        router = APIRouter(tags=["operations"])
+        router = APIRouter(tags=["operations"], route_class=DirectRoute)
         for op in Op:
             for direction in Pass:
                 path = f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
@@ -75,41 +79,46 @@ class _Handler:
         self.service.engine.require_ready()
         body = await self.service.bodies.read(request)
         parsing = time.perf_counter()
-        record.stages["recv"] = parsing - record.began
+        record.stages["recv"] = exchange.reception.seconds
         record.waiting_in = "parse"
         job, answer_format = asked.with_body(body)
         record.dtype = job.x.dtype.value
         record.stages["parse"] = time.perf_counter() - parsing
         record.waiting_in = "queue"
-        result = await self._run(request, job, record.began + asked.timeout_ms / 1000)
+        result = await self._run(exchange, job, record.began + asked.timeout_ms / 1000)
         return _answer(exchange, answer_format, result)
 
     def _read_head(self, request: Request) -> "_Asked":
-        values = parse_query(request.scope["query_string"], self.parameters)
-        headers = request.headers
+        values, spec = _read_query(request.scope["query_string"], self.op, self.direction, self.parameters)
+        headers = request.state.exchange.headers
         return _Asked(
-            spec=make_spec(self.op, self.direction, values),
+            spec=spec,
             layer=self.service.layers.get(values["layer"]) if "layer" in values else None,
-            body_format=declared_format(headers.get("content-type", ""), headers.get("content-encoding", "")),
-            accepted=Accepted(headers.get("accept", "")),
+            body_format=declared_format(
+                headers.get(b"content-type", b"").decode("latin-1"),
+                headers.get(b"content-encoding", b"").decode("latin-1"),
+            ),
+            accepted=accepted(headers.get(b"accept", b"")),
             timeout_ms=values.get("timeout_ms", self.service.timeout_ms),
         )
 
-    async def _run(self, request: Request, job: NormJob, deadline: float) -> NormResult:
+    async def _run(self, exchange: Exchange, job: NormJob, deadline: float) -> NormResult:
         """Compute, unless the client leaves first."""
         engine = self.service.engine
-        watch = asyncio.create_task(_disconnection(request))
-        watch.add_done_callback(lambda task: None if task.cancelled() else engine.abandon(job))
+        exchange.sending.on_departure = functools.partial(engine.abandon, job)
         try:
             return await engine.submit(job, deadline)
         finally:
-            watch.cancel()
+            exchange.sending.on_departure = None
 
 
-async def _disconnection(request: Request) -> None:
-    """Return when the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+@functools.lru_cache(maxsize=1024)
+def _read_query(
+    raw: bytes, op: Op, direction: Pass, parameters: tuple[Parameter, ...]
+) -> tuple[Mapping[str, Any], NormSpec]:
+    """What a query says and asks for.  Clients send the same few again and again."""
+    values = parse_query(raw, parameters)
+    return values, make_spec(op, direction, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +167,14 @@ def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> Buffe
         "kernel": result.kernel_s,
         "copy_out": result.copy_out_s,
     }
-    timing = ", ".join(
-        f"{stage};dur={record.stages[stage] * 1000:.9f}"
-        for stage in ("recv", "queue", "copy_in", "kernel", "copy_out")
-    )
+    timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
     headers = [
-        ("server-timing", timing),
-        ("x-kernel-bytes", str(result.kernel_bytes)),
-        ("x-kernel-bandwidth", f"{result.kernel_bandwidth:.0f}"),
-        ("x-batch-size", str(result.batch_size)),
+        (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in timed])),
+        (b"x-kernel-bytes", b"%d" % result.kernel_bytes),
+        (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
+        (b"x-batch-size", b"%d" % result.batch_size),
     ]
-    response = BuffersResponse(buffers, answer_format, headers)
+    response = BuffersResponse(buffers, answer_format.encode(), headers)
     record.stages["serialize"] = time.perf_counter() - began
     record.waiting_in = "send"
     return response

@@ -95,7 +95,7 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     return parse
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Parameter:
     """One query parameter.
 

@@ -1,42 +1,33 @@
 """Responses made of buffers that are never joined."""
 
-import asyncio
-import contextlib
 from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-# Up to here one write with a copy is cheaper than two without.
+# Up to here one message with a copy is cheaper than several without.
 _JOIN_BYTES = 16 * 1024
 
 
 class BuffersResponse(Response):
-    """A body in pieces, sent as they are; complete when the transport has taken the last of them."""
+    """A body in pieces, sent as they are; complete when the kernel has taken the last of them."""
 
     def __init__(
-        self, buffers: Sequence[bytes | memoryview], media_type: str, headers: Sequence[tuple[str, str]] = ()
+        self, buffers: Sequence[bytes | memoryview], media_type: bytes, headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.nbytes = sum(len(buffer) for buffer in buffers)
-        self._buffers = [b"".join(buffers)] if self.nbytes <= _JOIN_BYTES else buffers
-        every = [("content-type", media_type), ("content-length", str(self.nbytes)), *headers]
-        self.raw_headers = [(name.encode(), value.encode()) for name, value in every]
+        nbytes = sum(len(buffer) for buffer in buffers)
+        self._is_small = nbytes <= _JOIN_BYTES
+        self._buffers = [b"".join(buffers)] if self._is_small else buffers
+        self.raw_headers = [(b"content-type", media_type), (b"content-length", b"%d" % nbytes), *headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for buffer in self._buffers:
-            await send({"type": "http.response.body", "body": buffer, "more_body": True})
-        if self.nbytes > _JOIN_BYTES:
-            # This one waits until the buffers before it have drained.
-            await send({"type": "http.response.body", "body": b"", "more_body": True})
-            await _notice_departure(receive)
+        buffers, self._buffers = self._buffers, ()
+        for buffer in buffers:
+            await send({"type": "http.response.body", "body": buffer, "more_body": not self._is_small})
+        if self._is_small:
+            return
+        # This one waits until the kernel has the buffers before it.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _notice_departure(receive: Receive) -> None:
-    """Let the layers around see the disconnection, if there was one; once all is sent nothing shows it any more."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0):
-            await receive()

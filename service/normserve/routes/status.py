@@ -1,5 +1,7 @@
 """Around the operations: is the process alive, can it work, what is it, and how does one try it."""
 
+import json
+import os
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,9 +14,11 @@ from normserve.codec import npy
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine import Engine
 from normserve.exchange import Exchange
+from normserve.exposition import CONTENT_TYPE, merged
 from normserve.jobs import Op
 from normserve.layers import LayerRegistry
-from normserve.metrics import CONTENT_TYPE, Metrics
+from normserve.metrics import Metrics
+from normserve.siblings import Siblings
 from normserve.tensors import DType, HostTensor
 
 _READS = ["GET", "HEAD"]
@@ -32,6 +36,7 @@ class Status:
     engine: Engine
     layers: LayerRegistry
     metrics: Metrics
+    siblings: Siblings
     limits: dict[str, Any]
 
     def router(self) -> APIRouter:
@@ -57,14 +62,18 @@ class Status:
         return Response("ready\n", media_type="text/plain")
 
     async def scrape(self, request: Request) -> Response:
-        """Every metric, as Prometheus reads it."""
+        """Every metric, as Prometheus reads it; in a fleet, of every process."""
         _note(request, "metrics")
-        return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        own, place = self.metrics.render(), self.siblings.place
+        if place is not None and not self.siblings.sent(request.scope):
+            own = merged({place.index: own} | await self.siblings.ask("/metrics"), place.count)
+        return Response(own, headers={"content-type": CONTENT_TYPE})
 
     async def info(self, request: Request) -> JSONResponse:
         """Versions, backend, device, limits and the measured copy bandwidth."""
         _note(request, "info")
         device = self.engine.device
+        processes = await self._processes(request)
         return JSONResponse(
             {
                 "version": __version__,
@@ -78,8 +87,24 @@ class Status:
                 "operations": [op.value for op in Op],
                 "dtypes": [dtype.value for dtype in DType],
                 "media_types": [SAFETENSORS, NPY],
+                **({} if processes is None else {"processes": processes}),
             }
         )
+
+    async def _processes(self, request: Request) -> list[dict[str, Any]] | None:
+        """Every process of the fleet, by its index; None where there is no fleet."""
+        place = self.siblings.place
+        if place is None:
+            return None
+        own = {"index": place.index, "device": place.device, "pid": os.getpid(), "restarts": place.restarts}
+        own["state"] = self.engine.state.value
+        if self.siblings.sent(request.scope):
+            return [own]
+        given = request.headers.get("authorization")
+        answers = await self.siblings.ask("/v1/info", {} if given is None else {"authorization": given})
+        others = {index: json.loads(answer)["processes"][0] for index, answer in answers.items()}
+        known = {place.index: own} | others
+        return [known.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
 
     async def sample(self, request: Request) -> Response:
         """A small npy array to try the operations with, for whoever has nothing but curl."""

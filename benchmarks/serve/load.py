@@ -1,0 +1,84 @@
+"""An HTTP client that does what well-behaved ones do not: sends on a schedule, waits for leave, goes away."""
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+_PIECE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer: its status, its body until the next one comes, and whether the connection can be used again."""
+
+    status: int
+    body: bytearray
+    stays_open: bool
+
+
+class Wire:
+    """One connection."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        # New memory for each answer would take longer than the answer.
+        self._body = bytearray()
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def open(cls, port: int) -> "Wire":
+        """Connect to a port of this machine."""
+        made = socket.socket()
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
+        return cls(made)
+
+    async def send(self, data: bytes | memoryview) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    async def ask(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> Answered:
+        """One request and its answer; a body that is refused before it was sent is not sent."""
+        if waits_for_leave:
+            await self.send(head + b"Expect: 100-continue\r\n\r\n")
+            first = await self.answer()
+            if first.status != 100:
+                return first
+            await self.send(body)
+        else:
+            await self.send(head + b"\r\n")
+            await self.send(body)
+        return await self.answer()
+
+    async def answer(self) -> Answered:
+        """The next answer, whole."""
+        received = bytearray()
+        while (end := received.find(b"\r\n\r\n")) < 0:
+            piece = await self._loop.sock_recv(self._socket, 65536)
+            if not piece:
+                raise ConnectionResetError("the server closed the connection")
+            received += piece
+        head = bytes(received[:end]).lower()
+        lengths = [line for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+        length = int(lengths[0].partition(b":")[2]) if lengths else 0
+        if len(self._body) != length:
+            self._body = bytearray(length)
+        body = self._body
+        body[: len(received) - end - 4] = received[end + 4 :]
+        await self._fill(memoryview(body)[len(received) - end - 4 :])
+        return Answered(int(head.split(b" ")[1]), body, b"\r\nconnection: close" not in head)
+
+    async def read_some(self, nbytes: int) -> None:
+        """So much of whatever comes."""
+        await self._fill(memoryview(bytearray(nbytes)))
+
+    def leave(self) -> None:
+        """Go, whatever is under way."""
+        self._socket.close()
+
+    async def _fill(self, memory: memoryview) -> None:
+        while len(memory):
+            got = await self._loop.sock_recv_into(self._socket, memory[:_PIECE_BYTES])
+            if not got:
+                raise ConnectionResetError("the server closed the connection")
+            memory = memory[got:]

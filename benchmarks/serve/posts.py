@@ -1,0 +1,59 @@
+"""Requests, and what their answers must be."""
+
+import io
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from benchmarks.serve.load import Answered, Wire
+
+COLS = 1024
+
+
+def make_parameters() -> dict[str, np.ndarray]:
+    """The registered layer's weight and bias."""
+    random_numbers = np.random.default_rng(0)
+    return {name: random_numbers.standard_normal(COLS, dtype=np.float32) for name in ("weight", "bias")}
+
+
+def npy(x: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, x)
+    return file.getvalue()
+
+
+def require_right(x: np.ndarray, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
+    """Raises: AssertionError: the answer is not LayerNorm of x."""
+    weight, bias = (torch.from_numpy(parameters[name]) for name in ("weight", "bias"))
+    expected = torch.nn.functional.layer_norm(torch.from_numpy(x), (COLS,), weight, bias)
+    torch.testing.assert_close(torch.from_numpy(np.load(io.BytesIO(answer))), expected)
+
+
+class Post:
+    """LayerNorm of float32 rows with the registered layer; its answers are compared, the first with torch's.
+
+    A row's bits do not depend on its company, so all other answers must be the first one's, byte for byte.
+    """
+
+    def __init__(self, path: str, nbytes: int, parameters: Mapping[str, np.ndarray]) -> None:
+        self._x = np.random.default_rng(nbytes).standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
+        self._parameters = parameters
+        self._right: bytes | None = None
+        self.body = npy(self._x)
+        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/x-npy\r\n"
+        self.head = f"{head}Content-Length: {len(self.body)}\r\n".encode()
+
+    async def by(self, wire: Wire, *, waits_for_leave: bool = False) -> Answered:
+        """Send it and check the answer, if it is one."""
+        answered = await wire.ask(self.head, self.body, waits_for_leave=waits_for_leave)
+        if answered.status == 200:
+            self.check(answered.body)
+        return answered
+
+    def check(self, answer: bytearray) -> None:
+        """Raises: AssertionError: it is not what it must be."""
+        if self._right is None:
+            self._right = bytes(answer)
+            require_right(self._x, self._parameters, self._right)
+        assert answer == self._right, "an answer differs from the first one to the same request"

@@ -1,0 +1,265 @@
+"""What happens to a server besides being asked nicely; each returns what was measured and what is wanted of it."""
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import httpx
+
+from benchmarks.serve.load import Wire
+from benchmarks.serve.posts import Post
+from benchmarks.serve.servers import Served
+
+_RATES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+_REFUSED_WITHIN_S = 0.020
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A number, and in words what it should be."""
+
+    measure: str
+    value: float
+    wanted: str
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Seconds of each answer by its kind, and how often the connection broke."""
+
+    served: list[float] = field(default_factory=list)
+    refused: list[float] = field(default_factory=list)
+    other: int = 0
+    broken: int = 0
+
+
+async def overload(server: Served, post: Post, seconds: float) -> list[Measured]:
+    """An open loop at rising rates until latency bends, then at three times that rate."""
+    port = int(server.address)
+    alone = (await _open_loop(port, post, 1.0, 3)).served
+    began = time.perf_counter()
+    wire, count = await Wire.open(port), 0
+    while time.perf_counter() - began < seconds:
+        await post.by(wire, waits_for_leave=True)
+        count += 1
+    wire.leave()
+    capacity = count / (time.perf_counter() - began)
+    knee, at_knee = 0.0, _Tally()
+    for fraction in _RATES:
+        tally = await _open_loop(port, post, fraction * capacity, seconds)
+        if tally.refused or tally.broken or median(tally.served) > 2 * median(alone):
+            break
+        knee, at_knee = fraction * capacity, tally
+    # The first part is for the slabs to find their number.
+    await _open_loop(port, post, 3 * knee, seconds)
+    before = _resident_bytes(server.pid)
+    began = time.perf_counter()
+    storm = await _open_loop(port, post, 3 * knee, 2 * seconds)
+    elapsed = time.perf_counter() - began
+    return [
+        Measured("closed loop, one connection, requests/s", capacity, "-"),
+        Measured("rate where latency bends, requests/s", knee, "-"),
+        Measured("p99 there, s", _quantile(at_knee.served, 0.99), "-"),
+        Measured("goodput at 3 times that over it", len(storm.served) / elapsed / knee, ">= 0.9"),
+        Measured(
+            "p99 of what is served over that at the knee",
+            _quantile(storm.served, 0.99) / _quantile(at_knee.served, 0.99),
+            "< 2",
+        ),
+        Measured("p99 of a refusal, s", _quantile(storm.refused, 0.99), f"< {_REFUSED_WITHIN_S}"),
+        Measured("neither served nor refused", storm.other + storm.broken, "0"),
+        Measured("growth of resident memory", _resident_bytes(server.pid) / before - 1, "<= 0.02"),
+    ]
+
+
+async def disturbance(server: Served, posts: list[Post], count: int) -> list[Measured]:
+    """Clients of which half leave at a random moment: in their header, their body, the wait, the answer."""
+    port, rng = int(server.address), random.Random(0)
+    for post in posts:
+        await _on_a_wire(port, post)
+    tally = _Tally()
+    queue = iter(range(count))
+
+    async def client() -> None:
+        for _ in queue:
+            post = rng.choice(posts)
+            if rng.random() < 0.5:
+                await _disturbed(port, post, rng)
+                continue
+            try:
+                answered = await _on_a_wire(port, post)
+            except OSError:
+                tally.broken += 1
+                continue
+            if answered == 200:
+                tally.served.append(0.0)
+            else:
+                tally.other += 1
+
+    await asyncio.gather(*(client() for _ in range(16)))
+    left = await _left_inside(port)
+    return [
+        Measured("answers that were awaited and right", len(tally.served), f"all of about {count // 2}"),
+        Measured("awaited answers that were an error", tally.other, "0"),
+        Measured("connections that broke", tally.broken, "0"),
+        *(Measured(f"{name} afterwards", value, "0") for name, value in left.items()),
+    ]
+
+
+async def flatness(server: Served, posts: list[Post], seconds: float) -> list[Measured]:
+    """A mixed closed loop on eight connections."""
+    port, rng, answers = int(server.address), random.Random(0), 0
+    end = time.monotonic() + seconds
+    resident: list[int] = []
+
+    async def client() -> None:
+        nonlocal answers
+        wire = await Wire.open(port)
+        while time.monotonic() < end:
+            assert (await rng.choice(posts).by(wire)).status == 200
+            answers += 1
+        wire.leave()
+
+    async def watch() -> None:
+        while time.monotonic() < end:
+            # The first half is for the slabs to find their number.
+            if time.monotonic() > end - seconds / 2:
+                resident.append(_resident_bytes(server.pid))
+            await asyncio.sleep(0.2)
+
+    await asyncio.gather(watch(), *(client() for _ in range(8)))
+    return [
+        Measured("answers", answers, "-"),
+        Measured("resident memory, bytes", resident[-1], "-"),
+        Measured("its spread in the second half", max(resident) / min(resident) - 1, "<= 0.02"),
+    ]
+
+
+async def single_rows(server: Served, post: Post, seconds: float) -> list[Measured]:
+    """64 connections that each ask for one row again and again."""
+    port, answers = int(server.address), 0
+    before = await _samples(port)
+    end = time.monotonic() + seconds
+
+    async def client() -> None:
+        nonlocal answers
+        wire = await Wire.open(port)
+        while time.monotonic() < end:
+            assert (await post.by(wire)).status == 200
+            answers += 1
+        wire.leave()
+
+    await asyncio.gather(*(client() for _ in range(64)))
+    after = await _samples(port)
+    launches = after["normserve_batch_requests_count"] - before["normserve_batch_requests_count"]
+    return [
+        Measured("requests/s", answers / seconds, "-"),
+        Measured("requests a launch", answers / launches, ">= 8"),
+    ]
+
+
+async def _open_loop(port: int, post: Post, rate: float, seconds: float) -> _Tally:
+    """Requests at a constant rate, whatever becomes of those before; on as many connections as that takes."""
+    tally = _Tally()
+    idle: list[Wire] = []
+
+    async def one() -> None:
+        began = time.perf_counter()
+        try:
+            wire = idle.pop() if idle else await Wire.open(port)
+            answered = await post.by(wire, waits_for_leave=True)
+        except OSError:
+            tally.broken += 1
+            return
+        took = time.perf_counter() - began
+        if answered.stays_open:
+            idle.append(wire)
+        else:
+            wire.leave()
+        if answered.status == 200:
+            tally.served.append(took)
+        elif answered.status == 429:
+            tally.refused.append(took)
+        else:
+            tally.other += 1
+
+    start = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(int(rate * seconds)):
+            await asyncio.sleep(max(0.0, start + number / rate - time.perf_counter()))
+            tasks.create_task(one())
+    for wire in idle:
+        wire.leave()
+    return tally
+
+
+async def _on_a_wire(port: int, post: Post) -> int:
+    wire = await Wire.open(port)
+    try:
+        return (await post.by(wire)).status
+    finally:
+        wire.leave()
+
+
+async def _disturbed(port: int, post: Post, rng: random.Random) -> None:
+    """One client that goes away."""
+    try:
+        wire = await Wire.open(port)
+    except OSError:
+        return
+    try:
+        whole = post.head + b"\r\n" + post.body
+        match rng.randrange(4):
+            case 0:
+                await wire.send(whole[: rng.randrange(len(post.head))])
+            case 1:
+                await wire.send(whole[: rng.randrange(len(post.head), len(whole))])
+            case 2:
+                await wire.send(whole)
+                await asyncio.sleep(rng.random() * 0.005)
+            case _:
+                await wire.send(whole)
+                await wire.read_some(rng.randrange(1, len(post.body)))
+    except OSError:
+        return
+    finally:
+        wire.leave()
+
+
+async def _left_inside(port: int) -> dict[str, float]:
+    """What the server says is inside, once that does not change any more."""
+    names = (
+        "normserve_inflight_requests",
+        "normserve_inflight_bytes",
+        "normserve_queue_requests",
+        'normserve_slab_bytes{state="used"}',
+    )
+    for _ in range(100):
+        now = await _samples(port)
+        left = {name: now[name] for name in names}
+        if not any(left.values()):
+            break
+        await asyncio.sleep(0.1)
+    return left
+
+
+async def _samples(port: int) -> dict[str, float]:
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    lines = re.findall(r"^(normserve_\S+) (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+
+
+def _quantile(values: Iterable[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,100 @@
+"""The servers of a run, all on the same cores."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+from normserve.client import Client
+
+LAYER = "bench"
+
+# glibc gives memory above the first back to the kernel at each free, and faults it in again at the next request.
+TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server as the client reaches it.
+
+    Attributes:
+        address: a port, or the path of a socket.
+        path: of the URL; empty for a server that speaks no HTTP.
+        pid: of its process.
+    """
+
+    name: str
+    address: str
+    path: str
+    pid: int
+
+
+@contextlib.contextmanager
+def process(command: list[str], cores: set[int], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process on these cores, ended on leaving."""
+
+    def pin() -> None:
+        os.sched_setaffinity(0, cores)
+
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, preexec_fn=pin
+    )
+    try:
+        yield running
+    finally:
+        running.terminate()
+        running.wait(20)
+        assert running.stdout is not None
+        running.stdout.close()
+
+
+def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None]) -> str:
+    """What the first line says that says anything."""
+    assert running.stdout is not None
+    for line in running.stdout:
+        if found := matches(line):
+            return found
+    raise RuntimeError("the server ended before it was ready")
+
+
+@contextlib.contextmanager
+def normserve(
+    cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], backend: str, options: Sequence[str] = ()
+) -> Iterator[list[Served]]:
+    """normserve over TCP and over a Unix domain socket, with a registered layer."""
+    uds = folder / "normserve.sock"
+    command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
+    with process([*command, "--log-level", "warning", *options], cores, {"PYTHONUNBUFFERED": "1"}) as running:
+        url = _first(
+            running, lambda line: found[1] if (found := re.search(r"POST .* (http://\S+?)/v1", line)) else None
+        )
+        with Client(url) as client:
+            client.put_layer(LAYER, "layer_norm", parameters["weight"], parameters["bias"])
+        path = f"/v1/layer_norm?layer={LAYER}"
+        port = str(httpx.URL(url).port)
+        yield [Served("normserve", port, path, running.pid), Served("normserve-uds", str(uds), path, running.pid)]
+
+
+@contextlib.contextmanager
+def plain(
+    cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], device: str
+) -> Iterator[list[Served]]:
+    """The plain FastAPI server, with malloc tuned in its favour."""
+    file = folder / "parameters.npz"
+    np.savez(file, **parameters)
+    command = [sys.executable, "-m", "benchmarks.serve.plain", str(file), device]
+    with process(command, cores, TUNED_MALLOC) as running:
+        yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm", running.pid)]
+
+
+@contextlib.contextmanager
+def echo(cores: set[int], program: Path, nbytes: int) -> Iterator[list[Served]]:
+    """The raw echo of messages of one length."""
+    with process([str(program), str(nbytes)], cores, {}) as running:
+        yield [Served("echo", _first(running, str.strip), "", running.pid)]

@@ -1,0 +1,38 @@
+"""What a row of results was measured on."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+COLUMNS = ("machine", "kernel", "torch", "commit")
+
+
+def cores(text: str) -> set[int]:
+    """Cores as `taskset` writes them: 0, 0-7 or 0,2-3."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def described() -> dict[str, object]:
+    """The columns that every CSV begins with."""
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return {
+        "machine": f"{_processor()}, {os.cpu_count()} cores{device}",
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "commit": said.stdout.strip(),
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )

@@ -1,0 +1,29 @@
+"""The rows of a run as a Markdown table."""
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+OURS = "normserve"
+
+
+def table(rows: Iterable[Mapping[str, object]]) -> str:
+    """A line for each server: answers a second, and how many times as many ours gives; medians over the rounds."""
+    rows = list(rows)
+    sizes = list(dict.fromkeys(str(row["size"]) for row in rows))
+    lines = ["| server | " + " | ".join(sizes) + " |", "|---|" + "---|" * len(sizes)]
+    for server in dict.fromkeys(
+        str(row["server"]) for row in sorted(rows, key=lambda row: str(row["server"]) != OURS)
+    ):
+        cells = [_cell([row for row in rows if (row["server"], row["size"]) == (server, size)]) for size in sizes]
+        lines.append(f"| {server} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(rows: list[Mapping[str, object]]) -> str:
+    def of(column: str) -> list[float]:
+        return [float(str(row[column])) for row in rows]
+
+    per_second, ratios = median(of("per_second")), of("ours_over_this")
+    if rows[0]["server"] == OURS:
+        return f"{per_second:.4g}/s"
+    return f"{per_second:.4g}/s, {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -1,0 +1,222 @@
+"""`--devices`: a process for each device, behind one port.
+
+This process owns the listening sockets and no device.  It accepts connections and hands each to the next process
+that is ready, so that connections are spread evenly, none is lost with a process that dies before it had any, and
+one that starts gets none until it can serve.  What a connection says is between its client and that process.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from normserve.settings import Settings, environment_of
+from normserve.siblings import Place
+
+log = logging.getLogger(__name__)
+
+READY, NOT_READY = b"+", b"-"
+
+_BACKLOG = 2048
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
+# One that ran so long did not fail at its start.
+_STEADY_S = 60.0
+
+
+class Process:
+    """One place of the fleet, and the process that is in it now."""
+
+    def __init__(self, settings: Settings, index: int, devices: list[str], folder: Path) -> None:
+        self._settings = _settings_of(settings, devices[index], len(devices))
+        self._index, self._devices, self._folder = index, devices, folder
+        self._channel: socket.socket | None = None
+        self._running: asyncio.subprocess.Process | None = None
+        self.restarts = 0
+        self.is_ready = False
+        self.was_ready = asyncio.Event()
+
+    @property
+    def is_there(self) -> bool:
+        """It can be handed connections, be it that it answers that it is not ready."""
+        return self._channel is not None
+
+    async def run(self) -> int:
+        """Start the process and wait for its end; its exit code."""
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        place = Place(self._index, len(self._devices), self._devices[self._index], self.restarts, self._folder)
+        with there:
+            self._running = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "normserve.worker", str(there.fileno())),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=[there.fileno()],
+                env=environment_of(place.device),
+                # A terminal's interrupt is for this process, which tells the others.
+                start_new_session=True,
+            )
+        self._channel = here
+        loop = asyncio.get_running_loop()
+        loop.add_reader(here, self._hear, here)
+        assert self._running.stdin is not None
+        self._running.stdin.write(pickle.dumps((self._settings, place)))
+        self._running.stdin.close()
+        try:
+            return await self._running.wait()
+        finally:
+            loop.remove_reader(here)
+            here.close()
+            self._channel, self.is_ready = None, False
+
+    def hand_over(self, connection: socket.socket) -> bool:
+        """Give it a connection; whether it took it."""
+        if self._channel is None:
+            return False
+        try:
+            socket.send_fds(self._channel, [b"c"], [connection.fileno()])
+        except OSError:
+            return False
+        return True
+
+    def signal(self) -> None:
+        """Have it drain, or stop at once if it does."""
+        if self._running is not None and self._running.returncode is None:
+            self._running.send_signal(signal.SIGTERM)
+
+    def _hear(self, channel: socket.socket) -> None:
+        try:
+            said = channel.recv(64)
+        except OSError:
+            said = b""
+        if not said:
+            asyncio.get_running_loop().remove_reader(channel)
+            self.is_ready = False
+            return
+        self.is_ready = said[-1:] == READY
+        if self.is_ready:
+            self.was_ready.set()
+
+
+class Fleet:
+    """Every process, and the sockets that they serve."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings = settings
+        devices = settings.devices.split(",")
+        self._processes = [Process(settings, index, devices, folder) for index in range(len(devices))]
+        self._turns = itertools.cycle(range(len(devices)))
+        self._ending = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        """Serve until told to stop; the exit code."""
+        loop = asyncio.get_running_loop()
+        with _listening(self._settings) as listeners:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._end)
+            announcing = asyncio.create_task(self._announce(listeners[0]))
+            accepting = [asyncio.create_task(self._accept(listener)) for listener in listeners]
+            await asyncio.gather(*(self._keep(process) for process in self._processes))
+            for task in (announcing, *accepting):
+                task.cancel()
+        return self._exit_code
+
+    async def _keep(self, process: Process) -> None:
+        """Run a process again when it ends before it is to."""
+        pause = _FIRST_PAUSE_S
+        while not self._ending.is_set():
+            began = time.monotonic()
+            code = await process.run()
+            if self._ending.is_set() or not process.was_ready.is_set():
+                # What cannot even start will not the next time; the others are not kept for it.
+                self._exit_code = self._exit_code or int(code != 0)
+                if not self._ending.is_set():
+                    log.critical("a process ended with %d before it was ready", code)
+                    self._end()
+                return
+            process.restarts += 1
+            pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
+            log.error("a process ended with %d and is started again in %.1f s", code, pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
+
+    def _end(self) -> None:
+        self._ending.set()
+        for process in self._processes:
+            process.signal()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, for one: connections wait until some are given back.
+                log.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            with connection:
+                if connection.family != socket.AF_UNIX:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await self._hand_over(connection)
+
+    async def _hand_over(self, connection: socket.socket) -> None:
+        """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
+        while True:
+            in_turn = [self._processes[next(self._turns)] for _ in self._processes]
+            next(self._turns)
+            willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
+            if any(process.hand_over(connection) for process in willing):
+                return
+            await asyncio.sleep(0.05)
+
+    async def _announce(self, listener: socket.socket) -> None:
+        for process in self._processes:
+            await process.was_ready.wait()
+        host, port = listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("%d processes on %s are ready on %s", len(self._processes), self._settings.devices, url)
+        print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
+
+
+@contextlib.contextmanager
+def _listening(settings: Settings) -> Iterator[list[socket.socket]]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        port = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+        listeners = [stack.enter_context(port)]
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
+            listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            listeners[-1].bind(str(settings.uds))
+            listeners[-1].listen(_BACKLOG)
+            stack.callback(settings.uds.unlink, missing_ok=True)
+        for listener in listeners:
+            listener.setblocking(False)
+        yield listeners
+
+
+def _settings_of(settings: Settings, device: str, count: int) -> Settings:
+    """What one process is told."""
+    threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
+    own = {"backend": "torch" if device == "cpu" else "triton", "cpu_threads": threads, "uds": None, "devices": ""}
+    return settings.model_copy(update=own)
+
+
+def serve_fleet(settings: Settings) -> int:
+    """Run a process for each of `settings.devices` until told to stop; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="normserve-") as folder:
+
+        async def run() -> int:
+            return await Fleet(settings, Path(folder)).run()
+
+        return asyncio.run(run())

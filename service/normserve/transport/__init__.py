@@ -1,0 +1,13 @@
+"""HTTP/1.1 between a socket and the application: bodies arrive in slabs, responses leave as views.
+
+`listen` makes uvicorn's `http` argument: a factory of `Connection`.  What a request's body and response did on
+the wire lies in the request's ASGI state, as `reception` and `sending`.
+"""
+
+from normserve.transport.connection import Connection, listen
+from normserve.transport.http import Manners
+from normserve.transport.patience import Patience
+from normserve.transport.reception import Reception
+from normserve.transport.sending import Sending
+
+__all__ = ["Connection", "Manners", "Patience", "Reception", "Sending", "listen"]

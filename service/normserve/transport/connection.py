@@ -1,0 +1,71 @@
+"""A connection: whose memory the next bytes belong to."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from normserve.transport.http import HttpProtocol, Manners
+
+# While a header is read: enough for it and a small body, and little enough that of a large body, whose first bytes
+# come along and must be copied, most goes straight to its place.
+_HEAD_BYTES = 16 * 1024
+# Of a chunked or an unwanted body.
+_PIECE_BYTES = 256 * 1024
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Receives into the memory that a request's body is meant for, else into scratch memory that the parser reads.
+
+    An idle connection owns no memory: between asking for a buffer and telling that it was written to, the event
+    loop does nothing else, so all connections of a loop share the scratch.
+
+    uvicorn's protocol is held and not inherited from, because an event loop hands `bytes` to whatever is an
+    `asyncio.Protocol`.
+    """
+
+    def __init__(self, manners: Manners, scratch: memoryview, **of_uvicorn: Any) -> None:
+        self._http = HttpProtocol(manners, **of_uvicorn)
+        self._scratch = scratch
+        self._lent = scratch
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        http = self._http
+        if (reception := http.filling) is not None:
+            self._lent = reception.room()
+        elif http.unparsed:
+            self._lent = self._scratch[: http.unparsed]
+        else:
+            self._lent = self._scratch[:_HEAD_BYTES] if http.expects_header else self._scratch
+        return self._lent
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data, self._lent = self._lent[:nbytes], self._scratch
+        if self._http.unparsed:
+            self._http.body_received(data)
+        else:
+            self._http.data_received(data)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._http.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+def listen(manners: Manners) -> Callable[..., Connection]:
+    """What uvicorn calls for each connection that it accepts."""
+    scratch = memoryview(bytearray(_PIECE_BYTES))
+
+    def accept(**of_uvicorn: Any) -> Connection:
+        return Connection(manners, scratch, **of_uvicorn)
+
+    return accept

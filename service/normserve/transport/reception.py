@@ -1,0 +1,132 @@
+"""One request's body on its way into memory."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from normserve.errors import NormserveError, RequestTimeoutError
+
+_SECOND_LOOK_S = 0.01
+
+
+class Reception:
+    """Between the connection, which has bytes, and the route, which has memory for them.
+
+    A body that nobody asks for here stays with uvicorn, as any ASGI application expects it.
+
+    Attributes:
+        announced: its length in bytes; None when it is chunked, 0 when there is none.
+        began: when its header was complete, by `time.perf_counter`.
+        received: bytes that have come into the route's memory.
+        is_complete: its last byte has come.
+        is_filling: bytes are for `room` and `append` here, not for uvicorn.
+    """
+
+    def __init__(self, announced: int | None, begin: Callable[[], bytearray]) -> None:
+        """Args: begin: lets the body come, and returns what came already."""
+        self.announced = announced
+        self.began = time.perf_counter()
+        self.received = 0
+        self.is_complete = False
+        self.is_filling = False
+        self._ended = self.began
+        self._begin = begin
+        self._memory = memoryview(b"")
+        self._make_room: Callable[[int], memoryview] | None = None
+        self._arrival: asyncio.Future[None] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From the header to the last byte that came."""
+        return self._ended - self.began
+
+    async def into(self, make_room: Callable[[int], memoryview], *, pause_s: float, total_s: float) -> memoryview:
+        """Receive the whole body.
+
+        A body that came in one piece with its header is returned where it lies, without asking for memory.
+
+        Args:
+            make_room: gives memory of at least so many bytes; called again when a chunked body outgrows it, with
+                whatever errors that may raise.
+            pause_s: longest pause of the client.
+            total_s: longest time for all of it.
+
+        Raises:
+            RequestTimeoutError: the client was too slow.
+            ClientLeftError: it went away.
+        """
+        early = self._begin()
+        if self.is_complete:
+            self.received = len(early)
+            return memoryview(early)
+        self._make_room = make_room
+        self._memory = make_room(len(early) if self.announced is None else self.announced)
+        self.is_filling = True
+        self._take(early)
+        try:
+            await self._completion(pause_s, total_s)
+            return self._memory[: self.received]
+        finally:
+            self._let_go()
+
+    def room(self) -> memoryview:
+        """Where the next bytes of an announced body belong."""
+        return self._memory[self.received : self.announced]
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes were written to `room`."""
+        self.received += nbytes
+
+    def append(self, data: bytes) -> None:
+        """The next piece of a chunked body."""
+        try:
+            self._take(data)
+        except NormserveError as error:
+            self.fail(error)
+
+    def complete(self) -> None:
+        """The last byte has come."""
+        self.is_complete = True
+        self._ended = time.perf_counter()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def fail(self, error: NormserveError) -> None:
+        """The rest will not come, or is not wanted: what still comes is uvicorn's again."""
+        self.is_filling = False
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_exception(error)
+
+    def _take(self, data: bytes | bytearray) -> None:
+        end = self.received + len(data)
+        if end > len(self._memory):
+            assert self._make_room is not None
+            larger = self._make_room(end)
+            larger[: self.received] = self._memory[: self.received]
+            self._memory = larger
+        self._memory[self.received : end] = data
+        self.received = end
+
+    async def _completion(self, pause_s: float, total_s: float) -> None:
+        self._arrival = asyncio.get_running_loop().create_future()
+        give_up = time.perf_counter() + total_s
+        while True:
+            before = self.received
+            left = give_up - time.perf_counter()
+            done, _ = await asyncio.wait((self._arrival,), timeout=max(0.0, min(pause_s, left)))
+            if done:
+                self._arrival.result()
+                return
+            if time.perf_counter() >= give_up:
+                raise RequestTimeoutError(f"the body had not come after {total_s:g} s")
+            if self.received == before:
+                # After a stall of the server's own, its timers come due before it has read what is waiting.
+                await asyncio.wait((self._arrival,), timeout=_SECOND_LOOK_S)
+            if self.received == before and not self._arrival.done():
+                raise RequestTimeoutError(f"no more of the body came for {pause_s:g} s")
+
+    def _let_go(self) -> None:
+        """The slab must not live as long as the connection."""
+        self.is_filling = False
+        self._memory = memoryview(b"")
+        self._make_room = self._arrival = None

@@ -1,0 +1,92 @@
+"""One response on its way out."""
+
+import asyncio
+import fcntl
+import struct
+import termios
+import time
+from collections.abc import Callable
+
+# Up to here one write with a copy is cheaper than a gathering one.
+_JOIN_BYTES = 16 * 1024
+
+
+class Sending:
+    """Takes the transport's place in uvicorn's cycle and gathers what it writes: header and body leave together.
+
+    Attributes:
+        on_departure: called if the client leaves before its response is complete.
+        is_delivered: the last byte went to the kernel while the client was there; None until one or the other.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._was_closing = False
+        self._is_closed = False
+        self._held: list[bytes | memoryview] = []
+        self._held_bytes = 0
+        self._began = 0.0
+        self._ended = 0.0
+        self.on_departure: Callable[[], None] | None = None
+        self.is_delivered: bool | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From the first byte of the response to the moment when the kernel had the last one."""
+        return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send, or hold for what follows; nothing is held longer than the running step of the loop."""
+        if not self._began:
+            self._began = time.perf_counter()
+        if not len(data):
+            return
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > _JOIN_BYTES:
+            self.flush()
+        elif len(self._held) == 1:
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send what is held."""
+        held, nbytes = self._held, self._held_bytes
+        if not nbytes:
+            return
+        self._held, self._held_bytes = [], 0
+        if nbytes > _JOIN_BYTES:
+            self._transport.writelines(held)
+        else:
+            self._transport.write(b"".join(held))
+
+    def finish(self) -> None:
+        """The response is complete, and all but what is held has been taken by the kernel."""
+        self.flush()
+        if self.is_delivered is None:
+            was_closing = self._was_closing if self._is_closed else self._transport.is_closing()
+            self.is_delivered = not was_closing
+            self._ended = time.perf_counter()
+
+    def depart(self) -> None:
+        """The client has gone."""
+        self._held, self._held_bytes = [], 0
+        if self.is_delivered is None:
+            self.is_delivered = False
+            if self.on_departure is not None:
+                self.on_departure()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Called by uvicorn's cycle just before the end of a connection's last response, or instead of its rest."""
+        self.flush()
+        self._was_closing, self._is_closed = self._transport.is_closing(), True
+        self._transport.close()
+
+
+def unread_bytes(transport: asyncio.Transport) -> int:
+    """Bytes that went to the kernel and that the client's side has not acknowledged."""
+    answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return int(struct.unpack("i", answer)[0])

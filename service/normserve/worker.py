@@ -1,0 +1,26 @@
+"""One process of a fleet: `python -m normserve.worker CHANNEL`, started by `fleet` and by nothing else.
+
+Its settings and its place come pickled on standard input; connections come as descriptors over the channel, and
+whether it is ready goes back.
+"""
+
+import pickle
+import socket
+import sys
+
+from normserve.app import create_app
+from normserve.logs import configure_logging
+from normserve.server import serve
+
+
+def main() -> int:
+    """Serve; the exit code."""
+    settings, place = pickle.load(sys.stdin.buffer)
+    configure_logging(settings.log_level)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.setblocking(False)
+    return serve(settings, create_app(settings, place=place), channel)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

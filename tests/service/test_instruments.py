@@ -1,0 +1,34 @@
+"""Counting, and what is told of it."""
+
+import math
+
+import pytest
+from normserve.instruments import Counter, Family, Histogram
+
+
+def test_counter_adds():
+    counter = Counter()
+    counter.inc()
+    counter.inc(0.5)
+    assert counter.value == 1.5
+
+
+def test_value_on_a_bound_is_within_it():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5, math.inf):
+        histogram.observe(value)
+    assert list(histogram.cumulative()) == [(1.0, 2), (2.0, 4), (math.inf, 6)]
+
+
+def test_members_are_told_apart_by_their_labels():
+    family = Family("a", "doc", ("op", "code"), Counter)
+    family("x", "200").inc()
+    family("x", "200").inc()
+    family("x", "404").inc()
+    assert {labels: each.value for labels, each in family.members.items()} == {("x", "200"): 2, ("x", "404"): 1}
+    with pytest.raises(ValueError, match="labels"):
+        family("x")
+
+
+def test_one_without_labels_is_there_before_it_counts():
+    assert Family("a", "doc", (), Counter).members[()].value == 0

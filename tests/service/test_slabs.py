@@ -1,0 +1,111 @@
+"""Slabs are lent until nobody looks at them, used again, and kept within bounds."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from normserve.slabs import SlabPool, plain_memory
+
+MIB = 2**20
+
+
+@pytest.fixture
+def pool() -> SlabPool:
+    return SlabPool(max_idle_bytes=4 * MIB)
+
+
+def address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def test_slab_comes_back_with_its_last_view(pool):
+    slab = pool.take(MIB)
+    part = slab[10:20]
+    tensor = torch.frombuffer(part, dtype=torch.uint8)
+    del slab, part
+    assert (pool.used_bytes, pool.idle_bytes) == (MIB, 0)
+    row = tensor[1:3]
+    del tensor
+    assert pool.used_bytes == MIB
+    del row
+    assert (pool.used_bytes, pool.idle_bytes) == (0, MIB)
+
+
+def test_slab_is_used_again(pool):
+    slab = pool.take(MIB)
+    slab[:3] = b"abc"
+    where = address(slab)
+    del slab
+    again = pool.take(MIB - 1000)
+    assert address(again) == where
+    assert bytes(again[:3]) == b"abc"
+
+
+def test_two_borrowers_never_share(pool):
+    slabs = [pool.take(MIB) for _ in range(4)]
+    for index, slab in enumerate(slabs):
+        slab[:] = bytes([index]) * MIB
+    assert [(slab[0], slab[-1]) for slab in slabs] == [(index, index) for index in range(4)]
+
+
+def test_what_is_idle_stays_within_bounds_and_the_longest_unused_goes_first(pool):
+    small, large = pool.take(MIB), pool.take(3 * MIB)
+    del small
+    assert pool.idle_bytes == MIB
+    del large
+    assert pool.idle_bytes == 4 * MIB
+    other = pool.take(2 * MIB)
+    del other
+    assert pool.idle_bytes <= 4 * MIB
+    kept = pool.take(2 * MIB)
+    assert pool.idle_bytes in (0, 2 * MIB)
+    assert len(kept) == 2 * MIB
+
+
+def test_failed_allocation_leaves_no_trace(pool):
+    def nothing_left(nbytes):
+        raise MemoryError
+
+    pool.allocate = nothing_left
+    with pytest.raises(MemoryError):
+        pool.take(MIB)
+    pool.allocate = plain_memory
+    assert (pool.used_bytes, pool.idle_bytes) == (0, 0)
+
+
+def test_memory_comes_from_whom_it_is_asked_of(pool):
+    tensors = []
+
+    def tensor_memory(nbytes):
+        tensors.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return tensors[-1].numpy()
+
+    pool.allocate = tensor_memory
+    slab = pool.take(MIB)
+    slab[5] = 7
+    assert tensors[0][5] == 7
+    del slab
+    assert pool.idle_bytes == MIB
+
+
+def test_slabs_may_come_home_on_any_thread(pool):
+    def borrow():
+        for _ in range(200):
+            pool.take(MIB)[:1] = b"x"
+
+    threads = [threading.Thread(target=borrow) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.used_bytes == 0
+    assert 0 < pool.idle_bytes <= 4 * MIB
+
+
+@given(st.integers(0, 2**24))
+def test_slab_is_large_enough_and_little_larger(nbytes):
+    slab = SlabPool(max_idle_bytes=0).take(nbytes)
+    assert nbytes <= len(slab) <= max(64 * 1024, nbytes * 1.25)

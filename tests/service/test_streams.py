@@ -1,0 +1,168 @@
+"""Which stage waits for which, on streams that note what is put on them."""
+
+import contextlib
+import weakref
+
+import pytest
+from normserve.backends.streams import Pipeline
+
+NAMES = ("in", "compute", "out")
+
+
+class FakeDevice:
+    """Streams that write everything into one log, in the order in which the host put it there."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple] = []
+        self.streams: list[FakeStream] = []
+        self.current: FakeStream | None = None
+        self.events = 0
+
+    def stream(self):
+        made = FakeStream(self, NAMES[len(self.streams) % 3])
+        self.streams.append(made)
+        return made
+
+    def event(self):
+        self.events += 1
+        return FakeEvent(self, self.events)
+
+    @contextlib.contextmanager
+    def use(self, stream):
+        self.current = stream
+        yield
+        self.current = None
+
+
+class FakeStream:
+    def __init__(self, device, name):
+        self.device, self.name = device, name
+
+    def wait_event(self, event):
+        self.device.log.append((self.name, "waits for", event.number))
+
+    def synchronize(self):
+        self.device.log.append(("host", "settles", self.name))
+
+
+class FakeEvent:
+    """Its time is its number in seconds."""
+
+    def __init__(self, device, number):
+        self.device, self.number = device, number
+
+    def record(self, stream):
+        self.device.log.append((stream.name, "reaches", self.number))
+
+    def synchronize(self):
+        self.device.log.append(("host", "waits for", self.number))
+
+    def elapsed_time(self, end):
+        return 1000.0 * (end.number - self.number)
+
+
+@pytest.fixture
+def device():
+    return FakeDevice()
+
+
+@pytest.fixture
+def pipeline(device):
+    return Pipeline(device)
+
+
+def stages(device, label=""):
+    def stage(name):
+        def run(value):
+            device.log.append((device.current.name, f"runs{label}", value))
+            return f"{value}>{name}"
+
+        return run
+
+    return [stage(name) for name in NAMES]
+
+
+def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
+    flight = pipeline.start(*stages(device), first="x")
+    assert flight.value == "x>in>compute>out"
+    assert device.log == [
+        ("in", "reaches", 1),
+        ("in", "runs", "x"),
+        ("in", "reaches", 2),
+        ("compute", "waits for", 2),
+        ("compute", "reaches", 3),
+        ("compute", "runs", "x>in"),
+        ("compute", "reaches", 4),
+        ("out", "waits for", 4),
+        ("out", "reaches", 5),
+        ("out", "runs", "x>in>compute"),
+        ("out", "reaches", 6),
+    ]
+
+
+def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline):
+    first = pipeline.start(*stages(device, " 1"), first="a")
+    second = pipeline.start(*stages(device, " 2"), first="b")
+    assert not [entry for entry in device.log if entry[0] == "host"]
+    # Nothing on the copy-in stream waits, so the second copy runs beside the first one's kernel.
+    assert not [entry for entry in device.log if entry[:2] == ("in", "waits for")]
+    first.wait()
+    second.wait()
+    assert [entry for entry in device.log if entry[0] == "host"] == [
+        ("host", "waits for", 6),
+        ("host", "waits for", 12),
+    ]
+
+
+def test_stages_are_timed_without_their_waits(device, pipeline):
+    took = pipeline.start(*stages(device)).wait()
+    assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
+
+
+class Memory:
+    pass
+
+
+def test_memory_of_every_stage_lives_until_the_flight_is_over(pipeline):
+    alive = []
+
+    def stage(_):
+        memory = Memory()
+        alive.append(weakref.ref(memory))
+        return memory
+
+    given = Memory()
+    alive.append(weakref.ref(given))
+    flight = pipeline.start(stage, stage, stage, first=given)
+    del given
+    assert all(memory() is not None for memory in alive)
+    flight.wait()
+    # The last one is the flight's value.
+    assert [memory() is not None for memory in alive] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_failed_stage_settles_the_streams_before_its_memory_is_given_back(device, pipeline, broken):
+    def fail(_):
+        raise MemoryError("dry")
+
+    three = stages(device)
+    three[broken] = fail
+    with pytest.raises(MemoryError):
+        pipeline.start(*three)
+    assert device.log[-3:] == [("host", "settles", name) for name in NAMES]
+    device.log.clear()
+    assert pipeline.start(*stages(device)).wait()
+
+
+def test_device_that_cannot_even_settle_raises_its_first_error(device, pipeline):
+    def fail(_):
+        raise RuntimeError("first")
+
+    def broken():
+        raise RuntimeError("second")
+
+    for stream in device.streams:
+        stream.synchronize = broken
+    with pytest.raises(RuntimeError, match="first"):
+        pipeline.start(fail, fail, fail)

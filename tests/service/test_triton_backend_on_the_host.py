@@ -1,0 +1,136 @@
+"""The CUDA backend's way through its stages, with the CPU's kernels in place of a device's and no real streams."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+from normserve.backends import cpu, triton
+from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.slabs import SlabPool
+from normserve.tensors import DType, HostTensor
+
+from .fake_jobs import layer
+
+DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
+
+
+class Instant:
+    """An event and a stream on which everything has happened as soon as it is put there."""
+
+    def record(self, stream):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1000 * (end.at - self.at)
+
+    def wait_event(self, event):
+        pass
+
+
+class HostStreams:
+    def __init__(self, *, urgent):
+        pass
+
+    def stream(self):
+        return Instant()
+
+    def event(self):
+        return Instant()
+
+    def use(self, stream):
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def slabs():
+    return SlabPool(max_idle_bytes=0)
+
+
+@pytest.fixture
+def backend(slabs, monkeypatch):
+    monkeypatch.setattr(triton, "_DEVICE", "cpu")
+    monkeypatch.setattr(triton, "_CudaStreams", HostStreams)
+    monkeypatch.setattr(triton, "fusednorm", cpu)
+    made = triton.TritonBackend(slabs)
+    made._pipelines = {lane: triton.Pipeline(HostStreams(urgent=False)) for lane in Lane}
+    return made
+
+
+def host(tensor: torch.Tensor, slabs: SlabPool) -> HostTensor:
+    slab = slabs.take(tensor.nbytes)[: tensor.nbytes]
+    slab[:] = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), slab)
+
+
+def back(tensor: HostTensor) -> torch.Tensor:
+    dtype = {value: key for key, value in DTYPES.items()}[tensor.dtype]
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+
+
+FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+
+
+@pytest.mark.parametrize(("rows", "lane"), [((3,), Lane.SMALL), ((1, 2, 5), Lane.SMALL), ((900,), Lane.LARGE)])
+def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, rows, lane):
+    given = [torch.randn(count, 128).bfloat16() for count in rows]
+    weight = torch.randn(128)
+    jobs = tuple(NormJob(FORWARD, {"x": host(x, slabs), "weight": host(weight, slabs)}) for x in given)
+    execution = backend.run(Batch(jobs, lane)).wait()
+    assert len(execution.outputs) == len(execution.kernel_bytes) == len(rows)
+    assert min(execution.copy_in_s, execution.kernel_s, execution.copy_out_s) >= 0
+    for x, outputs in zip(given, execution.outputs, strict=True):
+        right = cpu.layer_norm_forward(x, weight, eps=1e-5, stats=True)
+        for name in ("y", "mean", "rstd"):
+            assert torch.equal(back(outputs[name]), getattr(right, name)), name
+    assert slabs.used_bytes > 0
+    del jobs, execution, outputs
+    assert slabs.used_bytes == 0
+
+
+def test_channels_last_and_a_registered_layer(backend, slabs):
+    weight, bias = torch.randn(8), torch.randn(8)
+    resident = triton.ResidentParameters(weight, bias)
+    registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, resident=resident)
+    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC)
+    x = torch.randn(2, 5, 3, 8)
+    (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x, slabs)}, registered),))).wait().outputs
+    right = torch.nn.functional.group_norm(x.movedim(-1, 1), 2, weight, bias).movedim(1, -1)
+    torch.testing.assert_close(back(outputs["y"]), right)
+
+
+def test_failed_launch_leaves_no_slab(backend, slabs, monkeypatch):
+    def dry(*arguments, **options):
+        raise torch.OutOfMemoryError("dry")
+
+    monkeypatch.setattr(triton, "launch", dry)
+    jobs = (NormJob(FORWARD, {"x": host(torch.randn(3, 128), slabs)}),)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        backend.run(Batch(jobs))
+    del jobs
+    assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("op", Op)
+def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direction, monkeypatch):
+    launched = []
+    real = triton.launch
+
+    def noting(library, spec, tensors):
+        launched.append({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return real(library, spec, tensors)
+
+    monkeypatch.setattr(triton, "launch", noting)
+    shape = (9, 8, 6) if op is Op.GROUP_NORM else (9, 8)
+    names = ("x", "residual", "dy") if direction is Pass.BACKWARD else ("x", "residual")
+    tensors = {name: host(torch.randn(shape), slabs) for name in names} | {"weight": host(torch.randn(8), slabs)}
+    spec = NormSpec(op, direction, 1e-5, 2 if op is Op.GROUP_NORM else 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Instant)
+    backend.compile(NormJob(spec, tensors))
+    assert [each["x"][0] for each in launched] == [1, 2]
+    assert {each["x"][1:] for each in launched} == {shape[1:]}
+    assert all(each["weight"] == (8,) for each in launched)

@@ -1,0 +1,36 @@
+"""What a backend runs before it is ready: everything, at the lengths that were named."""
+
+from normserve.backends.warmup import warm_up_batches
+from normserve.jobs import Op, Pass
+from normserve.tensors import DType
+
+
+def test_every_operation_on_every_length_with_parameters_and_without():
+    batches = list(warm_up_batches([8, 300]))
+    kinds = {
+        (
+            job.x.shape[-1],
+            job.spec.op,
+            job.spec.direction,
+            job.x.dtype,
+            tuple(sorted(job.tensors.keys() - {"x", "dy"})),
+        )
+        for batch in batches
+        for job in batch.jobs
+    }
+    parameters = {op: [(), ("weight",) if op is Op.RMS_NORM else ("bias", "weight")] for op in Op}
+    assert kinds == {
+        (size, op, direction, dtype, names)
+        for size in (8, 300)
+        for op in Op
+        for direction in Pass
+        for dtype in DType
+        for names in parameters[op]
+    }
+    assert len(kinds) == len(batches)
+
+
+def test_groups_come_out_even():
+    for batch in warm_up_batches([300, 7]):
+        spec, x = batch.jobs[0].spec, batch.jobs[0].x
+        assert spec.op is not Op.GROUP_NORM or x.shape[1] % spec.num_groups == 0

@@ -1,0 +1,107 @@
+"""A body walks into the memory that a route has for it, or says why not."""
+
+import asyncio
+
+import pytest
+from normserve.errors import ClientLeftError, RequestTimeoutError, TooLargeError
+from normserve.transport import Reception
+
+
+class Memory:
+    """Gives what is asked for, up to a limit, and remembers what that was."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        self.limit = limit
+        self.asked: list[int] = []
+
+    def __call__(self, nbytes: int) -> memoryview:
+        if nbytes > self.limit:
+            raise TooLargeError("too long")
+        self.asked.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+
+def receive(reception: Reception, memory: Memory, *events, pause_s: float = 5, total_s: float = 5) -> bytes:
+    """Run the route's side, and the connection's: `events` are called between steps of the loop."""
+
+    async def both() -> bytes:
+        route = asyncio.ensure_future(reception.into(memory, pause_s=pause_s, total_s=total_s))
+        for event in events:
+            await asyncio.sleep(0)
+            event()
+        return bytes(await route)
+
+    return asyncio.run(both())
+
+
+def arriving(reception: Reception, data: bytes):
+    def write() -> None:
+        room = reception.room()
+        room[: len(data)] = data
+        reception.advance(len(data))
+
+    return write
+
+
+def test_announced_body_is_written_where_it_belongs():
+    memory = Memory()
+    reception = Reception(6, lambda: bytearray(b"ab"))
+    got = receive(reception, memory, arriving(reception, b"cd"), arriving(reception, b"ef"), reception.complete)
+    assert got == b"abcdef"
+    assert memory.asked == [6]
+    assert reception.received == 6
+
+
+def test_room_ends_with_the_body_though_the_slab_does_not():
+    memory = Memory()
+    reception = Reception(6, lambda: bytearray(b"ab"))
+    rooms: list[int] = []
+    larger = lambda nbytes: memory(nbytes + 100)  # noqa: E731
+    receive(reception, larger, lambda: rooms.append(len(reception.room())), reception.complete)
+    assert rooms == [4]
+
+
+def test_body_that_came_with_its_header_needs_no_memory():
+    memory = Memory()
+    reception = Reception(2, lambda: bytearray(b"ab"))
+    reception.complete()
+    assert receive(reception, memory) == b"ab"
+    assert memory.asked == []
+
+
+def test_chunked_body_moves_when_it_outgrows_its_memory():
+    memory = Memory()
+    reception = Reception(None, lambda: bytearray(b"a"))
+    pieces = [b"bc", b"", b"defg"]
+    got = receive(
+        reception, memory, *[lambda piece=piece: reception.append(piece) for piece in pieces], reception.complete
+    )
+    assert got == b"abcdefg"
+    assert memory.asked == [1, 3, 7]
+
+
+def test_chunked_body_is_refused_where_memory_ends():
+    reception = Reception(None, bytearray)
+    with pytest.raises(TooLargeError):
+        receive(reception, Memory(limit=4), lambda: reception.append(b"12345"))
+    assert not reception.is_filling
+
+
+@pytest.mark.parametrize(("pause_s", "total_s", "said"), [(0.01, 5, "no more"), (5, 0.01, "had not come")])
+def test_slow_body_is_given_up(pause_s, total_s, said):
+    reception = Reception(6, bytearray)
+    with pytest.raises(RequestTimeoutError, match=said):
+        receive(reception, Memory(), pause_s=pause_s, total_s=total_s)
+    assert not reception.is_filling
+
+
+def test_departure_ends_the_wait():
+    reception = Reception(6, bytearray)
+    with pytest.raises(ClientLeftError):
+        receive(reception, Memory(), lambda: reception.fail(ClientLeftError("gone")))
+
+
+def test_memory_is_let_go_of():
+    reception = Reception(6, bytearray)
+    receive(reception, Memory(), arriving(reception, b"abcdef"), reception.complete)
+    assert len(reception.room()) == 0
