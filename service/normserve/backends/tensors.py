@@ -74,7 +74,8 @@ def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
 
 def host_tensor(tensor: Tensor, shape: Sequence[int]) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
-    flat = tensor.view(torch.uint8).numpy().reshape(-1)
+    # Flat first: an axis of one element may have any stride.
+    flat = tensor.view(-1).view(torch.uint8).numpy()
     return HostTensor(_DTYPES[tensor.dtype], tuple(shape), flat.data)
 
 
