@@ -5,6 +5,7 @@ import torch
 from fusednorm import reference
 from normserve.backends import cpu
 from normserve.backends.choose import choose_backend
+from normserve.backends.cpu import rows
 from normserve.backends.torch import TorchBackend
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
@@ -261,6 +262,24 @@ class TestBackend:
         assert (backend.name, device.kind) == ("torch", "cpu")
         assert device.copy_bandwidth > 1e8
         assert device.versions["torch"] == torch.__version__
+
+    @pytest.mark.parametrize("stats", [False, True])
+    def test_large_results_are_written_by_pieces_into_given_memory(self, stats, monkeypatch):
+        x, memory = torch.randn(7, 24), torch.empty(7, 24)
+        whole = cpu.layer_norm_forward(x, activation="silu", stats=stats)
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr(rows, "_PIECE_ELEMENTS", 48)
+        pieces = cpu.layer_norm_forward(x, activation="silu", stats=stats, empty_like=lambda _: memory)
+        assert pieces.y.data_ptr() == memory.data_ptr()
+        for got, want in zip(pieces, whole, strict=True):
+            assert (got is None) == (want is None)
+            assert got is None or torch.equal(got, want)
+
+    def test_more_is_computed_where_it_came_in_when_there_is_one_core(self, monkeypatch):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+        several = TorchBackend().inline_bytes
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+        assert 0 < several < TorchBackend().inline_bytes
 
     @pytest.mark.parametrize(
         ("error", "meaning"),

@@ -32,6 +32,11 @@ from normserve.tensors import HostTensor
 
 _COPY_BYTES = 64 * 2**20
 
+# A few rows take 20 µs to compute; to the other thread and back it is 100, and torch splits nothing so small.
+_INLINE_BYTES = 32 * 1024
+# On one core the other thread would only take turns with this one.
+_INLINE_BYTES_ON_ONE_CORE = 2 * 1024 * 1024
+
 
 class TorchBackend:
     """Runs batches on the CPU, in the memory that the requests came in."""
@@ -39,8 +44,6 @@ class TorchBackend:
     name = "torch"
     depth = ONE_AT_A_TIME
     compiled = None
-    # A few rows take 20 µs to compute; to the other thread and back it is 100, and torch splits nothing so small.
-    inline_bytes = 32 * 1024
 
     def __init__(
         self, threads: int = 0, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
@@ -54,7 +57,9 @@ class TorchBackend:
         """
         self._warm_sizes = warm_sizes
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
-        self._threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+        cores = len(os.sched_getaffinity(0))
+        self._threads = threads or max(1, cores - 1)
+        self.inline_bytes = _INLINE_BYTES if cores > 1 else _INLINE_BYTES_ON_ONE_CORE
 
     def start(self) -> DeviceInfo:
         torch.set_num_threads(self._threads)

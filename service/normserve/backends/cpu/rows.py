@@ -12,6 +12,9 @@ from normserve.backends.cpu.epilogue import activate_, summed, through_activatio
 # Of one piece, so that its float32 intermediates stay in a core's cache.
 _PIECE_ELEMENTS = 128 * 1024
 
+# Of a result that torch may write into memory of its own: malloc has as much at hand, and nothing is copied.
+_WHOLE_ELEMENTS = 1024 * 1024
+
 
 def layer_norm_forward(
     x: Tensor,
@@ -43,7 +46,7 @@ def layer_norm_forward(
         )
     weight, bias = widened(weight), widened(bias)
     if x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32):
-        if x.numel() > _PIECE_ELEMENTS:
+        if x.numel() > _WHOLE_ELEMENTS:
             return _layer_norm_by_pieces(x, weight, bias, eps, activation, stats, empty_like(x))
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         y = activate_(y, activation)
