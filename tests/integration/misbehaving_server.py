@@ -17,8 +17,10 @@ WAITS, FAILS, RUNS_DRY, HAS_A_BUG = 101, 102, 103, 104
 
 
 class MisbehavingBackend(TorchBackend):
-    # What waits must not do so on the event loop.
-    inline_bytes = 0
+    def __init__(self, threads, slabs):
+        super().__init__(threads, slabs)
+        # What waits must not do so on the event loop.
+        self.inline_bytes = 0
 
     def start(self):
         if os.environ.get("WAIT_AT_START"):
