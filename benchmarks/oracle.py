@@ -8,6 +8,7 @@ from fusednorm import reference
 from fusednorm.checks import FLOAT8
 from fusednorm.epilogue import dropout_threshold
 from fusednorm.reference_chain import layer_norm_chain
+from fusednorm.reference_epilogue import philox_words
 from fusednorm.reference_float8 import quantised_rows
 from torch import Tensor
 
@@ -155,5 +156,5 @@ def keep_of_seed(x: Tensor, part: slice, p: float) -> Tensor:
     """What fusednorm's dropout of x [rows, cols] with `SEED` keeps of the rows in `part`."""
     row = torch.arange(part.start, part.stop, device=x.device)[:, None]
     quad = torch.arange(-(-x.shape[1] // 4), device=x.device)[None, :]
-    words = torch.stack(reference.philox_words(SEED, row, quad), dim=-1).flatten(1)
+    words = torch.stack(philox_words(SEED, row, quad), dim=-1).flatten(1)
     return words[:, : x.shape[1]] >= dropout_threshold(p)

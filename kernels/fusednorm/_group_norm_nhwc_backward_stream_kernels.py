@@ -20,17 +20,14 @@ from fusednorm._row_pieces import chunk_of
 @triton.jit
 def _load(
     dy_ptr, x_ptr, residual_ptr, start, at, positions, tile, left, position,
-    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
+    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """`load_positions` of dy, x and residual, which lie alike."""
-    residuals = ()
-    if residual_ptr is not None:
-        residuals = load_positions(
-            residual_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT
-        )
-    dys = load_positions(dy_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT)
-    xs = load_positions(x_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT)
-    return dys, xs, residuals
+    return (
+        load_positions(dy_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, EVICT),
+        load_positions(x_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, EVICT),
+        load_positions(residual_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, EVICT),
+    )
 
 
 @triton.jit
@@ -136,7 +133,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     for turn in range(0, whole):
         tiles = _load(
             dy_ptr, x_ptr, residual_ptr, base + inside, at, positions, tile, 0, position,
-            CHUNKS, True, LANES, IDLE, "",
+            CHUNKS, True, IDLE, "",
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
             if turn + 1 < whole:
@@ -150,7 +147,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
         if whole < turns:
             tiles = _load(
                 dy_ptr, x_ptr, residual_ptr, base + inside, at, positions, tile, left, position,
-                CHUNKS, False, LANES, IDLE, "",
+                CHUNKS, False, IDLE, "",
             )  # fmt: skip
             sums, sums_centred = _add(
                 tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, left,
@@ -242,14 +239,12 @@ def group_norm_nhwc_backward_stream_apply_kernel(
         left = tl.minimum(hw - start_position, piece_positions).to(tl.int32)
         tiles = _load(
             dy_ptr, x_ptr, residual_ptr, base + inside, at, positions, tile, left, position,
-            CHUNKS, WHOLE, LANES, IDLE, "evict_first",
+            CHUNKS, WHOLE, IDLE, "evict_first",
         )  # fmt: skip
-        outsides = ()
-        if dresidual_out_ptr is not None:
-            outsides = load_positions(
-                dresidual_out_ptr + base + inside, at, positions, tile, left, position,
-                CHUNKS, WHOLE, LANES, IDLE, "evict_first",
-            )  # fmt: skip
+        outsides = load_positions(
+            dresidual_out_ptr, base + inside, at, positions, tile, left, position,
+            CHUNKS, WHOLE, IDLE, "evict_first",
+        )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
             if back + 1 < pieces and start_position <= hw:
                 _ask(dy_ptr, x_ptr, residual_ptr, base + inside - CHUNKS * tile, CHUNKS * tile)

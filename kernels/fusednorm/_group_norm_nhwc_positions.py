@@ -18,10 +18,10 @@ def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_positions(
-    ptr, at, positions, step, left, position,
-    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
+    ptr, start, at, positions, step, left, position,
+    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS tiles from ptr on, `step` elements apart, as they lie in memory; none where ptr is None.
+    """CHUNKS tiles from ptr + start on, `step` elements apart, as they lie in memory; none where ptr is None.
 
     Unless they are WHOLE, positions from `left` on are masked; where some lanes IDLE, these are.
     """
@@ -29,7 +29,7 @@ def load_positions(
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
             mask = position_mask(position, positions, left, i, WHOLE, IDLE)
-            tiles = tiles + (tl.load(ptr + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
+            tiles = tiles + (tl.load(ptr + start + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
     return tiles
 
 

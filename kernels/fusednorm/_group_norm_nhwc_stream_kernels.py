@@ -72,7 +72,6 @@ def group_norm_nhwc_stream_moments_kernel(
     WHOLE: tl.constexpr,
     IDLE: tl.constexpr,
     KEEP: tl.constexpr,
-    EVICT: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -103,22 +102,14 @@ def group_norm_nhwc_stream_moments_kernel(
     stride = (splits * step_positions).to(tl.int64) * c
 
     first_left = tl.minimum(hw - split.to(tl.int64) * step_positions, step_positions).to(tl.int32)
-    first = load_positions(x_ptr + start, at, positions, tile, first_left, position, 1, WHOLE, LANES, IDLE, EVICT)
-    residual = ()
-    if residual_ptr is not None:
-        residual = load_positions(
-            residual_ptr + start, at, positions, tile, first_left, position, 1, WHOLE, LANES, IDLE, EVICT
-        )
+    first = load_positions(x_ptr, start, at, positions, tile, first_left, position, 1, WHOLE, IDLE, "")
+    residual = load_positions(residual_ptr, start, at, positions, tile, first_left, position, 1, WHOLE, IDLE, "")
     pivot = tl.sum(_runs(chunk_of(first, residual, 0, FAST), KEEP), 2) * (1.0 / width)
     sum_1 = tl.zeros(pivot.shape, tl.float32)
     sum_2 = tl.zeros(pivot.shape, tl.float32)
     for _ in range(0, whole):
-        tiles = load_positions(x_ptr + start, at, positions, tile, 0, position, CHUNKS, True, LANES, IDLE, EVICT)
-        residuals = ()
-        if residual_ptr is not None:
-            residuals = load_positions(
-                residual_ptr + start, at, positions, tile, 0, position, CHUNKS, True, LANES, IDLE, EVICT
-            )
+        tiles = load_positions(x_ptr, start, at, positions, tile, 0, position, CHUNKS, True, IDLE, "")
+        residuals = load_positions(residual_ptr, start, at, positions, tile, 0, position, CHUNKS, True, IDLE, "")
         sum_1, sum_2 = _add_tiles(
             tiles, residuals, pivot, sum_1, sum_2, positions, 0, position, True, IDLE, KEEP, FAST
         )
@@ -126,14 +117,10 @@ def group_norm_nhwc_stream_moments_kernel(
     count = (whole * (CHUNKS * width)).to(tl.float32) + tl.zeros((LANES, 1), tl.float32)
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole < turns:
-            tiles = load_positions(
-                x_ptr + start, at, positions, tile, left, position, CHUNKS, False, LANES, IDLE, EVICT
+            tiles = load_positions(x_ptr, start, at, positions, tile, left, position, CHUNKS, False, IDLE, "")
+            residuals = load_positions(
+                residual_ptr, start, at, positions, tile, left, position, CHUNKS, False, IDLE, ""
             )
-            residuals = ()
-            if residual_ptr is not None:
-                residuals = load_positions(
-                    residual_ptr + start, at, positions, tile, left, position, CHUNKS, False, LANES, IDLE, EVICT
-                )
             sum_1, sum_2 = _add_tiles(
                 tiles, residuals, pivot, sum_1, sum_2, positions, left, position, False, IDLE, KEEP, FAST
             )
@@ -298,7 +285,6 @@ def group_norm_nhwc_stream_apply_kernel(
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
     IDLE: tl.constexpr,
-    EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
@@ -314,12 +300,8 @@ def group_norm_nhwc_stream_apply_kernel(
     start = (sample * hw + first) * c
     at = position * c + column
     tile = positions * c
-    tiles = load_positions(x_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT)
-    residuals = ()
-    if residual_ptr is not None:
-        residuals = load_positions(
-            residual_ptr + start, at, positions, tile, left, position, CHUNKS, WHOLE, LANES, IDLE, EVICT
-        )
+    tiles = load_positions(x_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, "")
+    residuals = load_positions(residual_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, "")
     await_previous(EARLY)
     coefficients = coefficient_ptr + sample * c + column
     columns = samples.to(tl.int64) * c
@@ -335,4 +317,4 @@ def group_norm_nhwc_stream_apply_kernel(
         if DROPOUT:
             keep = dropout_keep(seed, sample, first * c + i * tile + at, dropout_threshold)
             y = tl.where(keep, y * dropout_scale, 0.0)
-        tl.store(y_ptr + start + i * tile + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+        tl.store(y_ptr + start + i * tile + at, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -10,7 +10,7 @@ from fusednorm.group_norm_backward_call import BackwardCall
 from fusednorm.group_norm_backward_configs import BackwardStream, most_touched
 from fusednorm.group_norm_backward_fold_plan import fold_groups, fold_parameters
 from fusednorm.group_norm_forward_call import empty_statistics
-from fusednorm.group_norm_launch import vector_width
+from fusednorm.group_norm_launch import stream_walk
 from fusednorm.launch import Launch, can_prefetch, dependent, dropout_arguments
 
 
@@ -18,41 +18,34 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     """Sums of interleaved parts of each sample, their fold to groups, dx, and the parameters' gradients."""
     call, launches = call.with_statistics()
     sample = call.sample
-    vec = vector_width(call.x.element_size(), sample.c)
-    units, lanes = sample.c // vec, 32 * config.num_warps
-    positions = lanes // units
-    idle = lanes % units != 0
-    step = positions * config.chunks
-    splits = min(config.splits, triton.cdiv(sample.hw, step))
-    # Lanes that fill a tile to the last are a power of 2 for each position, whose sums a program adds up.
-    count = splits * positions if idle else splits
-    parts = call.parts(count)
+    walk = stream_walk(sample, call.x.element_size(), config.num_warps, config.chunks, config.splits)
+    parts = call.parts(walk.parts)
     sum_g, sum_g_xhat = empty_statistics(call.x, sample)
-    piece = positions * config.apply_chunks
+    piece = walk.positions * config.apply_chunks
     programs = triton.cdiv(sample.hw, piece * config.apply_pieces)
     epilogue = (call.scale_stride, *dropout_arguments(call.epilogue))
     sums = (
-        *call.inputs, call.affine_parameters, call.mean, call.rstd, parts[0], parts[1], sample.hw, units,
-        sample.groups, sample.channels, splits, *epilogue,
+        *call.inputs, call.affine_parameters, call.mean, call.rstd, parts[0], parts[1], sample.hw, walk.units,
+        sample.groups, sample.channels, walk.splits, *epilogue,
     )  # fmt: skip
     apply = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
-        call.out.dx, sample.hw, units, sample.groups, sample.channels, call.n, config.apply_pieces, *epilogue,
+        call.out.dx, sample.hw, walk.units, sample.groups, sample.channels, call.n, config.apply_pieces, *epilogue,
     )  # fmt: skip
     options = {
-        "VEC": vec,
-        "LANES": lanes,
-        "IDLE": idle,
-        "LABELS": most_touched(sample.channels, vec),
+        "VEC": walk.vec,
+        "LANES": walk.lanes,
+        "IDLE": walk.idle,
+        "LABELS": most_touched(sample.channels, walk.vec),
         "PREFETCH": can_prefetch(sample.c, *call.inputs),
         "num_warps": config.num_warps,
         **call.gradient_options,
     }
     sums_options = {
         **options,
-        "POSITIONS": 1 if idle else positions,
+        "POSITIONS": walk.summed_positions,
         "CHUNKS": config.chunks,
-        "WHOLE": sample.hw % step == 0,
+        "WHOLE": sample.hw % walk.step == 0,
         "EARLY": call.early,
     }
     apply_options = {
@@ -63,8 +56,8 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     }
     return [
         *launches,
-        Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * splits,), sums, sums_options),
-        fold_groups(call, parts, sum_g, sum_g_xhat, count),
+        Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * walk.splits,), sums, sums_options),
+        fold_groups(call, parts, sum_g, sum_g_xhat, walk.parts),
         Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
-        *fold_parameters(call, (parts[0], parts[1]), count),
+        *fold_parameters(call, (parts[0], parts[1]), walk.parts),
     ]

@@ -13,7 +13,7 @@ from fusednorm._group_norm_nhwc_stream_kernels import (
 from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options
 from fusednorm.group_norm_forward_configs import ForwardStream
-from fusednorm.group_norm_launch import vector_width
+from fusednorm.group_norm_launch import stream_walk
 from fusednorm.launch import Launch, dependent, dropout_arguments
 
 _FOLD_ELEMENTS = 4096
@@ -26,44 +26,36 @@ _FOLD_CHANNELS = 512
 def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
     """Moments of interleaved parts of each sample, their fold to coefficients of each channel, and y."""
     sample, x, out = call.sample, call.x, call.out
-    vec = vector_width(x.element_size(), sample.c)
-    units, lanes = sample.c // vec, 32 * config.num_warps
-    positions = lanes // units
-    step = positions * config.chunks
-    splits = min(config.splits, triton.cdiv(sample.hw, step))
-    idle = lanes % units != 0
-    keep = vec // gcd(vec, sample.channels)
-    width = vec // keep
-    # Lanes that fill a tile to the last are a power of 2 for each position, whose sums a program adds up.
-    count = splits * positions if idle else splits
-    parts = x.new_empty((2, call.n, count, sample.c // width), dtype=torch.float32)
+    walk = stream_walk(sample, x.element_size(), config.num_warps, config.chunks, config.splits)
+    keep = walk.vec // gcd(walk.vec, sample.channels)
+    width = walk.vec // keep
+    parts = x.new_empty((2, call.n, walk.parts, sample.c // width), dtype=torch.float32)
     coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
-    tile = {"VEC": vec, "LANES": lanes, "IDLE": idle, "num_warps": config.num_warps}
-    piece = positions * config.apply_chunks
+    tile = {"VEC": walk.vec, "LANES": walk.lanes, "IDLE": walk.idle, "num_warps": config.num_warps}
+    piece = walk.positions * config.apply_chunks
     block_runs = triton.next_power_of_2(sample.channels // width)
-    block_parts = min(triton.next_power_of_2(count), max(1, _FOLD_ELEMENTS // block_runs))
-    moments = (x, call.residual, parts[0], parts[1], sample.hw, units, splits)
+    block_parts = min(triton.next_power_of_2(walk.parts), max(1, _FOLD_ELEMENTS // block_runs))
+    moments = (x, call.residual, parts[0], parts[1], sample.hw, walk.units, walk.splits)
     fold = (
         parts[0], parts[1], *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
-        sample.channels, splits, positions, config.chunks, count, sample.channels // width, call.scale_stride,
-        call.n * sample.c, call.eps,
+        sample.channels, walk.splits, walk.positions, config.chunks, walk.parts, sample.channels // width,
+        call.scale_stride, call.n * sample.c, call.eps,
     )  # fmt: skip
     apply = (
-        x, call.residual, out.y, out.residual_out, coefficients, sample.hw, units, call.n,
+        x, call.residual, out.y, out.residual_out, coefficients, sample.hw, walk.units, call.n,
         *dropout_arguments(call.epilogue),
     )  # fmt: skip
     return [
         Launch(
             group_norm_nhwc_stream_moments_kernel,
-            (call.n * splits,),
+            (call.n * walk.splits,),
             moments,
             {
                 **tile,
-                "POSITIONS": 1 if idle else positions,
+                "POSITIONS": walk.summed_positions,
                 "CHUNKS": config.chunks,
-                "WHOLE": sample.hw % step == 0,
+                "WHOLE": sample.hw % walk.step == 0,
                 "KEEP": keep,
-                "EVICT": "",
                 "FAST": not INTERPRETED,
                 "EARLY": call.early,
             },
@@ -73,7 +65,7 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             (call.n * sample.groups,),
             fold,
             {
-                "POSITIONS": 1 if idle else positions,
+                "POSITIONS": walk.summed_positions,
                 "WIDTH": width,
                 "BLOCK_PARTS": block_parts,
                 "BLOCK_RUNS": block_runs,
@@ -91,7 +83,6 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
                 **tile,
                 "CHUNKS": config.apply_chunks,
                 "WHOLE": sample.hw % piece == 0,
-                "EVICT": "",
                 **dependent(call.early),
                 **epilogue_options(call.epilogue),
             },

@@ -84,3 +84,41 @@ def stream_warps(sample: Sample, itemsize: int) -> int | None:
 def stream_splits(sample: Sample, itemsize: int) -> int:
     """Parts of a streamed sample, by its size alone."""
     return max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWalk:
+    """How programs of `lanes` lanes walk a streamed sample: `units` vectors of `vec` columns a position.
+
+    A tile is `positions` positions, a step of a program `step`; every `splits`th step is one program's.  `parts`
+    are what programs leave of a sample: lanes that fill a tile to the last are a power of two for each position,
+    whose sums a program adds up; where some are `idle`, each position of a tile is a part of its own.
+    """
+
+    vec: int
+    units: int
+    lanes: int
+    positions: int
+    step: int
+    splits: int
+
+    @property
+    def idle(self) -> bool:
+        return self.lanes % self.units != 0
+
+    @property
+    def parts(self) -> int:
+        return self.splits * self.positions if self.idle else self.splits
+
+    @property
+    def summed_positions(self) -> int:
+        """Positions that are added up in a program."""
+        return 1 if self.idle else self.positions
+
+
+def stream_walk(sample: Sample, itemsize: int, num_warps: int, chunks: int, splits: int) -> StreamWalk:
+    """The walk of programs of `num_warps` warps in steps of `chunks` tiles, by at most `splits` programs."""
+    vec = vector_width(itemsize, sample.c)
+    units, lanes = sample.c // vec, 32 * num_warps
+    step = lanes // units * chunks
+    return StreamWalk(vec, units, lanes, lanes // units, step, min(splits, -(-sample.hw // step)))
