@@ -14,7 +14,7 @@ from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair
 from fusednorm._row_gradients import affine_gradient, load_parameter, store_input_gradient
 from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm._row_moments import column_mask, load_rows, offset_weight, slab_moments, widened
+from fusednorm._row_moments import column_mask, load_rows, offset_weight, slab_moments, unaligned_nought, widened
 
 
 @triton.jit(
@@ -77,7 +77,9 @@ def layer_norm_backward_tile_kernel(
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
     program, programs, head, heads = programs_of_head(HEADS)
-    own = parameter_start(head, cols, HEADS)
+    NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
+    EVICT: tl.constexpr = "" if NARROW else "evict_first"
+    own = parameter_start(head, cols, HEADS) + unaligned_nought(cols, NARROW)
     columns = ()
     col_masks = ()
     held = ()
@@ -117,11 +119,9 @@ def layer_norm_backward_tile_kernel(
         dys = ()
         for i in tl.static_range(CHUNKS):
             mask = row_mask & col_masks[i]
-            h = load_rows(
-                x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, "evict_first", FAST
-            )
+            h = load_rows(x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, EVICT, FAST)
             chunks = chunks + (h,)
-            dy = tl.load(dy_ptr + dy_row + columns[i], mask=mask, other=0.0, eviction_policy="evict_first")
+            dy = tl.load(dy_ptr + dy_row + columns[i], mask=mask, other=0.0, eviction_policy=EVICT)
             dys = dys + (widened(dy, FAST),)
         if rstd_ptr is not None:
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
@@ -202,7 +202,7 @@ def layer_norm_backward_tile_kernel(
             if dresidual_out_ptr is not None:
                 outside_row = row_start(token, row, head, dresidual_out_row_units * VEC, cols, HEADS)
                 dx += tl.load(dresidual_out_ptr + outside_row + columns[i], mask=mask, other=0.0).to(tl.float32)
-            store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask)
+            store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask, EVICT)
 
     partial_row = row_of_token(program.to(tl.int64), head, heads, HEADS) * cols
     for i in tl.static_range(CHUNKS):

@@ -11,7 +11,7 @@ from fusednorm._exchange import collect, first_tag, leave, post, slot_of
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair, total_pair
 from fusednorm._row_gradients import affine_gradient, store_input_gradient
-from fusednorm._row_moments import column_mask, offset_weight, widened
+from fusednorm._row_moments import column_mask, offset_weight, unaligned_nought, widened
 
 
 @triton.jit
@@ -132,8 +132,12 @@ def layer_norm_backward_shared_kernel(
     mask = column_mask(first_col + lane, cols, EVEN)
     other = tl.arange(0, SLOTS)
     present = other < members
-    held = _held(weight_ptr, first_col + lane, mask, 1.0)
-    held_bias = _held(bias_ptr if ACTIVATION != "none" else None, first_col + lane, mask, 0.0)
+    NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
+    KEEP: tl.constexpr = "" if NARROW else "evict_last"
+    DROP: tl.constexpr = "" if NARROW else "evict_first"
+    own = first_col + unaligned_nought(cols, NARROW) + lane
+    held = _held(weight_ptr, own, mask, 1.0)
+    held_bias = _held(bias_ptr if ACTIVATION != "none" else None, own, mask, 0.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((1, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
@@ -149,17 +153,15 @@ def layer_norm_backward_shared_kernel(
     for turn in range(0, turns + LAG):
         row = group + turn * groups
         ahead = column_mask(first_col + lane, cols, EVEN) & (turn < turns)
-        x = tl.load(x_ptr + row * (x_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy="evict_last")
-        dy = tl.load(
-            dy_ptr + row * (dy_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy="evict_last"
-        )
+        x = tl.load(x_ptr + row * (x_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy=KEEP)
+        dy = tl.load(dy_ptr + row * (dy_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy=KEEP)
         residual = x
         if residual_ptr is not None:
             residual = tl.load(
                 residual_ptr + row * (residual_row_units * VEC) + first_col + lane,
                 mask=ahead,
                 other=0.0,
-                eviction_policy="evict_last",
+                eviction_policy=KEEP,
             )
         rstd = tl.load(rstd_ptr + row, mask=turn < turns, other=0.0)
         mean = 0.0
@@ -172,19 +174,15 @@ def layer_norm_backward_shared_kernel(
 
         if turn >= LAG:
             row_b = row - LAG * groups
-            x_b = tl.load(
-                x_ptr + row_b * (x_row_units * VEC) + lane, mask=mask, other=0.0, eviction_policy="evict_first"
-            )
-            dy_b = tl.load(
-                dy_ptr + row_b * (dy_row_units * VEC) + lane, mask=mask, other=0.0, eviction_policy="evict_first"
-            )
+            x_b = tl.load(x_ptr + row_b * (x_row_units * VEC) + lane, mask=mask, other=0.0, eviction_policy=DROP)
+            dy_b = tl.load(dy_ptr + row_b * (dy_row_units * VEC) + lane, mask=mask, other=0.0, eviction_policy=DROP)
             residual_b = x_b
             if residual_ptr is not None:
                 residual_b = tl.load(
                     residual_ptr + row_b * (residual_row_units * VEC) + first_col + lane,
                     mask=mask,
                     other=0.0,
-                    eviction_policy="evict_first",
+                    eviction_policy=DROP,
                 )
             rstd_b = tl.load(rstd_ptr + row_b)
             mean_b = 0.0
@@ -214,7 +212,7 @@ def layer_norm_backward_shared_kernel(
             if dresidual_out_ptr is not None:
                 outside_at = row_b * (dresidual_out_row_units * VEC) + first_col + lane
                 dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-            store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask)
+            store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask, DROP)
 
         if turn < turns:
             weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)

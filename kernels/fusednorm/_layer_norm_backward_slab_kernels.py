@@ -218,7 +218,7 @@ def layer_norm_backward_slab_kernel(
         if dresidual_out_ptr is not None:
             outside_at = row * (dresidual_out_row_units * VEC) + col
             dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask)
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask, "evict_first")
 
     partial_at = tl.program_id(1).to(tl.int64) * cols + col
     if dweight_partial_ptr is not None:

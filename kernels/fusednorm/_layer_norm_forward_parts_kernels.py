@@ -17,6 +17,7 @@ from fusednorm._row_pieces import (
     piece_moments,
     total_moments,
     write_chunk,
+    write_sums,
 )
 
 MOMENTS = tl.constexpr(4)
@@ -49,7 +50,7 @@ def layer_norm_forward_parts_kernel(
     residual_row_units: tl.int64,
     eps: tl.float32,
     VEC: tl.constexpr,
-    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
     EQUAL_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -95,23 +96,23 @@ def layer_norm_forward_parts_kernel(
         squares = tl.zeros((lanes, 1), tl.float32)
         for at in range(0, last, piece):
             of_piece = piece_moments(
-                load_piece(x_ptr, x_at + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                load_piece(residual_ptr, residual_at + at, piece, True, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                piece, True, BLOCK_N, GROUP, IS_RMS, FAST,
+                load_piece(x_ptr, x_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                load_piece(residual_ptr, residual_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                piece, CHUNKS, BLOCK_N, GROUP, IS_RMS, FAST,
             )  # fmt: skip
             count, means, shifts, squares = merge(
                 count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
             )
         left = own_cols - last
         of_piece = piece_moments(
-            load_piece(x_ptr, x_at + last, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-            load_piece(residual_ptr, residual_at + last, left, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-            left, EVEN, BLOCK_N, GROUP, IS_RMS, FAST,
+            load_piece(x_ptr, x_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+            load_piece(residual_ptr, residual_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+            left, FULL, BLOCK_N, GROUP, IS_RMS, FAST,
         )  # fmt: skip
         count, means, shifts, squares = merge(
             count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
         )
-        part_mean, part_shift, part_square = total_moments(count, means, shifts, squares, EVEN, FAST)
+        part_mean, part_shift, part_square = total_moments(count, means, shifts, squares, FULL == CHUNKS, FAST)
         _store_moments(row_parts_ptr + part * MOMENTS, part_mean, part_shift, part_square)
     tl.debug_barrier()
 
@@ -171,7 +172,7 @@ def layer_norm_forward_slabs_kernel(
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
     VEC: tl.constexpr,
-    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -193,8 +194,8 @@ def layer_norm_forward_slabs_kernel(
     first_col = (tl.cdiv(cols, slab) - 1 - tl.program_id(0) // row_tiles) * slab
     slab_cols = tl.minimum(cols - first_col, slab)
     first_row = (tl.program_id(0) % row_tiles).to(tl.int64) * ROWS
-    weights = load_piece(weight_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    biases = load_piece(bias_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    weights = load_piece(weight_ptr, first_col, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_piece(bias_ptr, first_col, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     await_previous(EARLY)
     end_row = tl.minimum(rows, first_row + ROWS)
     for row in range(first_row, end_row):
@@ -202,26 +203,19 @@ def layer_norm_forward_slabs_kernel(
             prefetch(x_ptr + (row + 1) * (x_row_units * VEC) + first_col, slab_cols)
             if residual_ptr is not None:
                 prefetch(residual_ptr + (row + 1) * (residual_row_units * VEC) + first_col, slab_cols)
-        chunks = load_piece(
-            x_ptr, row * (x_row_units * VEC) + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
-        )
-        residuals = load_piece(
-            residual_ptr,
-            row * (residual_row_units * VEC) + first_col,
-            slab_cols,
-            EVEN,
-            BLOCK_N,
-            CHUNKS,
-            GROUP,
-            "evict_first",
-        )
+        x_at = row * (x_row_units * VEC) + first_col
+        residual_at = row * (residual_row_units * VEC) + first_col
+        y_at = row * cols.to(tl.int64) + first_col
+        chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
+        residuals = load_piece(residual_ptr, residual_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
+        write_sums(chunks, residuals, residual_out_ptr, y_at, slab_cols, FULL, BLOCK_N, GROUP, FAST)
         mean = tl.load(moments_ptr + row * MOMENTS)
         shift = tl.load(moments_ptr + row * MOMENTS + 1)
         rstd = tl.load(moments_ptr + row * MOMENTS + 2)
         for i in tl.static_range(CHUNKS):
             write_chunk(
                 chunk_of(chunks, residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
-                y_ptr, residual_out_ptr, row * cols.to(tl.int64) + first_col, slab_cols, row, first_col,
+                y_ptr, y_at, slab_cols, row, first_col,
                 mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-                EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                FULL, BLOCK_N, GROUP, "evict_first", WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip

@@ -5,7 +5,8 @@ import triton.language as tl
 
 from fusednorm._prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
 from fusednorm._row_heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm._row_pieces import load_piece, piece_moments, total_moments, write_piece
+from fusednorm._row_moments import unaligned_nought
+from fusednorm._row_pieces import load_piece, moments_of_piece, write_piece, write_sums
 
 
 @triton.jit(
@@ -29,10 +30,11 @@ def layer_norm_forward_row_kernel(
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
     VEC: tl.constexpr,
-    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
+    NARROW: tl.constexpr,
     PREFETCH: tl.constexpr,
     ALONE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -53,18 +55,18 @@ def layer_norm_forward_row_kernel(
     row = row_of_token(token, head, heads, HEADS)
     x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-    own = parameter_start(head, cols, HEADS)
+    own = parameter_start(head, cols, HEADS) + unaligned_nought(cols, NARROW)
 
-    chunks = load_piece(x_ptr, x_row, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    residuals = load_piece(residual_ptr, residual_row, cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    chunks = load_piece(x_ptr, x_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    residuals = load_piece(residual_ptr, residual_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     if PREFETCH:
         if tl.num_programs(0) <= FEW_PROGRAMS:
             # Nothing else hides the latency of the parameters.
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
         elif not ALONE:
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
-    count, mean, shift, square = piece_moments(chunks, residuals, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST)
-    mean, shift, square = total_moments(count, mean, shift, square, EVEN, FAST)
+    write_sums(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP, FAST)
+    mean, shift, square = moments_of_piece(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST)
     rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean + shift)
@@ -75,7 +77,7 @@ def layer_norm_forward_row_kernel(
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     write_piece(
         chunks, residuals, weight_ptr, bias_ptr, own,
-        y_ptr, residual_out_ptr, row * cols.to(tl.int64), cols, row, 0,
+        y_ptr, row * cols.to(tl.int64), cols, row, 0,
         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-        EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+        FULL, BLOCK_N, GROUP, NARROW, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

@@ -5,14 +5,16 @@ import triton.language as tl
 
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
 from fusednorm._prefetch import prefetch
+from fusednorm._row_moments import unaligned_nought
 from fusednorm._row_pieces import (
     chunk_of,
     load_piece,
     merge,
     merge_even,
-    piece_moments,
+    moments_of_piece,
     total_moments,
     write_chunk,
+    write_sums,
 )
 
 
@@ -73,11 +75,12 @@ def layer_norm_forward_shared_kernel(
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
     VEC: tl.constexpr,
-    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
     EQUAL_SLABS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
+    NARROW: tl.constexpr,
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
     LAG: tl.constexpr,
@@ -90,8 +93,8 @@ def layer_norm_forward_shared_kernel(
 ):
     """A row belongs to `members` programs, a slab of CHUNKS * BLOCK_N columns each; every slab is read twice.
 
-    First for its moments, which are posted; LAG rows later, by when the other members' moments have come, out of
-    L1 or L2 for y.  Parameters stay in registers.  Programs are persistent; the launch must be cooperative.
+    First for its moments, which are posted, and the sum with a residual, which is written; LAG rows later, by when
+    the other members' moments have come, out of L1 or L2 for y.  Parameters stay in registers.  Programs are persistent; the launch must be cooperative.
     """
     cols = col_units * VEC
     slab: tl.constexpr = CHUNKS * BLOCK_N
@@ -107,17 +110,22 @@ def layer_norm_forward_shared_kernel(
     count_of_other = tl.minimum(tl.maximum(cols - other * slab, 0), slab).to(tl.float32)
     x_row_size = x_row_units * VEC
     residual_row_size = residual_row_units * VEC
-    weights = load_piece(weight_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
-    biases = load_piece(bias_ptr, first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "")
+    own = first_col + unaligned_nought(cols, NARROW)
+    weights = load_piece(weight_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_piece(bias_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    # What was written is the sum itself, to be read again in place of its two parts.
+    EXACT_SUM: tl.constexpr = residual_out_ptr is not None and residual_out_ptr.dtype.element_ty == tl.float32
+    KEEP: tl.constexpr = "" if NARROW else "evict_last"
+    DROP: tl.constexpr = "" if NARROW else "evict_first"
 
     tag = start
     for turn in range(0, turns + LAG):
         # The row whose moments are taken; after the last turn, the last row again, for nothing.
         row = group + tl.minimum(turn, turns - 1) * groups
         x_at = row * x_row_size + first_col
-        chunks = load_piece(x_ptr, x_at, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
+        chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
         residual_at = row * residual_row_size + first_col
-        residuals = load_piece(residual_ptr, residual_at, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_last")
+        residuals = load_piece(residual_ptr, residual_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
         if AHEAD > 0 and turn + AHEAD < turns:
             prefetch(x_ptr + x_at + AHEAD * groups * x_row_size, slab_cols)
             if residual_ptr is not None:
@@ -125,22 +133,18 @@ def layer_norm_forward_shared_kernel(
 
         if turn >= LAG:
             late_row = group + (turn - LAG) * groups
-            late_x_row = late_row * x_row_size
-            late_residual_row = late_row * residual_row_size
+            late_y = late_row * cols.to(tl.int64) + first_col
             if y_ptr is not None:
-                late = load_piece(
-                    x_ptr, late_x_row + first_col, slab_cols, EVEN, BLOCK_N, CHUNKS, GROUP, "evict_first"
-                )
-                late_residuals = load_piece(
-                    residual_ptr,
-                    late_residual_row + first_col,
-                    slab_cols,
-                    EVEN,
-                    BLOCK_N,
-                    CHUNKS,
-                    GROUP,
-                    "evict_first",
-                )
+                if EXACT_SUM:
+                    late = load_piece(residual_out_ptr, late_y, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
+                    late_residuals = ()
+                else:
+                    late_x = late_row * x_row_size + first_col
+                    late_residual = late_row * residual_row_size + first_col
+                    late = load_piece(x_ptr, late_x, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
+                    late_residuals = load_piece(
+                        residual_ptr, late_residual, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP
+                    )
             mean, shift, rstd = _row_moments(
                 mailbox_ptr, group, tag - LAG, members, other, count_of_other,
                 cols, eps, DEPTH, EQUAL_SLABS, IS_RMS, FAST,
@@ -154,17 +158,18 @@ def layer_norm_forward_shared_kernel(
                 for i in tl.static_range(CHUNKS):
                     write_chunk(
                         chunk_of(late, late_residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
-                        y_ptr, residual_out_ptr, late_row * cols.to(tl.int64) + first_col, slab_cols,
+                        y_ptr, late_y, slab_cols,
                         late_row, first_col,
                         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-                        EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                        FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
                     )  # fmt: skip
 
         if turn < turns:
-            count, means, shifts, squares = piece_moments(
-                chunks, residuals, slab_cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
+            sums_at = row * cols.to(tl.int64) + first_col
+            write_sums(chunks, residuals, residual_out_ptr, sums_at, slab_cols, FULL, BLOCK_N, GROUP, FAST)
+            slab_mean, slab_shift, slab_square = moments_of_piece(
+                chunks, residuals, slab_cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST
             )
-            slab_mean, slab_shift, slab_square = total_moments(count, means, shifts, squares, EVEN, FAST)
             slot = slot_of(mailbox_ptr, group, tag, member, members, DEPTH)
             post(slot, tag, slab_mean, slab_shift, slab_square)
         tag += 1

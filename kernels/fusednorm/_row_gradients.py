@@ -41,18 +41,18 @@ def affine_gradient(
 
 
 @triton.jit
-def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask):
+def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask, EVICT: tl.constexpr):
     """The gradient of h, in x's dtype and once more in the residual's where that has another."""
     tl.store(
         dx_ptr + start + col,
         gradient.to(dx_ptr.dtype.element_ty),
         mask=mask,
-        eviction_policy="evict_first",
+        eviction_policy=EVICT,
     )
     if dresidual_ptr is not None:
         tl.store(
             dresidual_ptr + start + col,
             gradient.to(dresidual_ptr.dtype.element_ty),
             mask=mask,
-            eviction_policy="evict_first",
+            eviction_policy=EVICT,
         )

@@ -19,6 +19,19 @@ def column_mask(col, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
+def unaligned_nought(cols, NARROW: tl.constexpr):
+    """0; where accesses are NARROW, one of which the compiler does not know that it is aligned.
+
+    Were it to know that parameters are, each thread would hold the neighbours that one wide access of theirs
+    brings, and the narrow accesses of x would leave gaps between lanes.
+    """
+    if NARROW:
+        return cols >> 30
+    else:
+        return 0
+
+
+@triton.jit
 def widened(value, FAST: tl.constexpr):
     """float32 of a tile.
 

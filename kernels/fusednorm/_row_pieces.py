@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._layer_norm_forward_kernels import finish
-from fusednorm._reductions import rounded_product
+from fusednorm._reductions import rounded_product, sum_pair
 from fusednorm._row_moments import column_mask, offset_weight, widened
 
 
@@ -38,7 +38,7 @@ def merge(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b
 
 @triton.jit
 def load_piece(
-    ptr, start, piece_cols, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    ptr, start, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS chunks of BLOCK_N columns from ptr + start on, as they lie in memory: a tuple of [lanes, GROUP].
@@ -49,7 +49,7 @@ def load_piece(
     chunks = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
-            mask = column_mask(col + i * BLOCK_N, piece_cols, EVEN)
+            mask = column_mask(col + i * BLOCK_N, piece_cols, i < FULL)
             chunks = chunks + (
                 tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),
             )
@@ -66,9 +66,23 @@ def chunk_of(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def write_sums(
+    chunks, residuals, residual_out_ptr, at, piece_cols,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """h, the sum of x and residual, of a piece `at` elements from the pointer on; nothing where that is None."""
+    if residual_out_ptr is not None:
+        col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        for i in tl.static_range(len(chunks)):
+            mask = column_mask(col + i * BLOCK_N, piece_cols, i < FULL)
+            h = chunk_of(chunks, residuals, i, FAST).to(residual_out_ptr.dtype.element_ty)
+            tl.store(residual_out_ptr + at + i * BLOCK_N + col, h, mask=mask)
+
+
+@triton.jit
 def piece_moments(
     chunks, residuals, piece_cols,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane of a piece, [lanes, 1]; the lane's mean is mean + shift.
 
@@ -82,7 +96,7 @@ def piece_moments(
     mean = tl.zeros((lanes, 1), tl.float32)
     shift = tl.zeros((lanes, 1), tl.float32)
     square = tl.zeros((lanes, 1), tl.float32)
-    if EVEN:
+    if len(chunks) == FULL:
         first_count += GROUP
         count += len(chunks) * GROUP
     else:
@@ -98,7 +112,7 @@ def piece_moments(
         d = chunk_of(chunks, residuals, i, FAST)
         if not IS_RMS:
             d = d - mean
-            if not EVEN:
+            if i >= FULL:
                 d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
             shift += tl.sum(d, 1, keep_dims=True)
         square += tl.sum(d * d, 1, keep_dims=True)
@@ -131,19 +145,18 @@ def _standardised(h, mean, rest, rstd, FAST: tl.constexpr):
 
 @triton.jit
 def write_chunk(
-    h, weights, biases, i: tl.constexpr, y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col,
+    h, weights, biases, i: tl.constexpr, y_ptr, y_at, piece_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """y, and h, of chunk i of a piece that starts at column `first_col` and `y_at` elements from the pointers.
+    """y of chunk i of a piece that starts at column `first_col` and `y_at` elements from the pointer.
 
     weights and biases are tuples of one chunk as it lies in memory, or of none.
     """
     at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
-    mask = column_mask(at, piece_cols, EVEN)
-    if residual_out_ptr is not None:
-        tl.store(residual_out_ptr + y_at + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    mask = column_mask(at, piece_cols, i < FULL)
     if IS_RMS:
         y = h * rstd
     else:
@@ -166,32 +179,36 @@ def write_chunk(
             FAST,
         )
         y = tl.reshape(y, (BLOCK_N // GROUP, GROUP))
-    tl.store(y_ptr + y_at + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    tl.store(y_ptr + y_at + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
 def write_piece(
     chunks, residuals, weight_ptr, bias_ptr, parameter_at,
-    y_ptr, residual_out_ptr, y_at, piece_cols, row, first_col,
+    y_ptr, y_at, piece_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, NARROW: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """`write_chunk` of every chunk; its parameters, from `parameter_at` on, are loaded one chunk before."""
-    weights = load_piece(weight_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
-    biases = load_piece(bias_ptr, parameter_at, piece_cols, EVEN, BLOCK_N, 1, GROUP, "evict_last")
+    # A hint takes five instructions of an access: too many for narrow ones.
+    KEEP: tl.constexpr = "" if NARROW else "evict_last"
+    DROP: tl.constexpr = "" if NARROW else "evict_first"
+    weights = load_piece(weight_ptr, parameter_at, piece_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
+    biases = load_piece(bias_ptr, parameter_at, piece_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
     for i in tl.static_range(len(chunks)):
         these_weights = weights
         these_biases = biases
         if i + 1 < len(chunks):
             at = (i + 1) * BLOCK_N
             left = piece_cols - at
-            weights = load_piece(weight_ptr, parameter_at + at, left, EVEN, BLOCK_N, 1, GROUP, "evict_last")
-            biases = load_piece(bias_ptr, parameter_at + at, left, EVEN, BLOCK_N, 1, GROUP, "evict_last")
+            weights = load_piece(weight_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
+            biases = load_piece(bias_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
         write_chunk(
-            chunk_of(chunks, residuals, i, FAST), these_weights, these_biases, i, y_ptr, residual_out_ptr, y_at,
+            chunk_of(chunks, residuals, i, FAST), these_weights, these_biases, i, y_ptr, y_at,
             piece_cols, row, first_col, mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-            EVEN, BLOCK_N, GROUP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+            FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
 
 
@@ -214,3 +231,57 @@ def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.const
     else:
         _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge, keep_dims=True)
     return tl.sum(mean), tl.sum(shift), tl.sum(square)
+
+
+@triton.jit
+def _whole_moments(
+    chunks, residuals, piece_cols,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean, shift and sum of squares of a piece, as scalars, in two passes over what is held.
+
+    For narrow accesses, which make every element a lane of its own: merging as many moments would cost more.
+    """
+    col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    n = piece_cols.to(tl.float32)
+    mean = 0.0
+    if not IS_RMS:
+        total = chunk_of(chunks, residuals, 0, FAST)
+        for i in tl.static_range(1, len(chunks)):
+            total += chunk_of(chunks, residuals, i, FAST)
+        mean = tl.sum(total) / n
+    shifts = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
+    squares = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
+    for i in tl.static_range(len(chunks)):
+        d = chunk_of(chunks, residuals, i, FAST)
+        if not IS_RMS:
+            d = d - mean
+            if i >= FULL:
+                d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
+            shifts += d
+        squares += d * d
+    if IS_RMS:
+        shift = 0.0
+        square = tl.sum(tl.sum(squares, 1))
+    else:
+        shifts, squares = sum_pair(shifts, squares, 1, FAST)
+        shifts, squares = sum_pair(shifts, squares, 0, FAST)
+        shift = tl.sum(shifts) / n
+        square = tl.maximum(tl.sum(squares) - shift * shift * n, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return mean, shift, square
+
+
+@triton.jit
+def moments_of_piece(
+    chunks, residuals, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    NARROW: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean, shift and sum of squares of a piece, as scalars; the mean is mean + shift, the squares are about it."""
+    if NARROW:
+        mean, shift, square = _whole_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
+    else:
+        count, means, shifts, squares = piece_moments(
+            chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST
+        )
+        mean, shift, square = total_moments(count, means, shifts, squares, len(chunks) == FULL, FAST)
+    return mean, shift, square

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from fusednorm import layer_norm_configs as configs
-from fusednorm import layer_norm_launch
+from fusednorm import layer_norm_launch, layer_norm_tables
 from fusednorm._layer_norm_forward_kernels import (
     layer_norm_forward_sweep_kernel,
     layer_norm_forward_tile_kernel,
@@ -107,9 +107,9 @@ def forward_launches(
             return [Launch(layer_norm_forward_tile_kernel, programs, arguments, options, by_rows)]
         case configs.ForwardRow():
             options |= {
-                "EVEN": cols == config.chunks * config.block_n,
+                "FULL": cols // config.block_n,
                 "CHUNKS": config.chunks,
-                "GROUP": 16 // x.element_size(),
+                **_access(cols, vec, x),
                 "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias, residual),
                 "ALONE": config.programs_per_sm == 1,
                 "maxnreg": registers_for(config),
@@ -129,10 +129,10 @@ def forward_launches(
             depth = triton.next_power_of_2(2 * config.lag)
             del options["HEADS"]
             options |= {
-                "EVEN": cols % slab == 0,
+                "FULL": 0 if cols % slab else config.chunks,
                 **_slots(cols, slab, config),
                 "CHUNKS": config.chunks,
-                "GROUP": 16 // x.element_size(),
+                **_access(cols, vec, x),
                 "DEPTH": depth,
                 "LAG": config.lag,
                 "AHEAD": config.ahead if can_prefetch(vec, x, residual) else 0,
@@ -179,7 +179,7 @@ def _in_parts(
             parts, parts_a_program, part // vec, cols // vec, *units, eps,
         ),
         {
-            "EVEN": cols % piece == 0,
+            "FULL": 0 if cols % piece else config.chunks,
             "EQUAL_PARTS": cols == part * slots and slots <= 32 * config.num_warps,
             "BLOCK_N": config.block_n,
             "CHUNKS": config.chunks,
@@ -206,7 +206,7 @@ def _in_parts(
                 *dropout_arguments(epilogue),
             ),
             {
-                "EVEN": cols % slab == 0,
+                "FULL": 0 if cols % slab else config.chunks,
                 "BLOCK_N": block,
                 "CHUNKS": config.slab_chunks,
                 "ROWS": config.rows,
@@ -223,6 +223,16 @@ def _slots(cols: int, slab: int, config: configs.ForwardShared) -> dict[str, obj
     """How the moments of programs that share a row are merged: a lane for each, all of equal weight or not."""
     slots = triton.next_power_of_2(triton.cdiv(cols, slab))
     return {"SLOTS": slots, "EQUAL_SLABS": cols == slab * slots and slots <= 32 * config.num_warps}
+
+
+def _access(cols: int, vec: int, x: Tensor) -> dict[str, object]:
+    """How many columns a thread loads at once, and whether those are taken as fewer than 16 bytes.
+
+    Where a row may also come in parts, its bits must be those of the parts.
+    """
+    group = 16 // x.element_size()
+    narrow = vec < group and cols < layer_norm_tables.SINGLE_ROW_COLS
+    return {"GROUP": vec if narrow else group, "NARROW": narrow}
 
 
 def _row_a_program(x: Tensor) -> ByRows | None:
