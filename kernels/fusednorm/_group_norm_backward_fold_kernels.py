@@ -1,6 +1,8 @@
 """Folding of the backward pass's partial sums in a fixed order: a group's two sums, and gradients of parameters.
 
-Partial sums of dz and of dz * x_hat lie as [N, splits, C] in float32.
+Partial sums of dz and of dz * x_hat lie as [N, splits, C] in float32.  BESIDE is for a kernel that follows one with
+which it shares nothing, and which lets it start only when the partial sums are there: it goes on beside that one,
+and ends after it for the sake of what comes next.
 """
 
 import triton
@@ -73,10 +75,12 @@ def group_norm_fold_samples_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """Gradients of one sample's scale and shift, and its part of dbias' and dweight's sums, for a block of C."""
     let_next_start(EARLY)
-    await_previous(EARLY)
+    if not BESIDE:
+        await_previous(EARLY)
     sample = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
@@ -106,6 +110,8 @@ def group_norm_fold_samples_kernel(
     if dz_sum_ptr is not None:
         tl.store(dz_sum_ptr + at, dz * factor, mask=column_mask)
         tl.store(dz_xhat_sum_ptr + at, dz_xhat * factor, mask=column_mask)
+    if BESIDE:
+        await_previous(EARLY)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "rows_a_program"])
@@ -120,6 +126,7 @@ def group_norm_fold_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """Column sums of [rows, columns], one run of rows a program, cast to the outputs' dtypes.
 
@@ -127,7 +134,8 @@ def group_norm_fold_rows_kernel(
     same kind.
     """
     let_next_start(EARLY)
-    await_previous(EARLY)
+    if not BESIDE:
+        await_previous(EARLY)
     run = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
@@ -150,3 +158,5 @@ def group_norm_fold_rows_kernel(
     if dweight_ptr is not None:
         total = tl.sum(sum_weight, 0, keep_dims=True)
         tl.store(dweight_ptr + out, total.to(dweight_ptr.dtype.element_ty), mask=column_mask)
+    if BESIDE:
+        await_previous(EARLY)

@@ -61,6 +61,32 @@ def _add(
     return sums, sums_centred
 
 
+@triton.jit
+def _of_all_positions(
+    a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr, FAST: tl.constexpr
+):
+    """Sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each, and which of these columns exist.
+
+    Where no lane is idle, lanes are POSITIONS times COLUMNS; else positions start at any multiple of `units` lanes.
+    """
+    lanes: tl.constexpr = a.shape[0] * a.shape[1]
+    if IDLE:
+        column = tl.arange(0, COLUMNS)
+        columns = units * a.shape[1]
+        flat_a = tl.reshape(a, (lanes,))
+        flat_b = tl.reshape(b, (lanes,))
+        sum_a = tl.zeros((COLUMNS,), tl.float32)
+        sum_b = tl.zeros((COLUMNS,), tl.float32)
+        for position in tl.static_range(POSITIONS):
+            index = tl.minimum(position * columns + column, lanes - 1)
+            sum_a += tl.gather(flat_a, index, 0)
+            sum_b += tl.gather(flat_b, index, 0)
+        return sum_a[None, :], sum_b[None, :], (column < columns)[None, :]
+    else:
+        sum_a, sum_b = sum_pair(tl.reshape(a, (POSITIONS, COLUMNS)), tl.reshape(b, (POSITIONS, COLUMNS)), 0, FAST)
+        return sum_a, sum_b, tl.full((1, COLUMNS), True, tl.int1)
+
+
 @triton.jit(
     do_not_specialize=["hw", "units", "groups", "channels", "splits", "scale_stride", "seed", "dropout_threshold"]
 )
@@ -85,6 +111,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     VEC: tl.constexpr,
     LANES: tl.constexpr,
     POSITIONS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
     IDLE: tl.constexpr,
@@ -96,10 +123,9 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sums of dz and dz * x_hat of each column over every `splits`th step of CHUNKS tiles of a sample.
+    """Sums of dz and dz * x_hat of each column over every `splits`th step of CHUNKS tiles, to [N, splits, C].
 
-    Parts lie as [N, splits, C] or, where lanes IDLE, as [N, splits, positions of a tile, C].  With PREFETCH the
-    step after is asked into L2 meanwhile.
+    With PREFETCH the step after is asked into L2 meanwhile.
     """
     let_next_start(EARLY)
     program = tl.program_id(0)
@@ -155,18 +181,10 @@ def group_norm_nhwc_backward_stream_sums_kernel(
             )  # fmt: skip
     sums *= 1.0 / GAIN
     sums_centred *= rstd * (1.0 / GAIN)
-    if IDLE:
-        slot = (program.to(tl.int64) * positions + position) * c + column
-        tl.store(dz_part_ptr + slot, sums, mask=position < positions)
-        tl.store(dz_xhat_part_ptr + slot, sums_centred, mask=position < positions)
-    else:
-        width: tl.constexpr = LANES // POSITIONS * VEC
-        of_column, of_column_xhat = sum_pair(
-            tl.reshape(sums, (POSITIONS, width)), tl.reshape(sums_centred, (POSITIONS, width)), 0, FAST
-        )
-        slot = program.to(tl.int64) * c + tl.arange(0, width)[None, :]
-        tl.store(dz_part_ptr + slot, of_column)
-        tl.store(dz_xhat_part_ptr + slot, of_column_xhat)
+    of_column, of_column_xhat, here = _of_all_positions(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE, FAST)
+    at = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
+    tl.store(dz_part_ptr + at, of_column, mask=here)
+    tl.store(dz_xhat_part_ptr + at, of_column_xhat, mask=here)
 
 
 @triton.jit(
@@ -208,8 +226,10 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """dx of `pieces` pieces of CHUNKS tiles; the last positions of all samples first, for they were read last."""
-    let_next_start(EARLY)
+    """dx of `pieces` pieces of CHUNKS tiles; the last positions of all samples first, for they were read last.
+
+    What starts next finds all sums of columns there.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)
     c = units * VEC
@@ -227,6 +247,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     slope, offset = load_gained_affine(parameters, column, sample * scale_stride + column, there, GAIN)
     scale = slope * rstd
     await_previous(EARLY)
+    let_next_start(EARLY)
     sum_g = load_statistic(sum_g_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     inverse_size = 1.0 / (hw.to(tl.float32) * channels)

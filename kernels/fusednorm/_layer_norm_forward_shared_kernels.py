@@ -94,7 +94,8 @@ def layer_norm_forward_shared_kernel(
     """A row belongs to `members` programs, a slab of CHUNKS * BLOCK_N columns each; every slab is read twice.
 
     First for its moments, which are posted, and the sum with a residual, which is written; LAG rows later, by when
-    the other members' moments have come, out of L1 or L2 for y.  Parameters stay in registers.  Programs are persistent; the launch must be cooperative.
+    the other members' moments have come, out of L1 or L2 for y.  Parameters stay in registers.  Programs are
+    persistent; the launch must be cooperative.
     """
     cols = col_units * VEC
     slab: tl.constexpr = CHUNKS * BLOCK_N

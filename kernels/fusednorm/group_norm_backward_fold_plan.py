@@ -40,10 +40,15 @@ def fold_groups(call: BackwardCall, parts: Tensor, sum_g: Tensor, sum_g_xhat: Te
     return Launch(group_norm_fold_sums_kernel, (sum_g.numel(),), arguments, options)
 
 
-def fold_parameters(call: BackwardCall, parts: tuple[Tensor | None, Tensor | None], splits: int) -> list[Launch]:
+def fold_parameters(
+    call: BackwardCall, parts: tuple[Tensor | None, Tensor | None], splits: int, *, beside: bool = False
+) -> list[Launch]:
     """Gradients of parameters from partial sums [N, splits, C]; none for none.
 
     dbias and dweight in two steps where there are many samples, or where scale or shift want a sum for each sample.
+
+    Args:
+        beside: whether the kernel before lets the next one start when the partial sums are there.
     """
     dz, dz_xhat = parts
     out, c = call.out, call.sample.c
@@ -53,7 +58,7 @@ def fold_parameters(call: BackwardCall, parts: tuple[Tensor | None, Tensor | Non
     options = {**tile, **dependent(call.early)}
     blocks = triton.cdiv(c, FOLD_COLUMNS)
     rows = call.n * splits
-    launches = []
+    launches: list[Launch] = []
     affine = out.dbias is not None or out.dweight is not None
     if call.scale is not None or call.shift is not None:
         sums = dz.new_empty((2, call.n, c)) if affine else (None, None)
@@ -61,7 +66,9 @@ def fold_parameters(call: BackwardCall, parts: tuple[Tensor | None, Tensor | Non
             dz, dz_xhat, call.weight, call.bias, call.scale, out.dscale, out.dshift, sums[0], sums[1], splits, c,
             call.scale_stride,
         )  # fmt: skip
-        launches.append(Launch(group_norm_fold_samples_kernel, (blocks, call.n), of_samples, options))
+        launches.append(
+            Launch(group_norm_fold_samples_kernel, (blocks, call.n), of_samples, options | {"BESIDE": beside})
+        )
         dz, dz_xhat, rows = sums[0], sums[1], call.n
     if not affine:
         return launches
@@ -69,7 +76,12 @@ def fold_parameters(call: BackwardCall, parts: tuple[Tensor | None, Tensor | Non
         runs = FOLD_RUNS
         fewer = call.x.new_empty((2, runs, c), dtype=torch.float32)
         of_runs = (dz, dz_xhat, fewer[0], fewer[1], rows, c, triton.cdiv(rows, runs))
-        launches.append(Launch(group_norm_fold_rows_kernel, (blocks, runs), of_runs, options))
+        launches.append(
+            Launch(
+                group_norm_fold_rows_kernel, (blocks, runs), of_runs, options | {"BESIDE": beside and not launches}
+            )
+        )
         dz, dz_xhat, rows = fewer[0], fewer[1], runs
     of_all = (dz, dz_xhat, out.dbias, out.dweight, rows, c, rows)
-    return [*launches, Launch(group_norm_fold_rows_kernel, (blocks, 1), of_all, options)]
+    last = options | {"BESIDE": beside and not launches}
+    return [*launches, Launch(group_norm_fold_rows_kernel, (blocks, 1), of_all, last)]

@@ -101,6 +101,9 @@ def stream(sample: Sample, itemsize: int) -> BackwardStream | None:
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
         return None
+    for columns, most, config in tables.BACKWARD_STREAM[itemsize]:
+        if columns == sample.c and sample.hw <= most:
+            return config
     return BackwardStream(
         num_warps, chunks=4, apply_chunks=4, apply_pieces=2, splits=stream_splits(sample, itemsize)
     )

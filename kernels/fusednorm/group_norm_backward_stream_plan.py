@@ -19,7 +19,7 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     call, launches = call.with_statistics()
     sample = call.sample
     walk = stream_walk(sample, call.x.element_size(), config.num_warps, config.chunks, config.splits)
-    parts = call.parts(walk.parts)
+    parts = call.parts(walk.splits)
     sum_g, sum_g_xhat = empty_statistics(call.x, sample)
     piece = walk.positions * config.apply_chunks
     programs = triton.cdiv(sample.hw, piece * config.apply_pieces)
@@ -43,7 +43,8 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     }
     sums_options = {
         **options,
-        "POSITIONS": walk.summed_positions,
+        "POSITIONS": walk.positions,
+        "COLUMNS": walk.vec * int(triton.next_power_of_2(walk.units)),
         "CHUNKS": config.chunks,
         "WHOLE": sample.hw % walk.step == 0,
         "EARLY": call.early,
@@ -57,7 +58,7 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     return [
         *launches,
         Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * walk.splits,), sums, sums_options),
-        fold_groups(call, parts, sum_g, sum_g_xhat, walk.parts),
+        fold_groups(call, parts, sum_g, sum_g_xhat, walk.splits),
         Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
-        *fold_parameters(call, (parts[0], parts[1]), walk.parts),
+        *fold_parameters(call, (parts[0], parts[1]), walk.splits, beside=True),
     ]

@@ -219,6 +219,9 @@ def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
         return None
+    for columns, most, config in tables.FORWARD_STREAM[itemsize]:
+        if columns == sample.c and sample.hw <= most:
+            return config
     return ForwardStream(num_warps, chunks=4, apply_chunks=2, splits=stream_splits(sample, itemsize))
 
 

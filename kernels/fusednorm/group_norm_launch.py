@@ -1,6 +1,7 @@
 """What the launch configurations of both GroupNorm passes rest on: a sample's shape and a few bounds."""
 
 from dataclasses import dataclass
+from math import gcd
 
 from triton import next_power_of_2
 
@@ -16,7 +17,7 @@ FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
 STREAM_WARPS, STREAM_IDLE = (4, 8, 16), 1 / 8
 """Of programs that stream channels-last samples: the fewest that leave at most that share of lanes no column."""
 
-STREAM_FROM = 2 << 20
+STREAM_FROM = 3 << 19
 """Bytes of x in a sample from which streaming it twice is faster than what fewer kernels do."""
 
 STREAM_BYTES, MAX_STREAM_SPLITS = 32 << 10, 512
@@ -90,9 +91,8 @@ def stream_splits(sample: Sample, itemsize: int) -> int:
 class StreamWalk:
     """How programs of `lanes` lanes walk a streamed sample: `units` vectors of `vec` columns a position.
 
-    A tile is `positions` positions, a step of a program `step`; every `splits`th step is one program's.  `parts`
-    are what programs leave of a sample: lanes that fill a tile to the last are a power of two for each position,
-    whose sums a program adds up; where some are `idle`, each position of a tile is a part of its own.
+    A tile is `positions` positions, a step of a program `step`; every `splits`th step is one program's.  Lanes that
+    are too few for one more position are `idle`.
     """
 
     vec: int
@@ -106,14 +106,9 @@ class StreamWalk:
     def idle(self) -> bool:
         return self.lanes % self.units != 0
 
-    @property
-    def parts(self) -> int:
-        return self.splits * self.positions if self.idle else self.splits
-
-    @property
-    def summed_positions(self) -> int:
-        """Positions that are added up in a program."""
-        return 1 if self.idle else self.positions
+    def keep(self, sample: Sample) -> int:
+        """Runs in which a lane's columns are kept apart, each of which lies in one group."""
+        return self.vec // gcd(self.vec, sample.channels)
 
 
 def stream_walk(sample: Sample, itemsize: int, num_warps: int, chunks: int, splits: int) -> StreamWalk:

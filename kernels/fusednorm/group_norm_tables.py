@@ -1,12 +1,13 @@
 """Launch configurations of GroupNorm by class of groups, a line each, by bytes of an element.
 
 `benchmarks.tune_group` times what may stand here.  An entry of FORWARD_CONTIGUOUS serves every group up to its
-number of elements; those of the other tables serve groups of as many channels, up to their number of positions.
+number of elements; those of the other tables serve groups of as many channels, or, where samples are streamed, all
+samples of as many, up to their number of positions.
 The first entry that fits the sample and the device is taken; for classes without one `group_norm_forward_launch`
 and `group_norm_backward_launch` find a configuration by what it wastes.
 """
 
-from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared
+from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared, BackwardStream
 from fusednorm.group_norm_forward_configs import (
     ForwardBlock,
     ForwardHeld,
@@ -14,6 +15,7 @@ from fusednorm.group_norm_forward_configs import (
     ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
+    ForwardStream,
 )
 
 Contiguous = ForwardHeld | ForwardRolling | ForwardShared | ForwardPieces
@@ -91,9 +93,49 @@ BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
 # Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
 BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] = {
     2: (
-        (10, 4096, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.46 (2x320x64x64)
-        (20, 1024, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.50 (2x640x32x32)
-        (40, 256, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=2, lag=2, ahead=1)),  # 0.51 (2x1280x16x16)
+        (20, 1024, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.55 (2x640x32x32)
+        (40, 256, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=2, lag=2, ahead=1)),  # 0.57 (2x1280x16x16)
+    ),
+    4: (),
+}
+
+# Splits that make one turn of the resident programs, or two, of the samples that were measured.
+FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
+    2: (
+        (320, 4096, ForwardStream(4, chunks=4, apply_chunks=4, splits=120)),  # 0.60 (16x320x64x64)
+        (512, 4096, ForwardStream(4, chunks=4, apply_chunks=8, splits=128)),  # 0.65 (8x512x64x64)
+        (960, 16384, ForwardStream(8, chunks=4, apply_chunks=4, splits=256)),  # 0.56 (2x960x128x128)
+    ),
+    4: (),
+}
+# Of 4x128x512x512, 1x128x1024x1024 and a video, 32x256x56x56, 4x256x256x256, 16x320x64x64, 8x512x64x64,
+# 1x512x128x128 and 2x960x128x128.
+BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardStream], ...]] = {
+    2: (
+        (
+            128,
+            262144,
+            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
+        ),  # 0.55
+        (128, 2**29, BackwardStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),  # 0.57-0.58
+        (256, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=16)),  # 0.53
+        (
+            256,
+            65536,
+            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=160),
+        ),  # 0.55
+        (320, 4096, BackwardStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),  # 0.55
+        (512, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),  # 0.57
+        (
+            512,
+            16384,
+            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
+        ),  # 0.54
+        (
+            960,
+            16384,
+            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
+        ),  # 0.55
     ),
     4: (),
 }

@@ -90,10 +90,17 @@ SINGLE_ROW_COLS = 524289
 # prefetch, so more warps.
 FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Forward], ...]] = {
     2: (
-        (513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=12)),  # 0.44 (1001)
-        (32769, 65536, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.36 (50257)
+        (513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),  # 0.80 (1001)
+        (32769, 53248, ForwardRow(13, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.50 (50257)
+        (53249, 65536, ForwardRow(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
     ),
-    4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),),  # 0.69 (1001)
+    4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
+}
+
+# In place of the entry for rows of first to last columns that come with a residual.
+FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, Forward], ...]] = {
+    2: (),
+    4: ((12289, 14336, ForwardRow(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),),  # 1.01, 7 x 8 warps 0.96
 }
 
 BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
@@ -153,11 +160,12 @@ BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
 
 BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Backward], ...]] = {
     2: (
-        (513, 1024, BackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),
-    ),  # 0.62 (1001)
+        (513, 1024, BackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),  # 0.67-0.75
+        (12289, 65536, BackwardShared(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1)),  # 0.44-0.56 (50257)
+    ),
     4: (
-        (513, 1024, BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True)),
-    ),  # 0.84 (1001)
+        (513, 1024, BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True)),  # 0.87-0.89
+    ),
 }
 
 # Where programs cannot wait for one another, or a row is too long for all of them together.

@@ -39,6 +39,12 @@ def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
     for channels, most, entry in tables.FORWARD_CHANNELS_LAST[itemsize]:
         sample = Sample(GROUPS, channels, most, channels_last=True)
         assert chosen_like(choose_forward(sample, itemsize, MULTIPROCESSORS), entry)
+    for columns, most, entry in tables.FORWARD_STREAM[itemsize]:
+        sample = Sample(GROUPS, columns // GROUPS, most, channels_last=True)
+        assert choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False) == entry
+    for columns, most, entry in tables.BACKWARD_STREAM[itemsize]:
+        sample = Sample(GROUPS, columns // GROUPS, most, channels_last=True)
+        assert choose_backward(sample, itemsize, MULTIPROCESSORS) == entry
     for channels, most, entry in tables.BACKWARD_CONTIGUOUS[itemsize]:
         assert choose_backward(Sample(GROUPS, channels, most, False), itemsize, MULTIPROCESSORS) == entry
     for channels, most, entry in tables.BACKWARD_CHANNELS_LAST[itemsize]:
@@ -88,9 +94,8 @@ def test_streams_leave_few_lanes_without_columns(channels):
     else:
         assert isinstance(forward, ForwardStream)
         assert isinstance(backward, BackwardStream)
-        lanes, units = 32 * forward.num_warps, channels // 8
-        assert forward.num_warps == backward.num_warps
-        assert 0 <= lanes % units <= lanes // 8
+        for lanes in (32 * forward.num_warps, 32 * backward.num_warps):
+            assert 0 <= lanes % (channels // 8) <= lanes // 8
 
 
 @pytest.mark.parametrize("hw", [1, 40, 4096])
