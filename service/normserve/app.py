@@ -46,7 +46,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.siblings = Siblings(place)
-        self.metrics = Metrics()
+        self.metrics = Metrics(None if place is None else place.index)
         self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)

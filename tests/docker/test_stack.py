@@ -29,11 +29,11 @@ def series():
     """Names of the time series that the server exposes, each with its labels."""
     for metric in Metrics().catalogue:
         if metric.kind == "histogram":
-            yield f"{metric.name}_bucket", {*metric.labels, "le"}
-            yield f"{metric.name}_sum", {*metric.labels}
-            yield f"{metric.name}_count", {*metric.labels}
+            yield f"{metric.name}_bucket", {*metric.label_names, "le"}
+            yield f"{metric.name}_sum", {*metric.label_names}
+            yield f"{metric.name}_count", {*metric.label_names}
         else:
-            yield metric.name, {*metric.labels}
+            yield metric.name, {*metric.label_names}
 
 
 SERIES = dict(series())
