@@ -127,6 +127,8 @@ class _Requests:
             self._rejected(reason)
         for cause in _causes(NormserveError):
             self._errors(cause)
+        for stage in ("recv", "parse", "queue", "send"):
+            self.cancelled(stage)
 
     def observe(self, record: RequestRecord) -> None:
         elapsed = time.perf_counter() - record.began
