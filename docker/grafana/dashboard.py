@@ -1,7 +1,7 @@
 """The source of dashboards/normserve.json: `python docker/grafana/dashboard.py` writes it.
 
-Nine tenths of that file are what all panels have in common.  Here a panel is what it shows: a title, a
-unit and queries, each with the text of its legend.  `$op` and `$instance` are what is chosen at the top of the page.
+Nine tenths of that file are what all panels have in common.  Here a panel is what it shows: a title, a unit and
+queries, each with the text of its legend.  `$op` and `$instance` are what is chosen at the top of the page.
 """
 
 import itertools
