@@ -26,7 +26,7 @@ serve: .venv/.server
 	$(BIN)/normserve serve
 
 test: .venv/.dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -44,16 +45,18 @@ class Tally:
 
     codes: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, path: str, answer: httpx.Response) -> None:
         op, _, backward = path.removeprefix("/v1/").partition("/")
-        self.codes[op, str(answer.status_code)] += 1
-        if answer.status_code == 200:
-            seconds = float(re.search(r"kernel;dur=([0-9.]+)", answer.headers["server-timing"])[1]) / 1000
-            # Of a launch that several share each tells the whole: they tell it together.
-            share = int(answer.headers["x-batch-size"])
-            self.kernels[op, backward or "forward", "bytes"] += int(answer.headers["x-kernel-bytes"])
-            self.kernels[op, backward or "forward", "seconds"] += seconds / share
+        with self._lock:
+            self.codes[op, str(answer.status_code)] += 1
+            if answer.status_code == 200:
+                seconds = float(re.search(r"kernel;dur=([0-9.]+)", answer.headers["server-timing"])[1]) / 1000
+                # Of a launch that several share each tells the whole: they tell it together.
+                share = int(answer.headers["x-batch-size"])
+                self.kernels[op, backward or "forward", "bytes"] += int(answer.headers["x-kernel-bytes"])
+                self.kernels[op, backward or "forward", "seconds"] += seconds / share
 
 
 def drive(url: str, uds: Path | None, seconds: float) -> Tally:

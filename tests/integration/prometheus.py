@@ -38,20 +38,22 @@ class Prometheus:
         self._http = httpx.Client(base_url=f"http://{address}")
         self._targets = len(targets)
 
-    def wait_for_scrapes(self, count: int = 2) -> None:
-        """Until every target has been scraped so many times from now on, and answered."""
+    def wait_for_scrapes(self, count: int = 1) -> None:
+        """Until every target has answered so many scrapes that began from now on."""
         began, end = time.time(), time.monotonic() + 20
-        while self._scraped_since(began) < count * self._targets:
+        while not self._has_scraped(count, began):
             assert self._process.poll() is None, Path(self._log.name).read_text(encoding="utf-8")
             assert time.monotonic() < end, "Prometheus does not scrape"
             time.sleep(0.1)
 
-    def _scraped_since(self, moment: float) -> int:
+    def _has_scraped(self, count: int, since: float) -> bool:
+        window = max(1, round(1000 * (time.time() - since)))
         try:
-            window = max(1, round(1000 * (time.time() - moment)))
-            return sum(self.values(f"sum_over_time(up[{window}ms])").values())
+            answered = self.values(f"sum_over_time(up[{window}ms])", "instance")
         except (httpx.TransportError, httpx.HTTPStatusError):
-            return 0
+            # It starts.
+            return False
+        return len(answered) == self._targets and min(answered.values()) >= count
 
     def get(self, path: str, **parameters: str) -> object:
         """What the API answers."""

@@ -1,5 +1,6 @@
 """The live page: what it is made of, and what a browser makes of it under load."""
 
+import io
 import re
 import shutil
 import subprocess
@@ -10,15 +11,14 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from normserve.routes.page import commands
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from .load import drive
 from .wire import assert_problem
-
-# One browser and one server for all of it: the tests run on one worker.
-pytestmark = pytest.mark.xdist_group("browser")
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "service/normserve/page"
@@ -189,59 +189,60 @@ LINES = {
     "requests": {"answered", "refused", "failed"},
     "end-to-end": {"tcp"},
 }
+FIGURES = {
+    "#kernel": r"[\d.]+ [MG]B/s",
+    "#share": r"\d+ % of the roof",
+    "#end-to-end": r"[\d.]+ [kMG]B/s",
+    "#requests": r"[\d.]+ /s",
+    "#latency": r"[\d.]+ (µs|ms|s)",
+    "#tail": r"median; p99 [\d.]+ (µs|ms|s)",
+}
 LEGEND = """element => [...element.querySelectorAll("tr.u-series")].slice(1).map(
   (row) => [".u-label", ".u-value"].map((cell) => row.querySelector(cell).innerText.trim()))"""
-# How many pixels of the canvas are of some colour, grid and letters included.
-COLOURED = """element => {
-  const canvas = element.querySelector("canvas");
-  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-  let count = 0;
-  for (let at = 0; at < data.length; at += 4) {
-    count += data[at + 3] > 0 && Math.max(data[at], data[at + 1], data[at + 2])
-      - Math.min(data[at], data[at + 1], data[at + 2]) > 60;
-  }
-  return count;
-}"""
 
 
-@pytest.mark.parametrize(
-    ("viewport", "scheme"), [(DESK, "light"), (DESK, "dark"), (PHONE, "light")], ids=["desk", "dark", "phone"]
-)
-def test_under_load_everything_is_shown(busy, visit, viewport, scheme):
-    opened = visit(f"{busy.url}/", viewport=viewport, color_scheme=scheme)
-    # Some seconds, so that lines are more than points.
-    opened.wait("document.querySelector('#plot-kernel canvas')")
-    opened.page.wait_for_timeout(5000)
+def coloured(picture: bytes) -> int:
+    """How many pixels of a screenshot are of some colour: neither background nor grid, nor letters."""
+    pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).astype(int)
+    return int(np.count_nonzero(pixels.max(axis=2) - pixels.min(axis=2) > 60))
+
+
+def assert_shown(opened: Opened, viewport: dict[str, int], scheme: str) -> None:
+    """Figures, plots and legends, within the width of the screen."""
     assert opened.text("#state") == "ready"
-    for figure, pattern in {
-        "#kernel": r"[\d.]+ [MG]B/s",
-        "#share": r"\d+ % of the roof",
-        "#end-to-end": r"[\d.]+ [kMG]B/s",
-        "#requests": r"[\d.]+ /s",
-        "#latency": r"[\d.]+ (µs|ms|s)",
-        "#tail": r"median; p99 [\d.]+ (µs|ms|s)",
-    }.items():
+    for figure, pattern in FIGURES.items():
         assert re.fullmatch(pattern, opened.text(figure)), opened.text(figure)
     for plot, lines in LINES.items():
         element = opened.page.locator(f"#plot-{plot}")
         legend = dict(element.evaluate(LEGEND))
         assert legend.keys() == lines
         assert all(re.match(r"[\d.]+ ", value) for value in legend.values()), legend
-        assert element.evaluate(COLOURED) > 100
-        assert element.bounding_box()["width"] <= viewport["width"]
+        canvas = element.locator("canvas")
+        assert coloured(canvas.screenshot()) > 100
+        assert canvas.bounding_box()["width"] <= viewport["width"]
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
     shade = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", shade))) < 200) == (scheme == "dark")
-    assert (opened.complaints, opened.strangers) == ([], [])
 
 
-def test_colours_follow_the_system(busy, visit):
+def test_under_load_everything_is_shown(busy, visit):
+    """On a desk in both colours, and on a phone; the page follows a change of either."""
     opened = visit(f"{busy.url}/", viewport=DESK, color_scheme="light")
-    opened.wait("document.querySelector('#plot-latency canvas')")
-    colour = "() => document.querySelectorAll('#plot-latency .u-marker')[1].style.border"
-    before = opened.page.evaluate(colour)
+    opened.wait("document.querySelector('#plot-kernel canvas')")
+    # Some seconds, so that lines are more than points.
+    opened.page.wait_for_timeout(4500)
+    assert_shown(opened, DESK, "light")
+
+    marker = "document.querySelectorAll('#plot-latency .u-marker')[1].style.border"
+    light = opened.page.evaluate(marker)
     opened.page.emulate_media(color_scheme="dark")
-    opened.wait(f"({colour})() !== {before!r}")
+    opened.wait(f"{marker} !== {light!r}")
+    assert_shown(opened, DESK, "dark")
+
+    opened.page.set_viewport_size(PHONE)
+    opened.wait(f"document.querySelector('#plot-kernel canvas').clientWidth < {PHONE['width']}")
+    assert_shown(opened, PHONE, "dark")
+    assert (opened.complaints, opened.strangers) == ([], [])
 
 
 def test_facts_are_what_metrics_say(server, visit):
@@ -272,6 +273,26 @@ def test_a_fleet_is_told_of_as_a_whole(server, visit):
     facts = dict(row.split("\t", 1) for row in opened.text("#facts").splitlines())
     assert facts["Processes"] == "2 of 3 answer"
     assert facts["In flight"].startswith("5,")
+
+
+def test_it_works_behind_a_proxy(server, browser):
+    """One that ends TLS and gives the server a path of its own."""
+    with browser.new_context() as context, server.client() as http:
+        page = context.new_page()
+        asked = []
+
+        def proxy(route) -> None:
+            asked.append(route.request.url)
+            answer = http.get(route.request.url.removeprefix("https://a.test/norm"))
+            route.fulfill(status=answer.status_code, headers=dict(answer.headers), body=answer.content)
+
+        page.route("https://a.test/norm/**", proxy)
+        page.goto("https://a.test/norm/")
+        page.locator("#facts tr").first.wait_for()
+        assert page.inner_text("#state") == "ready"
+        assert set(asked) >= {f"https://a.test/norm/{name}" for name in ("", "metrics", "assets/uPlot.min.css")}
+        lines = page.locator("pre").all_inner_texts()
+    assert all("https://a.test/norm/" in line and server.url not in line for line in lines)
 
 
 def test_rates_and_quantiles(server, visit):

@@ -15,10 +15,7 @@ from .conftest import ServerProcess
 from .load import BAD, GOOD, Tally, drive, leave
 from .prometheus import Prometheus, queries
 
-# One scene for all of it: the tests run on one worker.
-pytestmark = pytest.mark.xdist_group("prometheus")
-
-LOAD_S = 6.0
+WARM_S, LOAD_S = 1.0, 5.0
 FLEET_REQUESTS = 40
 HARNESS_REQUESTS = 120
 
@@ -47,8 +44,9 @@ def scene(tool, launched, tmp_path_factory):
     fleet = launched("--devices", "cpu,cpu", wait=False)
     for each in (server, fleet):
         each.wait_until_ready()
-    # Whatever will be counted is there from the first scrape on, so that rates see all of the load.
-    drive(server.url, uds, 0)
+    # Whatever will be counted is there from the first scrape on, so that rates see all of the load; and it is far
+    # enough from 0 that none of them takes the series to have begun a moment before.
+    drive(server.url, uds, WARM_S)
     leave(server.address, Tally())
     prometheus = Prometheus(program, folder, ["{}:{}".format(*each.address) for each in (server, fleet)])
     try:
@@ -61,7 +59,8 @@ def scene(tool, launched, tmp_path_factory):
             with fleet.client() as api:
                 path, params, media_type, body = GOOD[0]
                 api.post(path, params=params, content=body, headers={"content-type": media_type})
-        prometheus.wait_for_scrapes()
+        # The second, so that rules have seen the first.
+        prometheus.wait_for_scrapes(2)
         tally.codes.update({key: int(count) for key, count in before.items()})
         yield Scene(prometheus, server, fleet, tally, time.time())
     finally:

@@ -147,6 +147,12 @@ async function forever() {
   }
 }
 
+// What the server takes for its address is not the one by which a proxy is reached.
+const here = new URL(".", location.href).href.replace(/\/$/, "");
+for (const line of document.querySelectorAll("pre code")) {
+  line.textContent = line.textContent.replaceAll(document.body.dataset.url, here);
+}
+
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const plot of Object.values(plots)) if (plot.plot) plot.draw();
 });

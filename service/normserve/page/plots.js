@@ -57,6 +57,8 @@ export class Plot {
         width: this.element.clientWidth,
         height: HEIGHT,
         legend: { markers: { width: 2 } },
+        // Once it is there, and with another size, it points at no moment.
+        hooks: { ready: [() => this.showLatest()], setSize: [() => this.showLatest()] },
         cursor: { drag: { setScale: false }, points: { size: 6 } },
         scales: { y: { range: (_, __, most) => [0, most > 0 ? 1.08 * most : 1] } },
         axes: [
@@ -68,7 +70,6 @@ export class Plot {
       this.data(),
       this.element,
     );
-    this.showLatest();
   }
 
   /** The lines as they are drawn: of areas the highest first, so that none hides the ones below. */
@@ -106,6 +107,7 @@ export class Plot {
 
   /** Where nobody points at a moment, the legend tells of the last one. */
   showLatest() {
+    if (!this.plot) return;
     if (this.plot.cursor.left < 0 || this.plot.cursor.left === undefined) {
       this.plot.setLegend({ idx: this.times.length - 1 });
     }

@@ -55,7 +55,8 @@ class Page:
         lines = "".join(
             f"<pre><code>{escape(line)}</code></pre>\n" for line in commands(url, with_key=self.with_key)
         )
-        return _answer(request, "html", Template(_FILES["index.html"].decode()).substitute(commands=lines).encode())
+        text = Template(_FILES["index.html"].decode()).substitute(url=escape(url), commands=lines)
+        return _answer(request, "html", text.encode())
 
     async def asset(self, request: Request, name: str) -> Response:
         """Style, scripts and the plotting library."""
