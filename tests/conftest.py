@@ -17,9 +17,12 @@ if not torch.cuda.is_available():
 class Tools:
     """Programs that tests drive and that no Python package brings."""
 
-    def __call__(self, name: str) -> str:
-        """Where it is; without it the test is skipped, save in CI, which installs what it needs."""
-        return shutil.which(name) or self.missing(f"apt-get install --no-install-recommends {name}")
+    def __call__(self, name: str, package: str = "") -> str:
+        """Where it is; without it the test is skipped, save in CI, which installs what it needs.
+
+        Args: package: of Debian, if it has another name.
+        """
+        return shutil.which(name) or self.missing(f"apt-get install --no-install-recommends {package or name}")
 
     def missing(self, remedy: str) -> NoReturn:
         """Not here; how to get it."""

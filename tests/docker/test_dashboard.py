@@ -61,7 +61,7 @@ def test_nothing_is_lost_where_it_is_parsed():
 
 def test_grafanas_own_types_take_it(tmp_path, tool):
     """Excess properties are errors in literals; `Json` has enumerations as the strings that they are in JSON."""
-    tool("node")
+    tool("node", package="npm")
     if not (TYPES / "node_modules").exists():
         tool.missing(f"npm install --prefix {TYPES} --no-package-lock")
     lines = [

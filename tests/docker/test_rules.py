@@ -11,7 +11,7 @@ RULES = Path(__file__).parent / "rules"
 
 
 def promtool(tool, *arguments: str) -> None:
-    command = [tool("promtool"), *arguments]
+    command = [tool("promtool", package="prometheus"), *arguments]
     done = subprocess.run(command, cwd=RULES, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

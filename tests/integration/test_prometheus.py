@@ -72,7 +72,11 @@ REQUESTS = 'sum by (op, code) (normserve_requests_total{op=~".*_norm", process="
 
 def promtool_check(tool, text: str) -> None:
     done = subprocess.run(
-        [tool("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        [tool("promtool", package="prometheus"), "check", "metrics"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
