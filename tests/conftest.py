@@ -1,8 +1,10 @@
 """Decides, before any kernel is imported, whether kernels run on a GPU or in Triton's interpreter."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -10,6 +12,26 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+class Tools:
+    """Programs that tests drive and that no Python package brings."""
+
+    def __call__(self, name: str, package: str = "") -> str:
+        """Where it is; without it the test is skipped, save in CI, which installs what it needs.
+
+        Args: package: of Debian, if it has another name.
+        """
+        return shutil.which(name) or self.missing(f"apt-get install --no-install-recommends {package or name}")
+
+    def missing(self, remedy: str) -> NoReturn:
+        """Not here; how to get it."""
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"what this test drives is not installed: {remedy}")
+
+
+@pytest.fixture(scope="session")
+def tool() -> Tools:
+    return Tools()
 
 
 @pytest.fixture(scope="session")

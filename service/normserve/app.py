@@ -29,6 +29,7 @@ from normserve.routes.body import BodyReader
 from normserve.routes.direct import DirectPaths
 from normserve.routes.layers import Layers, make_layer
 from normserve.routes.operations import Operations
+from normserve.routes.page import Page
 from normserve.routes.status import Status
 from normserve.settings import Settings
 from normserve.siblings import Place, Siblings
@@ -46,7 +47,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.siblings = Siblings(place)
-        self.metrics = Metrics()
+        self.metrics = Metrics(None if place is None else place.index)
         self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
@@ -141,6 +142,7 @@ def _routers(service: Service) -> list[APIRouter]:
         Operations(service.engine, service.layers, bodies, settings.timeout_ms).router(),
         Layers(service.engine, service.layers, service.siblings, bodies).router(),
         Status(service.engine, service.layers, service.metrics, service.siblings, limits).router(),
+        Page(with_key=settings.api_key is not None).router(),
     ]
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from normserve.exposition import process_up
 from normserve.metrics import Metrics
 from normserve.settings import Settings
 
@@ -25,8 +26,9 @@ The rate of `normserve_kernel_bytes_total` over the rate of `normserve_kernel_se
 bandwidth of the kernels; over `normserve_device_copy_bandwidth_bytes_per_second` it is the fraction of the roof.
 Durations fall into buckets that double from 10 µs to 20 s.
 
-With `--devices`, every process answers for all of them: each series has a label `process` beside its own, and
-`normserve_process_up` is 1 for the processes that could be asked.
+With `--devices`, every process answers for all of them: each series has a label `process` before its own, and
+`normserve_process_up` is 1 for the processes that could be asked. What begins with `process_` Linux tells of the
+server's process.
 
 """
 
@@ -47,7 +49,8 @@ def settings_page() -> str:
 
 def metrics_page() -> str:
     """docs/metrics.md"""
-    rows = [(f"`{each.name}`", each.kind, ", ".join(each.labels) or "", each.doc) for each in Metrics().catalogue]
+    families = (*Metrics().catalogue, process_up())
+    rows = [(f"`{each.name}`", each.kind, ", ".join(each.label_names), each.doc) for each in families]
     return _METRICS + _table(("metric", "kind", "labels", "meaning"), rows)
 
 

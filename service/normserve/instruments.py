@@ -1,4 +1,4 @@
-"""Counters and histograms that cost next to nothing to count in.
+"""Counters, gauges and histograms that cost next to nothing to count in.
 
 A request counts in some twenty of them.  prometheus_client's take a lock for each and look the child up each time,
 a tenth of a small request's time; these belong to one thread, the event loop's, on which they are read as well.
@@ -6,13 +6,14 @@ a tenth of a small request's time; these belong to one thread, the event loop's,
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 
 class Counter:
     """A sum that only grows."""
 
     __slots__ = ("value",)
+    kind: ClassVar = "counter"
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -20,6 +21,20 @@ class Counter:
     def inc(self, amount: float = 1.0) -> None:
         """Add."""
         self.value += amount
+
+
+class Gauge:
+    """What holds now."""
+
+    __slots__ = ("value",)
+    kind: ClassVar = "gauge"
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def set(self, value: float) -> None:
+        """Replace."""
+        self.value = float(value)
 
 
 class Histogram:
@@ -30,6 +45,7 @@ class Histogram:
     """
 
     __slots__ = ("bounds", "counts", "sum")
+    kind: ClassVar = "histogram"
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -49,7 +65,7 @@ class Histogram:
             yield bound, total
 
 
-_I = TypeVar("_I", Counter, Histogram)
+_I = TypeVar("_I", bound=Counter | Gauge | Histogram, covariant=True)
 
 
 class Family(Generic[_I]):
@@ -57,7 +73,8 @@ class Family(Generic[_I]):
 
     def __init__(self, name: str, doc: str, labels: Sequence[str], make: Callable[[], _I]) -> None:
         self.name, self.doc, self.label_names = name, doc, tuple(labels)
-        self._make: Callable[[], _I] = make
+        self.kind: str = make().kind
+        self._make = make
         self.members: dict[tuple[str, ...], _I] = {} if labels else {(): make()}
 
     def __call__(self, *values: str) -> _I:

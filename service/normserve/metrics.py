@@ -8,15 +8,16 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import ProcessCollector
+from prometheus_client.metrics_core import Metric
 
 from normserve import __version__
 from normserve.device import DeviceInfo
-from normserve.exposition import Counters, Histograms
-from normserve.instruments import Counter, Family, Histogram
+from normserve.errors import NormserveError
+from normserve.exposition import AnyFamily, Exposition
+from normserve.instruments import Counter, Family, Gauge, Histogram
 from normserve.jobs import Batch, Execution
 
 UNMATCHED = "__unmatched__"
@@ -26,6 +27,8 @@ NONE = "none"
 CLIENT_LEFT = 499
 
 REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
+
+_I = TypeVar("_I", Counter, Gauge, Histogram)
 
 _KERNEL_LABELS = ("op", "pass", "dtype")
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
@@ -62,62 +65,31 @@ class RequestRecord:
     began: float = field(default_factory=time.perf_counter)
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A metric as its documentation names it."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    doc: str
-
-
-class _DeviceMemory(Collector):
-    """Device memory, asked for when somebody scrapes."""
-
-    described = Described(
-        "normserve_device_memory_bytes", "gauge", ("kind",), "Memory of the device, by kind of use."
-    )
+class _Registrar:
+    """Makes metrics and keeps them in order."""
 
     def __init__(self) -> None:
-        self.read: Callable[[], Mapping[str, int]] = dict
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        family = GaugeMetricFamily(self.described.name, self.described.doc, labels=self.described.labels)
-        for kind, nbytes in self.read().items():
-            family.add_metric([kind], nbytes)
-        return [family]
-
-
-class _Registrar:
-    """Makes metrics in one registry and keeps their descriptions."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self.catalogue: list[Described] = []
+        self.families: list[AnyFamily] = []
 
     def counter(self, name: str, doc: str, labels: Sequence[str]) -> Family[Counter]:
-        family = Family(self._described("counter", name, doc, labels), doc, labels, Counter)
-        self._registry.register(Counters(family))
-        return family
+        return self._kept(Family(f"normserve_{name}", doc, labels, Counter))
 
-    def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(self._described("gauge", name, doc, labels), doc, labels, registry=self._registry)
+    def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> Family[Gauge]:
+        return self._kept(Family(f"normserve_{name}", doc, labels, Gauge))
 
     def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Family[Histogram]:
-        name = self._described("histogram", name, doc, labels)
-        family = Family(name, doc, labels, functools.partial(Histogram, buckets))
-        self._registry.register(Histograms(family))
+        return self._kept(Family(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
+
+    def foreign(self, metric: Metric) -> Family[Counter] | Family[Gauge]:
+        """One that prometheus_client reads, under the name that it has there."""
+        name, doc = metric.samples[0].name, metric.documentation
+        if metric.type == "counter":
+            return self._kept(Family(name, doc, (), Counter))
+        return self._kept(Family(name, doc, (), Gauge))
+
+    def _kept(self, family: Family[_I]) -> Family[_I]:
+        self.families.append(family)
         return family
-
-    def collector(self, collector: _DeviceMemory) -> None:
-        self._registry.register(collector)
-        self.catalogue.append(collector.described)
-
-    def _described(self, kind: str, name: str, doc: str, labels: Sequence[str]) -> str:
-        described = Described(f"normserve_{name}", kind, tuple(labels), doc)
-        self.catalogue.append(described)
-        return described.name
 
 
 class _Requests:
@@ -150,8 +122,13 @@ class _Requests:
         self.cancelled = make.counter(
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
         )
+        # A rate sees the step from 0 to 1, and none from nothing to 1.
         for reason in REJECTIONS:
             self._rejected(reason)
+        for cause in _causes(NormserveError):
+            self._errors(cause)
+        for stage in ("recv", "parse", "queue", "send"):
+            self.cancelled(stage)
 
     def observe(self, record: RequestRecord) -> None:
         elapsed = time.perf_counter() - record.began
@@ -168,6 +145,11 @@ class _Requests:
             self.cancelled(record.waiting_in).inc()
         elif record.status < 300 and "kernel" in record.stages:
             self._bandwidth(*labels).observe((record.received + record.sent) / elapsed)
+
+
+def _causes(error: type[NormserveError]) -> set[str]:
+    """The codes of an error and of everything below it."""
+    return {error.code}.union(*(_causes(each) for each in error.__subclasses__()))
 
 
 class _Launches:
@@ -240,49 +222,64 @@ class _State:
             "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
             ("device",),
         )
+        self.device_memory = make.gauge(
+            "device_memory_bytes",
+            "Memory of the device, by kind of use; of the CPU, what the process has resident.",
+            ("kind",),
+        )
         self.build_info = make.gauge(
             "build_info", "Always 1; the labels say what runs.", ("version", "backend", "device")
         )
         self.ready = make.gauge("ready", "1 while the server takes work.")
-        self.device_memory = _DeviceMemory()
-        make.collector(self.device_memory)
+        self._process = ProcessCollector(registry=None)
+        self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}
+        self.watched: list[tuple[Gauge, Callable[[], float]]] = []
+        self.read_device_memory: Callable[[], Mapping[str, int]] = dict
+
+    def refresh(self) -> None:
+        """Ask for everything that nobody tells."""
+        for gauge, read in self.watched:
+            gauge.set(read())
+        for kind, nbytes in self.read_device_memory().items():
+            self.device_memory(kind).set(nbytes)
+        for metric in self._process.collect():
+            self._of_process[metric.name]().value = metric.samples[0].value
 
 
 class Metrics:
-    """The server's metrics in one registry."""
+    """The server's metrics."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Args: registry: where to register; one of its own if none is given."""
-        self.registry = registry or CollectorRegistry()
-        make = _Registrar(self.registry)
+    def __init__(self, process: int | None = None) -> None:
+        """Args: process: its index, where the server is one of a fleet; a label of every series."""
+        make = _Registrar()
         self._requests = _Requests(make)
         self._launches = _Launches(make)
         self._state = _State(make)
-        self.catalogue = tuple(make.catalogue)
+        self.catalogue = tuple(make.families)
+        self._exposition = Exposition(self.catalogue, {} if process is None else {"process": str(process)})
 
     def watch_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
         """Report what has been admitted; asked at each scrape."""
-        self._state.inflight_requests.set_function(requests)
-        self._state.inflight_bytes.set_function(nbytes)
+        self._state.watched += [(self._state.inflight_requests(), requests), (self._state.inflight_bytes(), nbytes)]
 
     def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
         """Report the memory of the slabs; asked at each scrape."""
-        self._state.slab_bytes.labels("used").set_function(used_bytes)
-        self._state.slab_bytes.labels("idle").set_function(idle_bytes)
+        slabs = self._state.slab_bytes
+        self._state.watched += [(slabs("used"), used_bytes), (slabs("idle"), idle_bytes)]
 
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Report how many jobs wait; asked at each scrape."""
-        self._state.queue_requests.set_function(length)
+        self._state.watched.append((self._state.queue_requests(), length))
 
     def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Report what runs, its roof and its memory."""
-        self._state.build_info.labels(__version__, backend, device.name).set(1)
-        self._state.copy_bandwidth.labels(device.name).set(device.copy_bandwidth)
-        self._state.device_memory.read = memory_bytes
+        self._state.build_info(__version__, backend, device.name).set(1)
+        self._state.copy_bandwidth(device.name).set(device.copy_bandwidth)
+        self._state.read_device_memory = memory_bytes
 
     def set_ready(self, ready: bool) -> None:
         """Report whether the server takes work."""
-        self._state.ready.set(int(ready))
+        self._state.ready().set(ready)
 
     def observe_launch(self, batch: Batch, execution: Execution) -> None:
         """Count one launch."""
@@ -302,4 +299,5 @@ class Metrics:
 
     def render(self) -> bytes:
         """The Prometheus text of everything."""
-        return generate_latest(self.registry)
+        self._state.refresh()
+        return self._exposition.render()

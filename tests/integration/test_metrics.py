@@ -103,7 +103,7 @@ def test_labels_come_from_closed_sets(fresh):
     allowed = {
         "op": {
             *("layer_norm", "rms_norm", "group_norm", "layers", "livez", "readyz", "metrics", "info"),
-            *("sample", "page", "docs", "__unmatched__"),
+            *("sample", "page", "asset", "docs", "__unmatched__"),
         },
         "pass": {"forward", "backward", "none"},
         "dtype": {"float32", "float16", "bfloat16", "none"},

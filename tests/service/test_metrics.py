@@ -1,36 +1,56 @@
-"""One place increments, into a registry of the test's own."""
+"""One place increments, and a scrape tells."""
 
+import time
 from itertools import pairwise
 
 import pytest
 from normserve.device import DeviceInfo
 from normserve.jobs import Batch, Execution
 from normserve.metrics import Metrics, RequestRecord
-from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from .fake_jobs import job, tensor
 
 
 @pytest.fixture
 def metrics():
-    return Metrics(CollectorRegistry())
+    return Metrics()
+
+
+def scraped(metrics):
+    return list(text_string_to_metric_families(metrics.render().decode()))
 
 
 def value(metrics, name: str, **labels: str):
-    return metrics.registry.get_sample_value(f"normserve_{name}", labels)
+    samples = [sample for family in scraped(metrics) for sample in family.samples]
+    found = [each.value for each in samples if (each.name, each.labels) == (f"normserve_{name}", labels)]
+    return found[0] if found else None
 
 
-def test_registries_are_apart(metrics):
+def test_two_of_them_are_apart(metrics):
     metrics.set_ready(True)
     assert value(metrics, "ready") == 1
     assert value(Metrics(), "ready") == 0
 
 
-def test_catalogue_is_what_is_registered(metrics):
+def test_catalogue_is_what_is_scraped(metrics):
     counters = {each.name for each in metrics.catalogue if each.kind == "counter"}
     assert all(name.endswith("_total") for name in counters)
-    registered = {family.name for family in metrics.registry.collect()}
-    assert {each.name.removesuffix("_total") for each in metrics.catalogue} == registered
+    assert {each.name.removesuffix("_total") for each in metrics.catalogue} == {
+        each.name for each in scraped(metrics)
+    }
+
+
+def test_every_name_and_label_is_one_of_the_projects_or_of_the_process(metrics):
+    assert all(each.name.startswith(("normserve_", "process_")) for each in metrics.catalogue)
+    assert not {"process", "le", "instance", "job"} & {
+        name for each in metrics.catalogue for name in each.label_names
+    }
+
+
+def test_errors_are_there_before_the_first(metrics):
+    assert value(metrics, "errors_total", cause="device_failure") == 0
+    assert value(metrics, "rejected_total", reason="overloaded") == 0
 
 
 def test_launch_is_counted(metrics):
@@ -86,12 +106,24 @@ def test_gauges_are_asked_at_each_scrape(metrics):
     assert value(metrics, "device_memory_bytes", kind="allocated") == 5
 
 
+def test_the_process_is_told_of(metrics):
+    samples = {sample.name: sample.value for family in scraped(metrics) for sample in family.samples}
+    assert samples["process_resident_memory_bytes"] > 1e6
+    assert 0 < samples["process_start_time_seconds"] <= time.time()
+    assert samples["process_cpu_seconds_total"] > 0
+
+
+def test_a_process_of_a_fleet_says_which_it_is():
+    samples = [sample for family in scraped(Metrics(3)) for sample in family.samples]
+    assert {sample.labels["process"] for sample in samples} == {"3"}
+
+
 def test_buckets_reach_from_ten_microseconds_to_twenty_seconds(metrics):
     metrics.observe_request(RequestRecord("livez", status=200))
     name = "normserve_request_duration_seconds_bucket"
     bounds = [
         float(sample.labels["le"])
-        for family in metrics.registry.collect()
+        for family in scraped(metrics)
         for sample in family.samples
         if sample.name == name
     ]

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -106,7 +107,12 @@ class TorchBackend:
         return None
 
     def memory_bytes(self) -> Mapping[str, int]:
-        return {}
+        try:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        except OSError:
+            # Linux alone tells.
+            return {}
+        return {"resident": pages * resource.getpagesize()}
 
     def _result_memory(self, spec: NormSpec) -> dict[str, Any]:
         takes_memory = (spec.op, spec.direction) == (Op.LAYER_NORM, Pass.FORWARD)

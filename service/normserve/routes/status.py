@@ -3,11 +3,10 @@
 import json
 import os
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 
 from normserve import __version__
 from normserve.codec import npy
@@ -40,14 +39,13 @@ class Status:
     limits: dict[str, Any]
 
     def router(self) -> APIRouter:
-        """Probes, metrics, information and the page."""
+        """Probes, metrics and information."""
         router = APIRouter(tags=["status"])
         router.add_api_route("/livez", self.livez, methods=_READS)
         router.add_api_route("/readyz", self.readyz, methods=_READS)
         router.add_api_route("/metrics", self.scrape, methods=_READS)
         router.add_api_route("/v1/info", self.info, methods=_READS)
         router.add_api_route("/sample.npy", self.sample, methods=_READS)
-        router.add_api_route("/", self.page, methods=_READS, response_class=HTMLResponse)
         return router
 
     async def livez(self, request: Request) -> Response:
@@ -116,22 +114,6 @@ class Status:
         tensor = HostTensor(DType.FLOAT32, _SAMPLE_SHAPE, values.cast("B"))
         return Response(b"".join(npy.encode(tensor)), media_type=NPY)
 
-    async def page(self, request: Request) -> HTMLResponse:
-        """What this is, how it is, and how to try it."""
-        _note(request, "page")
-        device = self.engine.device
-        url = str(request.base_url).rstrip("/")
-        rows = {
-            "state": self.engine.state.value,
-            "backend": self.engine.backend_name or "starting",
-            "device": device.name if device else "starting",
-            "copy bandwidth": f"{device.copy_bandwidth / 1e9:.1f} GB/s" if device else "not measured yet",
-            "registered layers": str(len(self.layers)),
-            "version": __version__,
-        }
-        table = "".join(f"<tr><th>{escape(name)}<td>{escape(value)}" for name, value in rows.items())
-        return HTMLResponse(_PAGE.format(table=table, curl=escape(curl_line(url, with_key=False))))
-
 
 def curl_line(url: str, *, with_key: bool) -> str:
     """A line that normalises the sample with nothing but curl and a shell."""
@@ -142,23 +124,3 @@ def curl_line(url: str, *, with_key: bool) -> str:
 def _note(request: Request, route: str) -> None:
     exchange: Exchange = request.state.exchange
     exchange.record.op = route
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>normserve</title>
-<style>
-  :root {{ color-scheme: light dark }}
-  body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 45rem; margin: 2rem auto; padding: 0 1rem }}
-  th {{ text-align: left; font-weight: normal; padding-right: 2rem; opacity: .7 }}
-  pre {{ overflow-x: auto; padding: .75rem; border: 1px solid; border-radius: .3rem }}
-</style>
-<h1>normserve</h1>
-<p>POST a tensor, get it normalised: fused LayerNorm, RMSNorm and GroupNorm, forward and backward.</p>
-<table>{table}</table>
-<p>Try it; <code>y.npy</code> is the result, and the headers say how fast it was:</p>
-<pre>{curl}</pre>
-<p><a href="docs">API</a> · <a href="v1/info">info</a> · <a href="metrics">metrics</a></p>
-"""

@@ -1,0 +1,354 @@
+"""The source of dashboards/normserve.json: `python docker/grafana/dashboard.py` writes it.
+
+Nine tenths of that file are what all panels have in common.  Here a panel is what it shows: a title, a unit and
+queries, each with the text of its legend.  `$op` and `$instance` are what is chosen at the top of the page.
+"""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueTextMode,
+    GraphDrawStyle,
+    LegendDisplayMode,
+    LegendPlacement,
+    LineStyle,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    DynamicConfigValue,
+    VariableOption,
+    VariableRefresh,
+)
+
+TARGET = Path(__file__).parent / "dashboards/normserve.json"
+
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send")
+
+_SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
+_HERE = 'instance=~"$instance"'
+_OPS = f'{_HERE},op=~"$op"'
+_ROOF = f"max by (device) (normserve_device_copy_bandwidth_bytes_per_second{{{_HERE}}})"
+
+#: An expression and its legend.
+Query = tuple[str, str]
+
+_Panel = TypeVar("_Panel", stat.Panel, timeseries.Panel)
+
+
+def rate(metric: str, by: str, labels: str = _OPS) -> str:
+    """How fast a counter grows, by labels; altogether if there are none."""
+    return f"sum{f' by ({by}) ' if by else ''}(rate({metric}{{{labels}}}[$__rate_interval]))"
+
+
+def mean(metric: str, by: str, labels: str = _OPS) -> str:
+    """The mean of what a histogram counted."""
+    return f"{rate(f'{metric}_sum', by, labels)} / {rate(f'{metric}_count', by, labels)}"
+
+
+def quantile(share: float, metric: str, by: str, labels: str = _OPS) -> str:
+    """A quantile of what a histogram counted."""
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', f'le, {by}', labels)})"
+
+
+def kernel_bandwidth(by: str) -> str:
+    """Bytes over device time: the mean that weighs each launch by how long it took."""
+    return f"{rate('normserve_kernel_bytes_total', by)} / {rate('normserve_kernel_seconds_total', by)}"
+
+
+def numbers(title: str, doc: str, unit: str, queries: Sequence[Query], *, names_only: bool = False) -> stat.Panel:
+    """What holds now, in large figures."""
+    text = BigValueTextMode.NAME if names_only else BigValueTextMode.AUTO
+    panel = stat.Panel().text_mode(text).color_mode(BigValueColorMode.VALUE).graph_mode(BigValueGraphMode.NONE)
+    options = common.ReduceDataOptions().calcs(["lastNotNull"])
+    return _filled(panel.reduce_options(options).height(4), title, doc, unit, queries, instant=True)
+
+
+def lines(title: str, doc: str, unit: str, queries: Sequence[Query], *, stacked: bool = False) -> timeseries.Panel:
+    """Lines over time, or areas on top of one another; what is called a roof is dashed."""
+    legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
+    tooltip = common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)
+    stacking = common.StackingConfig().mode(StackingMode.NORMAL if stacked else StackingMode.NONE)
+    panel = timeseries.Panel().legend(legend.show_legend(True)).tooltip(tooltip).height(8)
+    panel = panel.draw_style(GraphDrawStyle.LINE).line_width(1).show_points(VisibilityMode.NEVER)
+    panel = panel.stacking(stacking.group("A")).fill_opacity(30 if stacked else 0)
+    dashes = LineStyle(fill="dash", dash=[10, 10])
+    roof = [
+        DynamicConfigValue(id_val="custom.lineStyle", value=dashes),
+        DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": "text"}),
+    ]
+    return _filled(panel, title, doc, unit, queries, instant=False).override_by_regexp("/roof/", roof)
+
+
+def _filled(panel: _Panel, title: str, doc: str, unit: str, queries: Sequence[Query], *, instant: bool) -> _Panel:
+    panel.title(title).description(doc).unit(unit).min(0).datasource(_SOURCE)
+    for letter, (expr, legend) in zip("ABCDEFGH", queries, strict=False):
+        query = prometheus.Dataquery().ref_id(letter).datasource(_SOURCE).expr(expr).legend_format(legend)
+        panel.with_target(query.instant() if instant else query.range())
+    return panel
+
+
+def overview() -> list[stat.Panel]:
+    """The first row."""
+    share = f"{kernel_bandwidth('')} / scalar(max({_ROOF}))"
+    runs = f"count by (version, backend, device) (normserve_build_info{{{_HERE}}})"
+    return [
+        numbers(
+            "Processes that take work",
+            "Ready, of those that are scraped.",
+            "short",
+            [(f"sum(normserve_ready{{{_HERE}}})", "ready"), (f"count(normserve_ready{{{_HERE}}})", "scraped")],
+        ).span(5),
+        numbers(
+            "What runs",
+            "Version, backend and device.",
+            "short",
+            [(runs, "normserve {{version}} · {{backend}} · {{device}}")],
+            names_only=True,
+        ).span(9),
+        numbers(
+            "Of the roof",
+            "Kernel bandwidth: the least that launches had to move, over device time, as a share of a copy's.",
+            "percentunit",
+            [(share, "of the roof")],
+        ).span(5),
+        numbers(
+            "Requests in flight",
+            "Admitted operations whose last byte is not out yet.",
+            "short",
+            [(f"sum(normserve_inflight_requests{{{_HERE}}})", "in flight")],
+        ).span(5),
+    ]
+
+
+def requests() -> list[timeseries.Panel]:
+    """What is asked, and how it ends."""
+    total, duration = "normserve_requests_total", "normserve_request_duration_seconds"
+    return [
+        lines(
+            "Requests",
+            "Answered a second, by operation and pass.",
+            "reqps",
+            [(rate(total, "op, pass"), "{{op}} {{pass}}")],
+            stacked=True,
+        ).span(8),
+        lines(
+            "Errors",
+            "Answered a second with 4xx or 5xx, by operation and status; 499 is a client that left.",
+            "reqps",
+            [(rate(total, "op, code", f'{_OPS},code=~"[45].."'), "{{op}} {{code}}")],
+        ).span(8),
+        lines(
+            "Latency",
+            "From a request's header to the last byte of its response.",
+            "s",
+            [
+                (quantile(0.5, duration, "op, pass"), "{{op}} {{pass}} p50"),
+                (quantile(0.99, duration, "op, pass"), "{{op}} {{pass}} p99"),
+            ],
+        ).span(8),
+    ]
+
+
+def kernels() -> list[timeseries.Panel]:
+    """How near to the roof."""
+    histogram = "normserve_kernel_bandwidth_bytes_per_second"
+    roof = (_ROOF, "roof of {{device}}")
+    share = f"{kernel_bandwidth('op, pass')} / scalar(max({_ROOF}))"
+    return [
+        lines(
+            "Kernel bandwidth",
+            "The fewest bytes that the launches had to move, over their device time. Dashed, the roof: what a copy"
+            " reaches on the device. Small tensors that stay in a cache can pass it.",
+            "Bps",
+            [(kernel_bandwidth("op, pass"), "{{op}} {{pass}} mean"), roof],
+        ).span(8),
+        lines(
+            "Kernel bandwidth of launches",
+            "Each launch counts the same, the smallest too; read from buckets that double.",
+            "Bps",
+            [
+                (quantile(0.5, histogram, "op, pass"), "{{op}} {{pass}} p50"),
+                (quantile(0.95, histogram, "op, pass"), "{{op}} {{pass}} p95"),
+                roof,
+            ],
+        ).span(8),
+        lines(
+            "Kernel bandwidth, of the roof",
+            "The mean as a share of what a copy reaches on the device.",
+            "percentunit",
+            [(share, "{{op}} {{pass}}")],
+        ).span(8),
+    ]
+
+
+def way() -> list[timeseries.Panel]:
+    """From the socket to the device and back."""
+    duration, bandwidth = "normserve_stage_duration_seconds", "normserve_request_bandwidth_bytes_per_second"
+    stages = [(mean(duration, "stage", f'{_HERE},stage="{stage}"'), "{{stage}}") for stage in STAGES]
+    transfer = f"{rate('normserve_transfer_bytes_total', 'direction', _HERE)}"
+    transfer_time = f"{rate('normserve_transfer_seconds_total', 'direction', _HERE)}"
+    return [
+        lines(
+            "Where the time goes",
+            "Mean time that an operation spends in each stage, in the order in which it passes them.",
+            "s",
+            stages,
+            stacked=True,
+        ).span(8),
+        lines(
+            "End-to-end bandwidth",
+            "Bytes of an operation's request and response over its wall time.",
+            "Bps",
+            [
+                (mean(bandwidth, "transport"), "{{transport}} mean"),
+                (quantile(0.5, bandwidth, "transport"), "{{transport}} p50"),
+                (quantile(0.95, bandwidth, "transport"), "{{transport}} p95"),
+            ],
+        ).span(8),
+        lines(
+            "Copies to the device and back",
+            "Bytes of tensors over the time that bringing them took.",
+            "Bps",
+            [(f"{transfer} / {transfer_time}", "{{direction}}")],
+        ).span(8),
+    ]
+
+
+def load() -> list[timeseries.Panel]:
+    """How full the server is."""
+    return [
+        lines(
+            "In flight and waiting",
+            "Admitted operations, and those of them that wait for the device.",
+            "short",
+            [
+                (f"sum(normserve_inflight_requests{{{_HERE}}})", "in flight"),
+                (f"sum(normserve_queue_requests{{{_HERE}}})", "waiting for the device"),
+            ],
+        ).span(6),
+        lines(
+            "Bytes in flight",
+            "Bodies that admitted operations brought.",
+            "bytes",
+            [(f"sum(normserve_inflight_bytes{{{_HERE}}})", "in flight")],
+        ).span(6),
+        lines(
+            "Requests of a launch",
+            "Batches: requests that shared a launch.",
+            "short",
+            [
+                (mean("normserve_batch_requests", "instance", _HERE), "{{instance}} mean"),
+                (quantile(0.95, "normserve_batch_requests", "instance", _HERE), "{{instance}} p95"),
+            ],
+        ).span(6),
+        lines(
+            "Bytes of a launch",
+            "Tensors that came with a launch.",
+            "bytes",
+            [
+                (mean("normserve_batch_bytes", "instance", _HERE), "{{instance}} mean"),
+                (quantile(0.95, "normserve_batch_bytes", "instance", _HERE), "{{instance}} p95"),
+            ],
+        ).span(6),
+        lines(
+            "Turned away",
+            "A second, by reason.",
+            "reqps",
+            [(rate("normserve_rejected_total", "reason", _HERE), "{{reason}}")],
+        ).span(8),
+        lines(
+            "Answered with an error",
+            "A second, by cause, whatever was asked.",
+            "reqps",
+            [(rate("normserve_errors_total", "cause", _HERE), "{{cause}}")],
+        ).span(8),
+        lines(
+            "Clients that left",
+            "A second, by the stage that their request was in.",
+            "reqps",
+            [(rate("normserve_cancelled_total", "stage", _HERE), "{{stage}}")],
+        ).span(8),
+    ]
+
+
+def resources() -> list[timeseries.Panel]:
+    """What it takes."""
+    return [
+        lines(
+            "Device memory",
+            "By kind of use; of the CPU, what the process has resident.",
+            "bytes",
+            [(f"sum by (kind) (normserve_device_memory_bytes{{{_HERE}}})", "{{kind}}")],
+        ).span(6),
+        lines(
+            "Slabs",
+            "Memory for bodies and results, lent to requests or kept for the next.",
+            "bytes",
+            [(f"sum by (state) (normserve_slab_bytes{{{_HERE}}})", "{{state}}")],
+            stacked=True,
+        ).span(6),
+        lines(
+            "Compiles",
+            "Classes of requests a second that nothing foresaw, and how many are being compiled at once.",
+            "short",
+            [
+                (rate("normserve_compiles_total", "instance", _HERE), "{{instance}} a second"),
+                (rate("normserve_compile_seconds_total", "instance", _HERE), "{{instance}} at once"),
+            ],
+        ).span(6),
+        lines(
+            "Processor time",
+            "Seconds a second of the server's processes: how many cores they keep busy.",
+            "short",
+            [(rate("process_cpu_seconds_total", "instance", f'job="normserve",{_HERE}'), "{{instance}}")],
+        ).span(6),
+    ]
+
+
+def build() -> str:
+    """The dashboard as Grafana reads it."""
+    chosen = VariableOption(text=["All"], value=["$__all"])
+    operation = dashboard.CustomVariable("op").label("operation").values(",".join(OPERATIONS)).multi(True)
+    operation = operation.include_all(True).all_value(".*_norm").current(chosen)
+    instance = dashboard.QueryVariable("instance").label("server").datasource(_SOURCE).multi(True)
+    instance = instance.query("label_values(normserve_ready, instance)").include_all(True).all_value(".+")
+    instance = instance.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).current(chosen)
+    page = dashboard.Dashboard("normserve").uid("normserve").tags(["normserve"]).editable().timezone("browser")
+    page.description("What normserve does, how fast, and how near to the device's roof.")
+    page.time("now-15m", "now").refresh("5s").tooltip(DashboardCursorSync.CROSSHAIR)
+    page.with_variable(instance).with_variable(operation)
+    ids = itertools.count(1)
+    for number in overview():
+        page.with_panel(number.id(next(ids)))
+    for title, panels in {
+        "Traffic": requests(),
+        "Kernels": kernels(),
+        "From the socket to the device and back": way(),
+        "Load": load(),
+        "Resources": resources(),
+    }.items():
+        page.with_row(dashboard.Row(title).id(next(ids)))
+        for panel in panels:
+            page.with_panel(panel.id(next(ids)))
+    built = page.build()
+    for variable in built.templating.list_val or []:
+        # The builders give every variable what only one that counts intervals has.
+        variable.auto = variable.auto_count = variable.auto_min = None
+    return JSONEncoder(sort_keys=True, indent=2, ensure_ascii=False).encode(built) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(build(), encoding="utf-8")

@@ -1,0 +1,119 @@
+// Lines, or areas on top of one another, over the last ten minutes.  `uPlot` is a global of its own script.
+
+const POINTS = 300;
+const HEIGHT = 240;
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function clock(time) {
+  return new Date(1000 * time).toLocaleTimeString([], { hour12: false });
+}
+
+/** One plot, whose lines come as they are first heard of. */
+export class Plot {
+  /**
+   * @param {string} id of the element
+   * @param {(value: number) => string} format of a value
+   * @param {{stacked?: boolean, dashed?: string, known?: string[]}} options dashed: the line that is a bound and no
+   *   measurement; known: lines whose place in it gives them their colour, whenever they come
+   */
+  constructor(id, format, { stacked = false, dashed = null, known = [] } = {}) {
+    this.element = document.getElementById(id);
+    this.format = format;
+    this.stacked = stacked;
+    this.dashed = dashed;
+    this.known = known;
+    this.times = [];
+    this.lines = new Map();
+    this.plot = null;
+    new ResizeObserver(() => this.resize()).observe(this.element);
+  }
+
+  /** Add a moment; a line that is not among the values has none then. */
+  add(time, values) {
+    let isNew = false;
+    for (const name of values.keys()) {
+      if (!this.lines.has(name)) {
+        this.lines.set(name, Array(this.times.length).fill(null));
+        isNew = true;
+      }
+    }
+    this.times.push(time);
+    for (const [name, line] of this.lines) line.push(values.get(name) ?? null);
+    for (const column of [this.times, ...this.lines.values()]) column.splice(0, column.length - POINTS);
+    if (isNew || !this.plot) this.draw();
+    else this.plot.setData(this.data());
+    this.showLatest();
+  }
+
+  /** Make it anew, as after a change of lines or colours. */
+  draw() {
+    this.plot?.destroy();
+    const axis = { stroke: colour("quiet"), grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false } };
+    this.plot = new uPlot(
+      {
+        width: this.element.clientWidth,
+        height: HEIGHT,
+        legend: { markers: { width: 2 } },
+        // Once it is there, and with another size, it points at no moment.
+        hooks: { ready: [() => this.showLatest()], setSize: [() => this.showLatest()] },
+        cursor: { drag: { setScale: false }, points: { size: 6 } },
+        scales: { y: { range: (_, __, most) => [0, most > 0 ? 1.08 * most : 1] } },
+        axes: [
+          { ...axis, size: 32, space: 80, values: (_, ticks) => ticks.map(clock) },
+          { ...axis, size: 76, values: (_, ticks) => ticks.map(this.format) },
+        ],
+        series: [{ label: "time", value: (_, time) => (time === null ? "–" : clock(time)) }, ...this.series()],
+      },
+      this.data(),
+      this.element,
+    );
+  }
+
+  /** The lines as they are drawn: of areas the highest first, so that none hides the ones below. */
+  drawn() {
+    return this.stacked ? [...this.lines].reverse() : [...this.lines];
+  }
+
+  series() {
+    return this.drawn().map(([label, line]) => {
+      const place = this.known.indexOf(label);
+      const stroke = colour(label === this.dashed ? "text" : `series-${Math.max(0, place)}`);
+      return {
+        label,
+        stroke,
+        width: 1.5,
+        dash: label === this.dashed ? [8, 6] : undefined,
+        fill: this.stacked ? stroke : undefined,
+        spanGaps: false,
+        points: { show: false },
+        value: (_, __, ___, moment) => this.format(moment === null ? null : line[moment]),
+      };
+    });
+  }
+
+  data() {
+    const columns = [...this.lines.values()];
+    if (!this.stacked) return [this.times, ...columns];
+    const sums = columns.map((_, top) =>
+      this.times.map((_, moment) =>
+        columns[top][moment] === null ? null : columns.slice(0, top + 1).reduce((sum, line) => sum + line[moment], 0),
+      ),
+    );
+    return [this.times, ...sums.reverse()];
+  }
+
+  /** Where nobody points at a moment, the legend tells of the last one. */
+  showLatest() {
+    if (!this.plot) return;
+    if (this.plot.cursor.left < 0 || this.plot.cursor.left === undefined) {
+      this.plot.setLegend({ idx: this.times.length - 1 });
+    }
+  }
+
+  resize() {
+    this.plot?.setSize({ width: this.element.clientWidth, height: HEIGHT });
+  }
+}

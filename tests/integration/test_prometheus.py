@@ -1,0 +1,175 @@
+"""Debian's Prometheus scrapes real servers under load: what it then knows is what was sent.
+
+One server with both transports, and a fleet of two processes.  `promtool` judges the page that they expose.
+"""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from .conftest import ServerProcess
+from .load import BAD, GOOD, Tally, drive, leave
+from .prometheus import Prometheus, queries
+
+WARM_S, LOAD_S = 1.0, 5.0
+FLEET_REQUESTS = 40
+HARNESS_REQUESTS = 120
+
+
+@dataclass
+class Scene:
+    """Servers after the load, and who watched.
+
+    Attributes:
+        ended: when the last of the load had been scraped.
+    """
+
+    prometheus: Prometheus
+    server: ServerProcess
+    fleet: ServerProcess
+    tally: Tally
+    ended: float
+
+
+@pytest.fixture(scope="module")
+def scene(tool, launched, tmp_path_factory):
+    program = tool("prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    uds = folder / "normserve.sock"
+    server = launched("--uds", str(uds), wait=False)
+    fleet = launched("--devices", "cpu,cpu", wait=False)
+    for each in (server, fleet):
+        each.wait_until_ready()
+    # Whatever will be counted is there from the first scrape on, so that rates see all of the load; and it is far
+    # enough from 0 that none of them takes the series to have begun a moment before.
+    drive(server.url, uds, WARM_S)
+    leave(server.address, Tally())
+    prometheus = Prometheus(program, folder, ["{}:{}".format(*each.address) for each in (server, fleet)])
+    try:
+        prometheus.wait_for_scrapes()
+        before = prometheus.values(REQUESTS, "op", "code")
+        tally = drive(server.url, uds, LOAD_S)
+        for _ in range(3):
+            leave(server.address, tally)
+        for _ in range(FLEET_REQUESTS):
+            with fleet.client() as api:
+                path, params, media_type, body = GOOD[0]
+                api.post(path, params=params, content=body, headers={"content-type": media_type})
+        # The second, so that rules have seen the first.
+        prometheus.wait_for_scrapes(2)
+        tally.codes.update({key: int(count) for key, count in before.items()})
+        yield Scene(prometheus, server, fleet, tally, time.time())
+    finally:
+        prometheus.stop()
+
+
+REQUESTS = 'sum by (op, code) (normserve_requests_total{op=~".*_norm", process=""})'
+
+
+def promtool_check(tool, text: str) -> None:
+    done = subprocess.run(
+        [tool("promtool", package="prometheus"), "check", "metrics"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["server", "fleet"])
+def test_promtool_has_no_complaint(scene, tool, name):
+    promtool_check(tool, httpx.get(f"{getattr(scene, name).url}/metrics").text)
+
+
+def test_counters_equal_what_was_sent_by_code(scene):
+    assert scene.prometheus.values(REQUESTS, "op", "code") == scene.tally.codes
+    codes = {code for _, code in scene.tally.codes}
+    assert codes == {"200", "400", "415", "422", "499", "504"}
+
+
+def test_counters_equal_what_the_harness_sent(scene):
+    before = scene.prometheus.values(REQUESTS, "op", "code")
+    command = [sys.executable, "-m", "normload", "run", "--url", scene.server.url, "--max-mib", "0.1"]
+    subprocess.run([*command, "--requests", str(HARNESS_REQUESTS)], check=True, capture_output=True)
+    scene.prometheus.wait_for_scrapes()
+    after = scene.prometheus.values(REQUESTS, "op", "code")
+    grown = {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key, 0)}
+    assert sum(grown.values()) == HARNESS_REQUESTS
+    assert {code for _, code in grown} == {"200"}
+
+
+def test_mean_kernel_bandwidth_is_what_the_headers_said(scene):
+    increase = 'increase(normserve_kernel_{}_total{{process=""}}[1m])'
+    ratio = "sum by (op, pass) ({}) / sum by (op, pass) ({})"
+    expr = ratio.format(increase.format("bytes"), increase.format("seconds"))
+    told = scene.prometheus.values(expr, "op", "pass", at=scene.ended)
+    said = scene.tally.kernels
+    expected = {key: said[*key, "bytes"] / said[*key, "seconds"] for key in {key[:2] for key in said}}
+    assert len(expected) == 6
+    assert told == pytest.approx(expected, rel=0.02)
+
+
+def test_a_fleet_is_one_target(scene):
+    counted = scene.prometheus.values(
+        'sum by (process) (normserve_requests_total{process!="",op="layer_norm"})', "process"
+    )
+    assert counted.keys() == {("0",), ("1",)}
+    assert sum(counted.values()) == FLEET_REQUESTS
+    assert set(scene.prometheus.values("normserve_process_up", "process").items()) == {(("0",), 1.0), (("1",), 1.0)}
+
+
+def test_strangers_add_no_series(scene):
+    """Whatever they ask for, once the answers that they can get have been counted."""
+    count = 'count({__name__=~"normserve_.+",process=""})'
+
+    def stray(number: int) -> None:
+        with scene.server.client() as api:
+            api.get(f"/a{number}?b={number}", headers={"x-request-id": f"r{number}", "user-agent": f"u{number}"})
+            api.request(f"BREW{number}", f"/v1/layers/l{number}")
+            api.delete(f"/v1/layers/l{number}")
+            path, params, media_type, body = BAD[number % len(BAD)]
+            api.post(
+                path, params=params | {"layer": f"l{number}"}, content=body, headers={"content-type": media_type}
+            )
+            api.get(f"/v1/layer_norm/{number}", headers={"accept": f"a/b{number}"})
+
+    for number in range(5):
+        stray(number)
+    scene.prometheus.wait_for_scrapes()
+    before = scene.prometheus.query(count)
+    for number in range(5, 60):
+        stray(number)
+    scene.prometheus.wait_for_scrapes()
+    assert scene.prometheus.query(count) == before
+
+
+QUERIES = queries()
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_panel_has_data_and_every_label_of_its_legend(scene, name):
+    expr, labels = QUERIES[name]
+    answer = scene.prometheus.query(expr, scene.ended)
+    assert answer
+    assert all(metric.get(label) for metric, _ in answer for label in labels)
+    assert any(value == value for _, value in answer)
+
+
+def test_the_share_of_the_roof_is_one(scene):
+    """Small tensors stay in a cache, and so may pass it."""
+    expr, _ = QUERIES["Of the roof, A"]
+    ((_, share),) = scene.prometheus.query(expr, scene.ended)
+    assert 0.001 < share < 20
+
+
+def test_rules_are_evaluated(scene):
+    rules = [rule for group in scene.prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == 16
+    assert {rule["name"]: rule.get("lastError") for rule in rules if rule["health"] != "ok"} == {}
+    for rule in rules:
+        assert rule["type"] == "alerting" or scene.prometheus.query(rule["name"]), rule["name"]
