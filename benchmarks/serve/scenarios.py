@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from statistics import median
 
 import httpx
 
+from benchmarks.serve import scrape
 from benchmarks.serve.load import Wire
 from benchmarks.serve.posts import Post
 from benchmarks.serve.servers import Served
@@ -157,10 +157,9 @@ async def single_rows(server: Served, post: Post, seconds: float) -> list[Measur
 
     await asyncio.gather(*(client() for _ in range(64)))
     after = await _samples(port)
-    launches = after["normserve_batch_requests_count"] - before["normserve_batch_requests_count"]
     return [
         Measured("requests/s", answers / seconds, "-"),
-        Measured("requests a launch", answers / launches, ">= 8"),
+        Measured("requests a launch", scrape.requests_a_launch(before, after), ">= 8"),
     ]
 
 
@@ -252,8 +251,7 @@ async def _left_inside(port: int) -> dict[str, float]:
 async def _samples(port: int) -> dict[str, float]:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-    lines = re.findall(r"^(normserve_\S+) (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in lines}
+    return scrape.parsed(text)
 
 
 def _resident_bytes(pid: int) -> int:
