@@ -24,14 +24,17 @@ from benchmarks.serve.servers import Served
 COLUMNS = ("scenario", "measure", "value", "wanted")
 
 # In flight at once before the next is refused: one that comes in, and one that is computed or sent.
-_PERMITS = ("--max-inflight-requests", "2")
+_AT_ONCE = 2
 _SMALL, _MEDIUM, _LARGE, _HUGE = 2**12, 2**18, 2**21, 2**24
 
 Play = Callable[[Served, Callable[[int], Post], bool], Awaitable[list[Measured]]]
 
 # The server's options, and what happens to it; with `full`, for as long as it takes to be sure.
 SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
-    "overload": (_PERMITS, lambda at, post, full: scenarios.overload(at, post(_HUGE), 20 if full else 3)),
+    "overload": (
+        ("--max-inflight-requests", str(_AT_ONCE)),
+        lambda at, post, full: scenarios.overload(at, post(_HUGE), 20 if full else 3, _AT_ONCE),
+    ),
     "disturbance": (
         (),
         lambda at, post, full: scenarios.disturbance(
