@@ -45,6 +45,7 @@ class SlabPool:
 
     Attributes:
         allocate: makes the memory of a new slab; a device's driver may know better than `plain_memory`.
+        allocates_slowly: that takes so long that whoever must not wait has it done elsewhere.
     """
 
     def __init__(self, *, max_idle_bytes: int) -> None:
@@ -55,6 +56,7 @@ class SlabPool:
         self._idle_bytes = 0
         self._used_bytes = 0
         self.allocate: Callable[[int], Bytes] = plain_memory
+        self.allocates_slowly = False
 
     def take(self, nbytes: int) -> memoryview:
         """Borrow a slab of at least `nbytes`; it is lent until the last view of it is gone.
@@ -73,6 +75,20 @@ class SlabPool:
             with self._lock:
                 self._used_bytes -= size
             raise
+        return self._lend(memory)
+
+    def take_idle(self, nbytes: int) -> memoryview | None:
+        """Borrow a slab of at least `nbytes` if one of that size is idle."""
+        size = _slab_bytes(nbytes)
+        with self._lock:
+            self._collect()
+            memory = self._reuse(size)
+            if memory is None:
+                return None
+            self._used_bytes += size
+        return self._lend(memory)
+
+    def _lend(self, memory: Bytes) -> memoryview:
         lease = memory.view(_Lease)
         lease.memory, lease.home = memory, self._returned
         return lease.data

@@ -44,6 +44,20 @@ def test_slab_is_used_again(pool):
     assert bytes(again[:3]) == b"abc"
 
 
+def test_idle_slab_can_be_had_without_the_risk_of_a_new_one(pool):
+    assert pool.take_idle(MIB) is None
+    assert pool.used_bytes == 0
+    slab = pool.take(MIB)
+    where = address(slab)
+    assert pool.take_idle(MIB) is None
+    del slab
+    again = pool.take_idle(MIB)
+    assert address(again) == where
+    assert (pool.used_bytes, pool.idle_bytes) == (MIB, 0)
+    del again
+    assert (pool.used_bytes, pool.idle_bytes) == (0, MIB)
+
+
 def test_two_borrowers_never_share(pool):
     slabs = [pool.take(MIB) for _ in range(4)]
     for index, slab in enumerate(slabs):

@@ -62,7 +62,7 @@ class TritonBackend:
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
 
     def start(self) -> DeviceInfo:
-        self._slabs.allocate = _pinned_memory
+        self._slabs.allocate, self._slabs.allocates_slowly = _pinned_memory, True
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {
