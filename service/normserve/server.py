@@ -30,8 +30,8 @@ _DRAIN_POLL_S = 0.02
 _CLOSE_S = 3
 # Answers that say that it is over may still leave.
 _FAREWELL_S = 0.3
-# A thread that compiles runs Python for a second on end, and whoever wants Python's lock meanwhile waits so long for
-# it: at the default of 5 ms a server answers a tenth as often, at this two fifths.
+# A thread that compiles runs Python for a second on end, and whoever wants Python's lock meanwhile waits so long
+# for it: at the default of 5 ms a server answers a tenth as often as else, at this two fifths.
 _SWITCH_S = 0.0005
 
 
