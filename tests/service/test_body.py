@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from normserve.errors import OverloadedError
 from normserve.limits import Limits
 from normserve.routes.body import BodyReader
-from normserve.slabs import SlabPool, plain_memory
+from normserve.slabs import PLAIN, SlabPool, Source, plain_memory
 
 MIB = 2**20
 
@@ -37,7 +38,7 @@ def made_on(slabs):
         threads.append(threading.current_thread())
         return plain_memory(nbytes)
 
-    slabs.allocate = allocate
+    slabs.source = replace(PLAIN, allocate=allocate)
     return threads
 
 
@@ -48,7 +49,7 @@ def read(slabs: SlabPool, nbytes: int) -> memoryview:
 
 
 def test_memory_that_takes_long_to_make_is_made_beside_the_loop(slabs, made_on):
-    slabs.allocates_slowly = True
+    slabs.source = replace(slabs.source, is_slow=True)
     assert len(read(slabs, 8 * MIB)) == 8 * MIB
     assert made_on[0] is not threading.current_thread()
     # It has come home by now, and nobody need make another.
@@ -59,7 +60,7 @@ def test_memory_that_takes_long_to_make_is_made_beside_the_loop(slabs, made_on):
 
 @pytest.mark.parametrize(("is_slow", "nbytes"), [(False, 8 * MIB), (True, 100_000)])
 def test_memory_that_is_there_at_once_is_made_here(slabs, made_on, is_slow, nbytes):
-    slabs.allocates_slowly = is_slow
+    slabs.source = replace(slabs.source, is_slow=is_slow)
     assert len(read(slabs, nbytes)) == nbytes
     assert made_on == [threading.current_thread()]
 
@@ -69,7 +70,7 @@ def test_no_memory_is_to_come_back_later(slabs, is_slow):
     def nothing_left(nbytes):
         raise MemoryError
 
-    slabs.allocate, slabs.allocates_slowly = nothing_left, is_slow
+    slabs.source = Source(nothing_left, steps=4, is_slow=is_slow)
     with pytest.raises(OverloadedError):
         read(slabs, 8 * MIB)
     assert slabs.used_bytes == 0

@@ -34,7 +34,7 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.jobs import Batch, Execution, Lane, NormJob, Op
-from normserve.slabs import Bytes, SlabPool
+from normserve.slabs import Bytes, SlabPool, Source
 from normserve.tensors import HostTensor
 
 _DEVICE = "cuda"
@@ -62,7 +62,8 @@ class TritonBackend:
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
 
     def start(self) -> DeviceInfo:
-        self._slabs.allocate, self._slabs.allocates_slowly = _pinned_memory, True
+        # torch pins powers of two, whatever it is asked for.
+        self._slabs.source = Source(_pinned_memory, steps=1, is_slow=True)
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {

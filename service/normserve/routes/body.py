@@ -77,7 +77,7 @@ class _Room:
             OverloadedError: there is none.
         """
         slabs = self.reader.slabs
-        if not slabs.allocates_slowly or self.announced is None or self.announced < _LONG_BYTES:
+        if not slabs.source.is_slow or self.announced is None or self.announced < _LONG_BYTES:
             return
         self.slab = slabs.take_idle(self.announced)
         if self.slab is None:
