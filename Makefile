@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu bench bench-serve plots load image test-image
+.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu plots load image test-image
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -36,7 +36,7 @@ check: .venv/.dev
 
 # test-gpu and bench run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be
 # installed.  On a terminal bench wants rich, too.
-ON_GPU = PYTHONPATH=kernels:service:loadtest $(PYTHON) -m
+ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
 	$(ON_GPU) pytest tests/kernels tests/service/test_triton_backend.py
@@ -49,6 +49,20 @@ bench:
 bench-serve: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.csv
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.behaviour --out benchmarks/results/serve_behaviour.csv
+	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.small --out benchmarks/results/serve_small.csv
+
+# Of the servers, of the client with one connection, and of that with many.
+SERVER_CORES ?= 0-7
+CLIENT_CORES ?= 8
+CLIENTS_CORES ?= 8-11
+
+bench-serve-gpu:
+	$(ON_GPU) benchmarks.serve.engine --out benchmarks/results/serve_gpu_engine.csv --backend triton
+	$(ON_GPU) benchmarks.serve --out benchmarks/results/serve_gpu.csv --device cuda --cores $(SERVER_CORES) $(CLIENT_CORES)
+	$(ON_GPU) benchmarks.serve.small --out benchmarks/results/serve_gpu_small.csv --backend triton \
+		--cores $(SERVER_CORES) $(CLIENTS_CORES)
+	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
+		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 
 plots: .venv/.dev
 	$(BIN)/python -m benchmarks.plots benchmarks/results/$(SUITE).csv --out docs/plots

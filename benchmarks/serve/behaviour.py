@@ -5,8 +5,8 @@ single rows.  The server is on one core and the client on another; answers are c
 """
 
 import argparse
-import csv
 import os
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -17,20 +17,24 @@ import uvloop
 
 from benchmarks.serve import scenarios, servers, system
 from benchmarks.serve.posts import Post, make_parameters
+from benchmarks.serve.results import Results
 from benchmarks.serve.scenarios import Measured
 from benchmarks.serve.servers import Served
 
-COLUMNS = (*system.COLUMNS, "scenario", "measure", "value", "wanted")
+COLUMNS = ("scenario", "measure", "value", "wanted")
 
 # In flight at once before the next is refused: one that comes in, and one that is computed or sent.
-_PERMITS = ("--max-inflight-requests", "2")
+_AT_ONCE = 2
 _SMALL, _MEDIUM, _LARGE, _HUGE = 2**12, 2**18, 2**21, 2**24
 
 Play = Callable[[Served, Callable[[int], Post], bool], Awaitable[list[Measured]]]
 
 # The server's options, and what happens to it; with `full`, for as long as it takes to be sure.
 SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
-    "overload": (_PERMITS, lambda at, post, full: scenarios.overload(at, post(_HUGE), 20 if full else 3)),
+    "overload": (
+        ("--max-inflight-requests", str(_AT_ONCE)),
+        lambda at, post, full: scenarios.overload(at, post(_HUGE), 20 if full else 3, _AT_ONCE),
+    ),
     "disturbance": (
         (),
         lambda at, post, full: scenarios.disturbance(
@@ -51,7 +55,7 @@ SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.behaviour")
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the server and of the client, as in 0-7 8")
@@ -59,27 +63,22 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="10,000 disturbed requests, ten minutes of mixed load")
     parser.add_argument("--only", choices=SCENARIOS, action="append", help="scenarios to run")
     asked = parser.parse_args()
-    os.sched_setaffinity(0, system.cores(asked.cores[1]))
-    rows: list[dict[str, object]] = []
+    server_cores, client_cores = map(system.cores, asked.cores)
+    os.sched_setaffinity(0, client_cores)
+    results = Results(asked.out, COLUMNS)
     print("| scenario | measure | value | wanted |\n|---|---|---|---|")
     for name in asked.only or SCENARIOS:
         options, play = SCENARIOS[name]
         parameters = make_parameters()
         with (
+            results.part(name),
             tempfile.TemporaryDirectory() as folder,
-            servers.normserve(system.cores(asked.cores[0]), Path(folder), parameters, asked.backend, options) as (
-                server,
-                _,
-            ),
+            servers.normserve(server_cores, Path(folder), parameters, asked.backend, options) as (server, _),
         ):
-            measured = uvloop.run(_played(play, server, parameters, asked.full))
-        for each in measured:
-            rows.append(system.described() | {"scenario": name} | asdict(each))
-            print(f"| {name} | {each.measure} | {each.value:.4g} | {each.wanted} |", flush=True)
-    with asked.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+            for each in uvloop.run(_played(play, server, parameters, asked.full)):
+                results.add({"scenario": name} | asdict(each))
+                print(f"| {name} | {each.measure} | {each.value:.4g} | {each.wanted} |", flush=True)
+    return results.exit_code
 
 
 async def _played(play: Play, server: Served, parameters: Mapping[str, np.ndarray], full: bool) -> list[Measured]:
@@ -87,4 +86,4 @@ async def _played(play: Play, server: Served, parameters: Mapping[str, np.ndarra
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,28 +1,43 @@
-/* A closed-loop client with one connection: sends the same request again and again and reads each answer.
+/* A closed-loop client: on each connection, a thread sends the same request again and again and reads each answer.
  *
- * usage: client http|raw ADDRESS REQUEST_FILE SECONDS
+ * usage: client http|raw ADDRESS REQUEST_FILE SECONDS CONNECTIONS
  *   ADDRESS  a port on 127.0.0.1, or the path of a Unix domain socket
  *   http     the file is a whole HTTP request; answers have a Content-Length and must be 200
  *   raw      the file is sent as it is and as many bytes come back
- * Writes one line: answers, seconds, and the median time of one in seconds.  A fifth of the time is spent before
- * anything is counted.
+ * Writes one line: answers a second, the median time of one in seconds, and how many processors the client kept
+ * busy.  A fifth of the time is spent before anything is counted; each connection counts one answer at least.  Its
+ * rate is taken from its first counted request to its last answer, and the rates of all are added.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { PIECE = 256 * 1024, MOST = 1 << 22 };
-static char piece[PIECE + 1];
-static double times[MOST];
+enum { PIECE = 256 * 1024 };
+
+/* A connection, and what came of it. */
+struct line {
+    pthread_t thread;
+    int fd;
+    char piece[PIECE + 1];
+    double *times, began, ended;
+    size_t count, room;
+};
+
+static int raw;
+static char *request;
+static size_t request_bytes;
+static double begin, end;
 
 static void die(const char *why) {
     perror(why);
@@ -62,31 +77,59 @@ static void send_all(int fd, const char *data, size_t left) {
     }
 }
 
-static void skip(int fd, size_t left) {
+static void skip(struct line *on, size_t left) {
     while (left) {
-        ssize_t got = recv(fd, piece, left < PIECE ? left : PIECE, 0);
+        ssize_t got = recv(on->fd, on->piece, left < PIECE ? left : PIECE, 0);
         if (got <= 0) die("recv");
         left -= got;
     }
 }
 
-static void read_answer(int fd) {
+static void read_answer(struct line *on) {
+    char *piece = on->piece, *stop = NULL;
     size_t held = 0;
-    char *end = NULL;
-    while (!end) {
-        ssize_t got = recv(fd, piece + held, PIECE - held, 0);
+    while (!stop) {
+        ssize_t got = recv(on->fd, piece + held, PIECE - held, 0);
         if (got <= 0) die("recv");
         held += got;
         piece[held] = 0;
-        end = strstr(piece, "\r\n\r\n");
+        stop = strstr(piece, "\r\n\r\n");
     }
     if (strncmp(piece, "HTTP/1.1 200", 12)) {
         fprintf(stderr, "%.200s\n", piece);
         exit(1);
     }
     char *length = strcasestr(piece, "\r\ncontent-length:");
-    if (!length || length > end) exit(1);
-    skip(fd, strtoull(length + 17, NULL, 10) - (held - (end + 4 - piece)));
+    if (!length || length > stop) exit(1);
+    skip(on, strtoull(length + 17, NULL, 10) - (held - (stop + 4 - piece)));
+}
+
+static void note(struct line *on, double seconds) {
+    if (on->count == on->room) {
+        on->room = on->room ? 2 * on->room : 4096;
+        on->times = realloc(on->times, on->room * sizeof *on->times);
+        if (!on->times) die("realloc");
+    }
+    on->times[on->count++] = seconds;
+}
+
+static void *run(void *line) {
+    struct line *on = line;
+    for (double sending = now(); sending < end || !on->count;) {
+        send_all(on->fd, request, request_bytes);
+        if (raw)
+            skip(on, request_bytes);
+        else
+            read_answer(on);
+        double answered = now();
+        if (sending >= begin) {
+            if (!on->count) on->began = sending;
+            on->ended = answered;
+            note(on, answered - sending);
+        }
+        sending = answered;
+    }
+    return NULL;
 }
 
 static int ascending(const void *a, const void *b) {
@@ -94,33 +137,44 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+static double processor_seconds(void) {
+    struct rusage used;
+    getrusage(RUSAGE_SELF, &used);
+    return used.ru_utime.tv_sec + used.ru_stime.tv_sec + (used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
+}
+
 int main(int argc, char **argv) {
-    if (argc != 5) return 2;
-    int raw = !strcmp(argv[1], "raw");
+    if (argc != 6) return 2;
+    raw = !strcmp(argv[1], "raw");
     FILE *file = fopen(argv[3], "rb");
     if (!file) die(argv[3]);
     fseek(file, 0, SEEK_END);
-    size_t nbytes = ftell(file);
+    request_bytes = ftell(file);
     rewind(file);
-    char *request = malloc(nbytes);
-    if (!request || fread(request, 1, nbytes, file) != nbytes) die("read");
-    int fd = connected(argv[2]);
-    double seconds = atof(argv[4]), opened = now(), began = 0, ended = opened;
-    size_t count = 0;
-    while (ended - opened < seconds && count < MOST) {
-        int counted = ended - opened >= seconds / 5;
-        double sending = now();
-        if (counted && !count) began = sending;
-        send_all(fd, request, nbytes);
-        if (raw)
-            skip(fd, nbytes);
-        else
-            read_answer(fd);
-        ended = now();
-        if (counted) times[count++] = ended - sending;
+    request = malloc(request_bytes);
+    if (!request || fread(request, 1, request_bytes, file) != request_bytes) die("read");
+    size_t connections = strtoull(argv[5], NULL, 10), count = 0;
+    struct line *lines = calloc(connections, sizeof *lines);
+    if (!lines) die("calloc");
+    for (size_t i = 0; i < connections; i++) lines[i].fd = connected(argv[2]);
+    double seconds = atof(argv[4]), opened = now(), used = processor_seconds();
+    begin = opened + seconds / 5;
+    end = opened + seconds;
+    for (size_t i = 0; i < connections; i++)
+        if (pthread_create(&lines[i].thread, NULL, run, &lines[i])) die("pthread_create");
+    double rate = 0;
+    for (size_t i = 0; i < connections; i++) {
+        struct line *on = &lines[i];
+        pthread_join(on->thread, NULL);
+        count += on->count;
+        if (on->count) rate += on->count / (on->ended - on->began);
     }
-    if (!count) return 1;
+    double busy = (processor_seconds() - used) / (now() - opened);
+    double *times = malloc((count + 1) * sizeof *times);
+    if (!count || !times) return 1;
+    for (size_t i = 0, filled = 0; i < connections; filled += lines[i].count, i++)
+        if (lines[i].count) memcpy(times + filled, lines[i].times, lines[i].count * sizeof *times);
     qsort(times, count, sizeof *times, ascending);
-    printf("%zu %.9f %.9f\n", count, ended - began, times[count / 2]);
+    printf("%.6f %.9f %.4f\n", rate, times[count / 2], busy);
     return 0;
 }

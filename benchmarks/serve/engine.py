@@ -1,82 +1,164 @@
 """The engine without HTTP, host slab to host slab: `python -m benchmarks.serve.engine --out FILE.csv`.
 
 Many requests of one size in flight, against what copies in both directions at once reach on the same device: on
-CUDA between pinned memory and the device, on the CPU from memory to memory.
+CUDA between pinned memory and the device, on the CPU from memory to memory.  A row says where a request's time
+went; `elsewhere` is what no stage accounts for, waits for the device's streams among it.  With `host_cores` near
+one and short stages, it is Python's lock that limits.
 """
 
 import argparse
 import asyncio
-import csv
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from normserve.backends.base import Backend
 from normserve.backends.choose import choose_backend
 from normserve.batcher import Batcher
 from normserve.compilation import Compilation
 from normserve.engine import Engine
 from normserve.executor import Executor
-from normserve.jobs import NormJob, NormSpec, Op, Pass
+from normserve.jobs import NormJob, NormResult, NormSpec, Op, Pass
 from normserve.metrics import Metrics
 from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
 
-from benchmarks.serve import system
+from benchmarks.serve.results import Results
 
-COLUMNS = (*system.COLUMNS, "backend", "nbytes", "in_flight", "round", "bytes_per_second", "ceiling", "of_ceiling")
+COLUMNS = (
+    *("backend", "nbytes", "in_flight", "round", "bytes_per_second", "ceiling", "of_ceiling"),
+    *("queue_ms", "copy_in_ms", "kernel_ms", "copy_out_ms", "elsewhere_ms", "host_cores"),
+)
 COLS = 4096
 _FAR = 1e12
+# Enough for every slab that the results need, and for the kernels.
+_WARM_S, _WARM_PASSES = 0.5, 4
 
 
-def main() -> None:
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """How requests went through the engine.
+
+    Attributes:
+        bytes_per_second: in and out, of all together.
+        stages_ms: of a request, in the mean, by the stage; `elsewhere` is what no stage accounts for.
+        host_cores: how many cores this process kept busy.
+    """
+
+    bytes_per_second: float
+    stages_ms: dict[str, float]
+    host_cores: float
+
+
+class EngineAlone:
+    """An engine on a device of its own, with no server before it."""
+
+    def __init__(self, backend: str) -> None:
+        self.slabs = SlabPool(max_idle_bytes=2**36)
+        # What is not warmed up is compiled at the first request, and that is one class.
+        self._executor = Executor(lambda: choose_backend(backend, 0, self.slabs, warm_sizes=()))
+        batcher = Batcher(max_requests=64, max_bytes=4 * 2**20)
+        compilation = Compilation(max_classes=100, max_per_minute=100)
+        self._engine = Engine(self._executor, batcher, compilation, Metrics())
+
+    async def start(self) -> str:
+        """Start the device; its kind."""
+        device = await self._engine.start()
+        self._engine.open()
+        return device.kind
+
+    async def jobs(self, nbytes: int, count: int) -> list[NormJob]:
+        """LayerNorm of so many inputs in slabs of their own; kernels and slabs for the results are there."""
+        jobs = [_job(self.slabs, nbytes) for _ in range(count)]
+        await self.turn(jobs, _WARM_S, _WARM_PASSES)
+        return jobs
+
+    async def turn(self, jobs: list[NormJob], seconds: float, passes: int = 1) -> Passage:
+        """Each job again as soon as it is done, for so long and at least so often."""
+        results: list[tuple[float, NormResult]] = []
+        moved, began, used = 0, time.perf_counter(), time.process_time()
+
+        async def line(job: NormJob) -> None:
+            nonlocal moved
+            done = 0
+            while done < passes or time.perf_counter() < began + seconds:
+                again, asked = NormJob(job.spec, job.tensors), time.perf_counter()
+                result = await self._engine.submit(again, _FAR)
+                moved += job.nbytes + sum(tensor.nbytes for tensor in result.tensors.values())
+                # Without its tensors: their slabs go home for the next one.
+                results.append((time.perf_counter() - asked, replace(result, tensors={})))
+                del result
+                done += 1
+
+        await asyncio.gather(*(line(job) for job in jobs))
+        elapsed = time.perf_counter() - began
+        return Passage(moved / elapsed, _stages_ms(results), (time.process_time() - used) / elapsed)
+
+    def stop(self) -> None:
+        self._engine.stop(10)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.engine")
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     parser.add_argument("--backend", default="auto", help="torch or triton")
     parser.add_argument("--mib", type=int, nargs="+", default=(16, 64, 256), help="sizes of a request")
-    parser.add_argument("--in-flight", type=int, default=8, help="requests in flight")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=(8,), help="requests in flight")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    slabs = SlabPool(max_idle_bytes=2**36)
-    rows = asyncio.run(_measured(asked, slabs, choose_backend(asked.backend, 0, slabs)))
-    with asked.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    results = Results(asked.out, COLUMNS)
+    asyncio.run(_measure(results, asked))
+    return results.exit_code
 
 
-async def _measured(asked: argparse.Namespace, slabs: SlabPool, backend: Backend) -> list[dict[str, object]]:
-    batcher = Batcher(max_requests=64, max_bytes=4 * 2**20)
-    compilation = Compilation(max_classes=100, max_per_minute=100)
-    engine = Engine(Executor(lambda: backend), batcher, compilation, Metrics())
-    device = await engine.start()
-    engine.open()
-    rows: list[dict[str, object]] = []
+async def _measure(results: Results, asked: argparse.Namespace) -> None:
+    engine = EngineAlone(asked.backend)
+    kind = await engine.start()
     for mib in asked.mib:
-        nbytes = mib * 2**20
-        copies = _pinned_copies(nbytes) if device.kind == "cuda" else _host_copies(nbytes)
-        jobs = [_job(slabs, nbytes) for _ in range(asked.in_flight)]
-        await _turn(engine, jobs, 0.5)
-        for number in range(asked.rounds):
-            ceiling = _copied(copies, nbytes, asked.seconds / 2)
-            reached = await _turn(engine, jobs, asked.seconds)
-            row = system.described() | {
-                "backend": backend.name,
-                "nbytes": nbytes,
-                "in_flight": asked.in_flight,
-                "round": number,
-                "bytes_per_second": f"{reached:.0f}",
-                "ceiling": f"{ceiling:.0f}",
-                "of_ceiling": f"{reached / ceiling:.3f}",
-            }
-            rows.append(row)
-            print(
-                f"{mib} MiB: {reached / 1e9:.1f} of {ceiling / 1e9:.1f} GB/s, {reached / ceiling:.3f}", flush=True
-            )
-    engine.stop(10)
-    return rows
+        for in_flight in asked.in_flight:
+            with results.part(f"{mib} MiB, {in_flight} in flight"):
+                nbytes = mib * 2**20
+                copies = _pinned_copies(nbytes) if kind == "cuda" else _host_copies(nbytes)
+                jobs = await engine.jobs(nbytes, in_flight)
+                for number in range(asked.rounds):
+                    ceiling = _copied(copies, nbytes, asked.seconds / 2)
+                    passage = await engine.turn(jobs, asked.seconds)
+                    row = {"backend": kind, "nbytes": nbytes, "in_flight": in_flight, "round": number}
+                    results.add(row | _figures(passage, ceiling))
+                    print(f"{mib} MiB, {in_flight} in flight: {_said(passage, ceiling)}", flush=True)
+                del jobs, copies
+    engine.stop()
+
+
+def _figures(passage: Passage, ceiling: float) -> dict[str, object]:
+    return {
+        "bytes_per_second": f"{passage.bytes_per_second:.0f}",
+        "ceiling": f"{ceiling:.0f}",
+        "of_ceiling": f"{passage.bytes_per_second / ceiling:.3f}",
+        **{f"{stage}_ms": f"{ms:.4f}" for stage, ms in passage.stages_ms.items()},
+        "host_cores": f"{passage.host_cores:.2f}",
+    }
+
+
+def _said(passage: Passage, ceiling: float) -> str:
+    stages = ", ".join(f"{stage} {ms:.3f}" for stage, ms in passage.stages_ms.items())
+    return (
+        f"{passage.bytes_per_second / 1e9:.1f} of {ceiling / 1e9:.1f} GB/s, "
+        f"{passage.bytes_per_second / ceiling:.3f}; ms: {stages}; {passage.host_cores:.2f} cores"
+    )
+
+
+def _stages_ms(results: list[tuple[float, NormResult]]) -> dict[str, float]:
+    stages = {
+        stage: 1000 * fmean(getattr(result, f"{stage}_s") for _, result in results)
+        for stage in ("queue", "copy_in", "kernel", "copy_out")
+    }
+    whole = 1000 * fmean(took for took, _ in results)
+    return stages | {"elsewhere": whole - sum(stages.values())}
 
 
 def _job(slabs: SlabPool, nbytes: int) -> NormJob:
@@ -85,23 +167,6 @@ def _job(slabs: SlabPool, nbytes: int) -> NormJob:
     torch.frombuffer(data, dtype=torch.bfloat16).normal_()
     spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
     return NormJob(spec, {"x": HostTensor(DType.BFLOAT16, shape, data)})
-
-
-async def _turn(engine: Engine, jobs: list[NormJob], seconds: float) -> float:
-    """Bytes in and out a second, of requests that follow one another on as many lines as there are jobs."""
-    end = time.perf_counter() + seconds
-    moved = 0
-
-    async def line(job: NormJob) -> None:
-        nonlocal moved
-        while time.perf_counter() < end:
-            again = NormJob(job.spec, job.tensors)
-            result = await engine.submit(again, _FAR)
-            moved += job.nbytes + sum(tensor.nbytes for tensor in result.tensors.values())
-
-    began = time.perf_counter()
-    await asyncio.gather(*(line(job) for job in jobs))
-    return moved / (time.perf_counter() - began)
 
 
 def _copied(copies: Callable[[int], None], nbytes: int, seconds: float) -> float:
@@ -143,4 +208,4 @@ def _host_copies(nbytes: int) -> Callable[[int], None]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from statistics import median
 
 import httpx
 
+from benchmarks.serve import scrape
 from benchmarks.serve.load import Wire
 from benchmarks.serve.posts import Post
 from benchmarks.serve.servers import Served
@@ -39,21 +39,20 @@ class _Tally:
     broken: int = 0
 
 
-async def overload(server: Served, post: Post, seconds: float) -> list[Measured]:
-    """An open loop at rising rates until latency bends, then at three times that rate."""
+async def overload(server: Served, post: Post, seconds: float, at_once: int) -> list[Measured]:
+    """An open loop at rising rates until latency bends, then at three times that rate.
+
+    Args:
+        at_once: how many requests the server admits.  As many connections tell what it can do at most; one alone
+            leaves it idle while the client reads, and no rate up to that would bend anything.
+    """
     port = int(server.address)
     alone = (await _open_loop(port, post, 1.0, 3)).served
-    began = time.perf_counter()
-    wire, count = await Wire.open(port), 0
-    while time.perf_counter() - began < seconds:
-        await post.by(wire, waits_for_leave=True)
-        count += 1
-    wire.leave()
-    capacity = count / (time.perf_counter() - began)
+    capacity = await _closed_loop(port, post, seconds, at_once)
     knee, at_knee = 0.0, _Tally()
     for fraction in _RATES:
         tally = await _open_loop(port, post, fraction * capacity, seconds)
-        if tally.refused or tally.broken or median(tally.served) > 2 * median(alone):
+        if knee and (tally.refused or tally.broken or median(tally.served) > 2 * median(alone)):
             break
         knee, at_knee = fraction * capacity, tally
     # The first part is for the slabs to find their number.
@@ -63,7 +62,7 @@ async def overload(server: Served, post: Post, seconds: float) -> list[Measured]
     storm = await _open_loop(port, post, 3 * knee, 2 * seconds)
     elapsed = time.perf_counter() - began
     return [
-        Measured("closed loop, one connection, requests/s", capacity, "-"),
+        Measured(f"closed loop, {at_once} connections, requests/s", capacity, "-"),
         Measured("rate where latency bends, requests/s", knee, "-"),
         Measured("p99 there, s", _quantile(at_knee.served, 0.99), "-"),
         Measured("goodput at 3 times that over it", len(storm.served) / elapsed / knee, ">= 0.9"),
@@ -157,11 +156,26 @@ async def single_rows(server: Served, post: Post, seconds: float) -> list[Measur
 
     await asyncio.gather(*(client() for _ in range(64)))
     after = await _samples(port)
-    launches = after["normserve_batch_requests_count"] - before["normserve_batch_requests_count"]
     return [
         Measured("requests/s", answers / seconds, "-"),
-        Measured("requests a launch", answers / launches, ">= 8"),
+        Measured("requests a launch", scrape.requests_a_launch(before, after), ">= 8"),
     ]
+
+
+async def _closed_loop(port: int, post: Post, seconds: float, connections: int) -> float:
+    """Answers a second of so many connections that each ask again and again."""
+    began, answers = time.perf_counter(), 0
+
+    async def client() -> None:
+        nonlocal answers
+        wire = await Wire.open(port)
+        while time.perf_counter() - began < seconds:
+            assert (await post.by(wire, waits_for_leave=True)).status == 200
+            answers += 1
+        wire.leave()
+
+    await asyncio.gather(*(client() for _ in range(connections)))
+    return answers / (time.perf_counter() - began)
 
 
 async def _open_loop(port: int, post: Post, rate: float, seconds: float) -> _Tally:
@@ -252,8 +266,7 @@ async def _left_inside(port: int) -> dict[str, float]:
 async def _samples(port: int) -> dict[str, float]:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-    lines = re.findall(r"^(normserve_\S+) (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in lines}
+    return scrape.parsed(text)
 
 
 def _resident_bytes(pid: int) -> int:

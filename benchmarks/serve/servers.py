@@ -1,12 +1,13 @@
-"""The servers of a run, all on the same cores."""
+"""The servers of a run."""
 
 import contextlib
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,12 @@ LAYER = "bench"
 
 # glibc gives memory above the first back to the kernel at each free, and faults it in again at the next request.
 TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+
+
+# A cold start compiles every kernel that the configuration foresees.
+_START_S = 420.0
+# Longer than a drain.
+_END_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,11 @@ def process(command: list[str], cores: set[int], environment: Mapping[str, str])
         yield running
     finally:
         running.terminate()
-        running.wait(20)
+        try:
+            running.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
         assert running.stdout is not None
         running.stdout.close()
 
@@ -57,10 +68,15 @@ def process(command: list[str], cores: set[int], environment: Mapping[str, str])
 def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None]) -> str:
     """What the first line says that says anything."""
     assert running.stdout is not None
-    for line in running.stdout:
-        if found := matches(line):
-            return found
-    raise RuntimeError("the server ended before it was ready")
+    late = threading.Timer(_START_S, running.kill)
+    late.start()
+    try:
+        for line in running.stdout:
+            if found := matches(line):
+                return found
+    finally:
+        late.cancel()
+    raise RuntimeError(f"the server ended before it was ready, or was not after {_START_S:g} s")
 
 
 @contextlib.contextmanager
@@ -71,14 +87,26 @@ def normserve(
     uds = folder / "normserve.sock"
     command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
     with process([*command, "--log-level", "warning", *options], cores, {"PYTHONUNBUFFERED": "1"}) as running:
-        url = _first(
-            running, lambda line: found[1] if (found := re.search(r"POST .* (http://\S+?)/v1", line)) else None
-        )
-        with Client(url) as client:
-            client.put_layer(LAYER, "layer_norm", parameters["weight"], parameters["bias"])
-        path = f"/v1/layer_norm?layer={LAYER}"
-        port = str(httpx.URL(url).port)
-        yield [Served("normserve", port, path, running.pid), Served("normserve-uds", str(uds), path, running.pid)]
+        served = _with_layer("normserve", running, parameters)
+        yield [served, replace(served, name="normserve-uds", address=str(uds))]
+
+
+@contextlib.contextmanager
+def deviceless(cores: set[int], parameters: Mapping[str, np.ndarray]) -> Iterator[Served]:
+    """The same server with nothing behind it."""
+    environment = {"PYTHONUNBUFFERED": "1", "NORMSERVE_PORT": "0", "NORMSERVE_LOG_LEVEL": "warning"}
+    with process([sys.executable, "-m", "benchmarks.serve.deviceless"], cores, environment) as running:
+        yield _with_layer("deviceless", running, parameters)
+
+
+def _with_layer(name: str, running: subprocess.Popen[str], parameters: Mapping[str, np.ndarray]) -> Served:
+    """A normserve once it is ready and knows the layer."""
+    url = _first(
+        running, lambda line: found[1] if (found := re.search(r"POST .* (http://\S+?)/v1", line)) else None
+    )
+    with Client(url, timeout_s=_START_S) as client:
+        client.put_layer(LAYER, "layer_norm", parameters["weight"], parameters["bias"])
+    return Served(name, str(httpx.URL(url).port), f"/v1/layer_norm?layer={LAYER}", running.pid)
 
 
 @contextlib.contextmanager

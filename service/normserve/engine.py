@@ -9,8 +9,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from enum import Enum
 
 from normserve.batcher import Batcher
@@ -18,7 +17,6 @@ from normserve.compilation import Compilation
 from normserve.device import DeviceInfo
 from normserve.errors import (
     ClientLeftError,
-    DeadlineExceededError,
     DeviceFailureError,
     DrainingError,
     NormserveError,
@@ -27,6 +25,7 @@ from normserve.errors import (
 from normserve.executor import Executor, Outcome, Reply
 from normserve.jobs import Batch, Execution, Lane, NormJob, NormResult, Op
 from normserve.metrics import Metrics
+from normserve.replies import Replies
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
@@ -41,18 +40,6 @@ class State(Enum):
     FAILED = "failed"
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A job's way back, and what may end its wait."""
-
-    reply: asyncio.Future[NormResult]
-    submitted: float
-    deadline: float
-    is_compiled: bool
-    timer: asyncio.TimerHandle | None = None
-    is_running: bool = False
-
-
 class Engine:
     """Feeds one executor."""
 
@@ -61,8 +48,8 @@ class Engine:
         self._batcher = batcher
         self._compilation = compilation
         self._metrics = metrics
-        self._waiting: dict[NormJob, _Waiting] = {}
-        self._arrivals: list[NormJob] = []
+        self._replies = Replies(self._withdraw)
+        self._arrivals: dict[NormJob, bool] = {}
         self._running = dict.fromkeys(Lane, 0)
         self._failure: NormserveError | None = None
         self.state = State.STARTING
@@ -101,7 +88,7 @@ class Engine:
 
     def give_up(self) -> None:
         """Tell everybody who still waits that the server ends first."""
-        self._reply_error(self._waiting, DrainingError("the server ends before this request was finished"))
+        self._replies.refuse_all(DrainingError("the server ends before this request was finished"))
 
     def stop(self, timeout_s: float) -> None:
         """End the device's thread; nothing may be submitted afterwards."""
@@ -141,27 +128,24 @@ class Engine:
         """
         if self._failure is not None:
             raise copy.copy(self._failure)
-        loop = asyncio.get_running_loop()
-        submitted = time.perf_counter()
-        if deadline <= submitted:
-            raise self._late(job)
-        waiting = _Waiting(loop.create_future(), submitted, deadline, is_compiled=self._is_compiled(job))
-        self._waiting[job] = waiting
-        if not self._arrivals:
-            # At the end of this turn of the loop: what else came in it shares the launch, and nobody has waited.
-            loop.call_soon(self._admit)
-        self._arrivals.append(job)
+        reply = self._replies.expect(job, deadline)
         try:
-            return await waiting.reply
+            is_compiled = self._is_compiled(job)
+            if not self._arrivals:
+                # When this turn of the loop ends: what else came in it shares the launch, and nobody has waited.
+                asyncio.get_running_loop().call_soon(self._admit)
+            self._arrivals[job] = is_compiled
+            return await reply
         finally:
-            self._forget(job)
+            self._withdraw(job)
+            self._replies.forget(job)
             # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
-            del waiting
+            del reply
 
     def abandon(self, job: NormJob) -> None:
         """The client of a job has left: take it out of the queue, or drop its result."""
         self._withdraw(job)
-        self._reply_error((job,), ClientLeftError("the client left before its result was ready"))
+        self._replies.refuse((job,), ClientLeftError("the client left before its result was ready"))
 
     def _is_compiled(self, job: NormJob) -> bool:
         """Whether a job may run now; if not, it will be queued once its kernels are there.
@@ -182,7 +166,7 @@ class Engine:
         jobs = self._compilation.end(kind, compiled=outcome.error is None)
         if outcome.error is not None:
             self._note_failure(outcome.error)
-            self._reply_error(jobs, outcome.error)
+            self._replies.refuse(jobs, outcome.error)
             return
         self._metrics.observe_compile(time.perf_counter() - outcome.started)
         for job in jobs:
@@ -192,34 +176,27 @@ class Engine:
     def _admit(self) -> None:
         """Give the device what it can take, and let the clock run for what must wait."""
         # Some may have left since.
-        arrivals = [job for job in self._arrivals if job in self._waiting and not self._waiting[job].reply.done()]
-        self._arrivals = []
+        arrivals = {job: ready for job, ready in self._arrivals.items() if self._replies.is_awaited(job)}
+        self._arrivals = {}
         if self._failure is not None:
-            self._reply_error(arrivals, self._failure)
+            self._replies.refuse(arrivals, self._failure)
             return
-        ready = [job for job in arrivals if self._waiting[job].is_compiled]
+        ready = [job for job, is_compiled in arrivals.items() if is_compiled]
         if len(ready) == 1 and not self._batcher and self._batcher.lane_of(ready[0]) in self._free_lanes():
             self._launch(Batch((ready[0],), self._batcher.lane_of(ready[0])))
         else:
             for job in ready:
                 self._batcher.add(job)
             self._feed()
-        loop, now = asyncio.get_running_loop(), time.perf_counter()
         for job in arrivals:
-            waiting = self._waiting[job]
-            if not waiting.is_running:
-                waiting.timer = loop.call_later(max(0.0, waiting.deadline - now), self._expire, job)
+            self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
         while (batch := self._batcher.take(self._free_lanes())) is not None:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
-        for job in batch.jobs:
-            waiting = self._waiting[job]
-            waiting.is_running = True
-            if waiting.timer is not None:
-                waiting.timer.cancel()
+        self._replies.note_start(batch)
         if batch.nbytes <= self._executor.backend.inline_bytes and not any(self._running.values()):
             self._conclude(batch, self._executor.run_here(batch))
             return
@@ -243,38 +220,12 @@ class Engine:
     def _conclude(self, batch: Batch, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._note_failure(outcome.error)
-            self._reply_error(batch.jobs, outcome.error)
-        else:
-            self._reply_results(batch, outcome)
-
-    def _reply_results(self, batch: Batch, outcome: Outcome) -> None:
+            self._replies.refuse(batch.jobs, outcome.error)
+            return
         execution = outcome.value
         assert isinstance(execution, Execution)
         self._metrics.observe_launch(batch, execution)
-        launch_bytes = sum(execution.kernel_bytes)
-        for job, tensors, kernel_bytes in zip(batch.jobs, execution.outputs, execution.kernel_bytes, strict=True):
-            waiting = self._waiting.get(job)
-            if waiting is None or waiting.reply.done():
-                continue
-            waiting.reply.set_result(
-                NormResult(
-                    tensors=tensors,
-                    queue_s=max(0.0, outcome.started - waiting.submitted),
-                    copy_in_s=execution.copy_in_s,
-                    kernel_s=execution.kernel_s,
-                    copy_out_s=execution.copy_out_s,
-                    kernel_bytes=kernel_bytes,
-                    launch_bytes=launch_bytes,
-                    batch_size=len(batch.jobs),
-                )
-            )
-
-    def _reply_error(self, jobs: Iterable[NormJob], error: NormserveError) -> None:
-        for job in jobs:
-            waiting = self._waiting.get(job)
-            if waiting is not None and not waiting.reply.done():
-                # Each its own: a traceback grows by the frames, and so by the tensors, of all who raise the error.
-                waiting.reply.set_exception(copy.copy(error))
+        self._replies.give(batch, execution, outcome.started)
 
     def _note_failure(self, error: NormserveError) -> None:
         """A failed device is of no more use: answer everybody who waits for it and tell the process."""
@@ -286,25 +237,12 @@ class Engine:
         queued = (*self._batcher, *self._compilation.jobs())
         for job in queued:
             self._withdraw(job)
-        self._reply_error(queued, error)
+        self._replies.refuse(queued, error)
         self.on_failure()
 
     def _withdraw(self, job: NormJob) -> None:
         self._batcher.discard(job)
         self._compilation.discard(job)
-
-    def _expire(self, job: NormJob) -> None:
-        self._withdraw(job)
-        self._reply_error((job,), self._late(job))
-
-    def _forget(self, job: NormJob) -> None:
-        self._withdraw(job)
-        waiting = self._waiting.pop(job)
-        if waiting.timer is not None:
-            waiting.timer.cancel()
-
-    def _late(self, job: NormJob) -> DeadlineExceededError:
-        return DeadlineExceededError(f"execution of this {job.spec.op.value} had not begun by its deadline")
 
     def _enter(self, state: State) -> None:
         self.state = state

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from normserve.backends.base import Backend, InFlight
 from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Lane, NormJob, Op
+from normserve.jobs import Batch, Execution, Lane, NormJob, Op
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Executor:
 
     def run_here(self, batch: Batch) -> Outcome:
         """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`)."""
-        return self._attempt(lambda: self.backend.run(batch))
+        return self._attempt(lambda: _landed(self.backend.run(batch)))
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
@@ -149,3 +149,7 @@ class Executor:
             return NormserveError("the server met an error of its own; its log says more")
         log.error("%s: %s", meaning.code, error)
         return meaning
+
+
+def _landed(value: Execution | InFlight) -> Execution:
+    return value.wait() if isinstance(value, InFlight) else value

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 # One that starts or hangs must not hold up a scrape for longer than Prometheus waits.
 _ANSWER_S = 2.0
-_CHANGE_S = 5.0
+# A layer's kernels may have to be compiled before it is registered.
+_CHANGE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A real server process on a real port."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import httpx
 import pytest
+
+from .stage import Stage, stage_on
 
 _START_S = 60
 _LISTENING = re.compile(r"ready on (http://\S+)")
@@ -163,3 +166,29 @@ def until() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture(scope="module")
+def shared_stage(tmp_path_factory, launched, until):
+    gate = tmp_path_factory.mktemp("stage") / "gate"
+    with stage_on(launched, gate, until) as stage:
+        yield stage
+
+
+@pytest.fixture
+def stage(shared_stage):
+    """A stage that the module's tests share and leave as they found it: the gate is shut."""
+    yield shared_stage
+    shared_stage.gate.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def stage_of(start_server, tmp_path, until):
+    """Makes a stage of the test's own from the server's options."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*options: str) -> Stage:
+            start = functools.partial(start_server, *options)
+            return stack.enter_context(stage_on(start, tmp_path / "gate", until))
+
+        yield make

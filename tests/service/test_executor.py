@@ -181,6 +181,22 @@ def test_error_in_flight_comes_back_as_what_it_means(executor, backend, replies)
     assert isinstance(replies.next().error, DeviceOutOfMemoryError)
 
 
+def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backend):
+    landing = Landing()
+    landing.may_end.set()
+    backend.results.append(landing)
+    assert executor.run_here(Batch((job(1, 4),))).value is EXECUTION
+    assert landing.thread == threading.get_ident()
+
+
+def test_batch_that_crashes_here_says_what_it_means(executor, backend):
+    landing = Landing()
+    landing.may_end.set()
+    landing.error = MemoryError()
+    backend.results.append(landing)
+    assert isinstance(executor.run_here(Batch((job(1, 4),))).error, DeviceOutOfMemoryError)
+
+
 def test_stop_waits_for_what_is_in_flight(executor, backend, replies):
     landing = fly(executor, backend, replies)
     threading.Timer(0.05, landing.may_end.set).start()

@@ -30,8 +30,10 @@ class FakeDevice:
     @contextlib.contextmanager
     def use(self, stream):
         self.current = stream
-        yield
-        self.current = None
+        try:
+            yield
+        finally:
+            self.current = None
 
 
 class FakeStream:
@@ -100,6 +102,22 @@ def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
     ]
 
 
+def test_stages_on_one_stream_wait_for_nothing_and_share_their_moments(device):
+    flight = Pipeline(device, apart=False).start(*stages(device), first="x")
+    assert device.log == [
+        ("in", "reaches", 1),
+        ("in", "runs", "x"),
+        ("in", "reaches", 2),
+        ("in", "runs", "x>in"),
+        ("in", "reaches", 3),
+        ("in", "runs", "x>in>compute"),
+        ("in", "reaches", 4),
+    ]
+    took = flight.wait()
+    assert device.log[-1] == ("host", "waits for", 4)
+    assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
+
+
 def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline):
     first = pipeline.start(*stages(device, " 1"), first="a")
     second = pipeline.start(*stages(device, " 2"), first="b")
@@ -139,6 +157,15 @@ def test_memory_of_every_stage_lives_until_the_flight_is_over(pipeline):
     flight.wait()
     # The last one is the flight's value.
     assert [memory() is not None for memory in alive] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_failed_stage_leaves_its_stream(device, pipeline, broken):
+    three = stages(device)
+    three[broken] = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pipeline.start(*three)
+    assert device.current is None
 
 
 @pytest.mark.parametrize("broken", range(3))

@@ -1,5 +1,7 @@
 """The CUDA backend against the oracle, and its rows alone and in company; needs a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from fusednorm import reference
@@ -217,3 +219,17 @@ def test_slabs_are_pinned_and_come_home(backend):
     assert torch.frombuffer(execution.outputs[0]["y"].data, dtype=torch.float32).is_pinned()
     del x, slab, execution
     assert slabs.used_bytes == 0
+
+
+def test_small_batches_run_on_whatever_thread_they_come_from(backend):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    given = [torch.randn(rows, 4096) for rows in (1, 3)]
+    batch = Batch(tuple(NormJob(spec, {"x": host(x)}) for x in given))
+    assert batch.nbytes <= backend.inline_bytes
+    with ThreadPoolExecutor(1) as elsewhere:
+        executions = [elsewhere.submit(lambda: backend.run(batch).wait()).result(), backend.run(batch).wait()]
+    for execution in executions:
+        assert min(execution.copy_in_s, execution.kernel_s, execution.copy_out_s) > 0
+        for x, outputs in zip(given, execution.outputs, strict=True):
+            want = torch.nn.functional.layer_norm(x, (4096,))
+            torch.testing.assert_close(back(outputs["y"]), want, rtol=0, atol=3e-5)

@@ -7,15 +7,19 @@ from math import prod
 import torch
 from torch import Tensor
 
-from normserve.backends.tensors import PARAMETERS, rows_of, view
+from normserve.backends.tensors import DTYPES, PARAMETERS, TORCH_DTYPES, rows_of, shape_of, view
 from normserve.jobs import Batch
 from normserve.slabs import SlabPool
+from normserve.tensors import DType, HostTensor
 
 # A job alone is packed up to here: its tensors' copies would take longer to start than to run, and a body that came
 # with its header does not lie in a slab.
 _PACKED_BYTES = 256 * 1024
 # Kernels want tensors at multiples of 16 bytes; whole cache lines keep neighbours apart.
 _ALIGNMENT = 128
+
+
+Place = tuple[int, int, torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Parcel:
     """
 
     buffers: list[Tensor]
-    places: dict[str, tuple[int, int, torch.dtype, torch.Size]]
+    places: dict[str, Place]
 
     def brought(self, bring: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The tensors where `bring` takes the buffers."""
@@ -44,50 +48,62 @@ def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
 
     Small ones are gathered in a slab; large ones of a single job stay where they lie.
     """
-    parts = {name: _parts(batch, name) for name in batch.jobs[0].tensors}
+    first = batch.jobs[0]
     if len(batch.jobs) == 1 and batch.nbytes > _PACKED_BYTES:
-        alone = {name: part for name, (part,) in parts.items()}
-        places = {name: (index, 0, part.dtype, part.shape) for index, (name, part) in enumerate(alone.items())}
+        alone = {name: _alone(batch, name) for name in first.tensors}
+        places: dict[str, Place] = {
+            name: (index, 0, part.dtype, part.shape) for index, (name, part) in enumerate(alone.items())
+        }
         return Parcel(list(alone.values()), places)
-    shapes = {
-        name: torch.Size((sum(len(part) for part in these), *these[0].shape[1:])) for name, these in parts.items()
-    }
-    buffer, offsets = room_for({name: (these[0].dtype, shapes[name]) for name, these in parts.items()}, slabs)
-    for name, these in parts.items():
-        start = offsets[name]
-        for part in these:
-            _piece(buffer, start, part.dtype, part.shape).copy_(part)
-            start += part.nbytes
-    places = {name: (0, offsets[name], these[0].dtype, shapes[name]) for name, these in parts.items()}
-    return Parcel([buffer], places)
+    rows = sum([job.rows for job in batch.jobs])
+    wanted = {name: (tensor.dtype, shape_of(first, name, rows)) for name, tensor in first.tensors.items()}
+    slab, offsets = room_for(wanted, slabs)
+    for name, start in offsets.items():
+        for job in batch.jobs[:1] if name in PARAMETERS else batch.jobs:
+            data = _row_major(job.tensors[name])
+            slab[start : start + len(data)] = data
+            start += len(data)
+    places = {name: (0, offsets[name], TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in wanted.items()}
+    return Parcel([torch.frombuffer(slab, dtype=torch.uint8)], places)
 
 
 def room_for(
-    tensors: Mapping[str, tuple[torch.dtype, torch.Size]], slabs: SlabPool
-) -> tuple[Tensor, dict[str, int]]:
-    """A slab as bytes for tensors of these dtypes and shapes, and where in it each begins."""
+    tensors: Mapping[str, tuple[DType, tuple[int, ...]]], slabs: SlabPool
+) -> tuple[memoryview, dict[str, int]]:
+    """A slab for tensors of these dtypes and shapes, and where in it each begins."""
     offsets, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         offsets[name] = end
         end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     end = max(end, _ALIGNMENT)
-    return torch.frombuffer(slabs.take(end)[:end], dtype=torch.uint8), offsets
+    return slabs.take(end)[:end], offsets
 
 
-def collected(outputs: Mapping[str, Tensor], slabs: SlabPool) -> dict[str, Tensor]:
+def collected(outputs: Mapping[str, Tensor], slabs: SlabPool) -> dict[str, HostTensor]:
     """Copies of the tensors in one slab; from a device, they are complete when its stream has come so far."""
-    buffer, offsets = room_for({name: (tensor.dtype, tensor.shape) for name, tensor in outputs.items()}, slabs)
-    return {
-        name: _piece(buffer, offsets[name], tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
-        for name, tensor in outputs.items()
-    }
+    described = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in outputs.items()}
+    slab, offsets = room_for(described, slabs)
+    collected = {}
+    for name, (dtype, shape) in described.items():
+        start, count = offsets[name], prod(shape)
+        if count:
+            tensor = outputs[name]
+            home = torch.frombuffer(slab, dtype=tensor.dtype, count=count, offset=start)
+            home.copy_(tensor.reshape(-1), non_blocking=True)
+        collected[name] = HostTensor(dtype, shape, slab[start : start + count * dtype.itemsize])
+    return collected
 
 
-def _parts(batch: Batch, name: str) -> list[Tensor]:
-    return [view(batch.jobs[0].tensors[name])] if name in PARAMETERS else rows_of(batch, name)
+def _alone(batch: Batch, name: str) -> Tensor:
+    return view(batch.jobs[0].tensors[name]) if name in PARAMETERS else rows_of(batch, name)[0]
 
 
-def _piece(buffer: Tensor, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _row_major(tensor: HostTensor) -> memoryview:
+    """A tensor's bytes, in row-major order."""
+    return view(tensor).reshape(-1).view(torch.uint8).numpy().data if tensor.fortran_order else tensor.data
+
+
+def _piece(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if buffer.dtype == dtype and buffer.shape == shape:
         return buffer
     return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -65,9 +65,10 @@ class Flight:
 class Pipeline:
     """The streams of one lane."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, *, apart: bool = True) -> None:
+        """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""
         self._source = streams
-        self._streams = [streams.stream() for _ in range(3)]
+        self._streams = [streams.stream() for _ in range(3)] if apart else [streams.stream()] * 3
 
     def start(self, *stages: Callable[[Any], Any], first: Any = None) -> Flight:
         """Put copy-in, compute and copy-out on their streams, each after the one before it; blocks for none.
@@ -79,20 +80,30 @@ class Pipeline:
         """
         held = [first]
         spans: list[tuple[Event, Event]] = []
+        current: Stream | None = None
         try:
-            for stream, stage in zip(self._streams, stages, strict=True):
-                if spans:
-                    stream.wait_event(spans[-1][1])
-                began, ended = self._source.event(), self._source.event()
-                began.record(stream)
-                with self._source.use(stream):
+            with contextlib.ExitStack() as in_use:
+                for stream, stage in zip(self._streams, stages, strict=True):
+                    if stream is current:
+                        began = spans[-1][1]
+                    else:
+                        in_use.close()
+                        in_use.enter_context(self._source.use(stream))
+                        current = stream
+                        if spans:
+                            stream.wait_event(spans[-1][1])
+                        began = self._mark(stream)
                     held.append(stage(held[-1]))
-                ended.record(stream)
-                spans.append((began, ended))
+                    spans.append((began, self._mark(stream)))
         except BaseException:
             self._settle()
             raise
         return Flight(held[-1], spans, held)
+
+    def _mark(self, stream: Stream) -> Event:
+        event = self._source.event()
+        event.record(stream)
+        return event
 
     def _settle(self) -> None:
         """What was put on the streams may still write to memory that the caller is about to give back."""

@@ -18,7 +18,7 @@ TORCH_DTYPES = {
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
 }
-_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # The names that belong to the whole launch; everything else is rows of it.
 PARAMETERS = ("weight", "bias")
@@ -72,31 +72,46 @@ def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def host_tensor(tensor: Tensor, shape: Sequence[int]) -> HostTensor:
+def host_tensor(tensor: Tensor) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
     # Flat first: an axis of one element may have any stride.
     flat = tensor.view(-1).view(torch.uint8).numpy()
-    return HostTensor(_DTYPES[tensor.dtype], tuple(shape), flat.data)
+    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), flat.data)
 
 
-def split(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[dict[str, HostTensor], ...]:
-    """Each job's share of a launch's outputs, which are in host memory and in payload order; no copy."""
+def split(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ...]:
+    """Each job's share of a launch's outputs, which are in payload order; no copy."""
+    counts = [job.rows for job in batch.jobs]
+    total = sum(counts)
     shares = []
     start = 0
-    for job in batch.jobs:
-        stop = start + job.rows
-        shares.append({name: _share(job, name, output, start, stop) for name, output in outputs.items()})
+    for job, count in zip(batch.jobs, counts, strict=True):
+        stop = start + count
+        shares.append({name: _share(job, name, whole, start, stop, total) for name, whole in outputs.items()})
         start = stop
     return tuple(shares)
 
 
-def _share(job: NormJob, name: str, output: Tensor, start: int, stop: int) -> HostTensor:
+def _share(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, total: int) -> HostTensor:
     if name in _PARAMETER_GRADIENTS:
-        return host_tensor(output, output.shape)
-    own = output if stop - start == len(output) else output[start:stop]
+        return whole
     if name in _LAID_OUT_AS_X:
-        return host_tensor(own, job.x.shape)
-    return host_tensor(own, own.shape if job.spec.op is Op.GROUP_NORM else job.x.shape[:-1])
+        shape = job.x.shape
+    elif job.spec.op is Op.GROUP_NORM:
+        shape = (stop - start, *whole.shape[1:])
+    else:
+        shape = job.x.shape[:-1]
+    row_bytes = len(whole.data) // total if total else 0
+    return HostTensor(whole.dtype, shape, whole.data[start * row_bytes : stop * row_bytes])
+
+
+def kernel_bytes_of(batch: Batch, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
+    """`kernel_bytes` of each job.  They are of one class, so that it is the rows that make the difference."""
+    by_rows: dict[int, int] = {}
+    for job, share in zip(batch.jobs, shares, strict=True):
+        if job.rows not in by_rows:
+            by_rows[job.rows] = kernel_bytes(job, share)
+    return tuple(by_rows[job.rows] for job in batch.jobs)
 
 
 def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:

@@ -18,7 +18,8 @@ from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
     PARAMETERS,
     channels_first,
-    kernel_bytes,
+    host_tensor,
+    kernel_bytes_of,
     payload_order,
     rows_of,
     split,
@@ -85,11 +86,11 @@ class TorchBackend:
         ready = time.perf_counter()
         outputs = launch(cpu, job.spec, tensors, self._result_memory(job.spec))
         computed = time.perf_counter()
-        ordered = {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
+        ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
         shares = split(batch, ordered)
         return Execution(
             outputs=shares,
-            kernel_bytes=tuple(kernel_bytes(job, share) for job, share in zip(batch.jobs, shares, strict=True)),
+            kernel_bytes=kernel_bytes_of(batch, shares),
             copy_in_s=ready - began,
             kernel_s=computed - ready,
             copy_out_s=time.perf_counter() - computed,

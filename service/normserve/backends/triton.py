@@ -19,7 +19,7 @@ from normserve.backends.streams import Flight, Pipeline, StageSeconds
 from normserve.backends.tensors import (
     TORCH_DTYPES,
     channels_first,
-    kernel_bytes,
+    kernel_bytes_of,
     payload_order,
     shape_of,
     split,
@@ -34,7 +34,7 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.jobs import Batch, Execution, Lane, NormJob, Op
-from normserve.slabs import Bytes, SlabPool
+from normserve.slabs import Bytes, SlabPool, Source
 from normserve.tensors import HostTensor
 
 _DEVICE = "cuda"
@@ -47,8 +47,8 @@ class TritonBackend:
     # Of large batches one on each wire and one that is computed; of small ones one that is answered while the next
     # is under way.  More would only take company away from those that wait.
     depth = Depth(5, {Lane.SMALL: 2, Lane.LARGE: 3})
-
-    inline_bytes = 0
+    # Such a batch is on the device for less time than it takes to tell another thread of it.
+    inline_bytes = 256 * 1024
 
     def __init__(self, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)) -> None:
         """Make it.
@@ -62,9 +62,14 @@ class TritonBackend:
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
 
     def start(self) -> DeviceInfo:
-        self._slabs.allocate = _pinned_memory
-        # Streams of their own for each lane: a small batch is not behind the copies of large ones.
-        self._pipelines = {lane: Pipeline(_CudaStreams(urgent=lane is Lane.SMALL)) for lane in Lane}
+        # torch pins powers of two, whatever it is asked for.
+        self._slabs.source = Source(_pinned_memory, steps=1, is_slow=True)
+        # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
+        # take less time than streams take to wait for one another.
+        self._pipelines = {
+            Lane.SMALL: Pipeline(_CudaStreams(urgent=True), apart=False),
+            Lane.LARGE: Pipeline(_CudaStreams(urgent=False)),
+        }
         for batch in warm_up_batches(self._warm_sizes):
             self.run(batch).wait()
             self.compiled.update(job.kernel_class() for job in batch.jobs)
@@ -103,7 +108,7 @@ class TritonBackend:
             outputs = launch(fusednorm, job.spec, inputs)
             return {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
 
-        def copy_out(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        def copy_out(outputs: dict[str, Tensor]) -> dict[str, HostTensor]:
             return collected(outputs, self._slabs)
 
         # The batch and its parcel are held with the rest: the device reads their slabs.
@@ -113,7 +118,7 @@ class TritonBackend:
         def execution(took: StageSeconds) -> Execution:
             return Execution(
                 outputs=shares,
-                kernel_bytes=tuple(kernel_bytes(*pair) for pair in zip(batch.jobs, shares, strict=True)),
+                kernel_bytes=kernel_bytes_of(batch, shares),
                 copy_in_s=packed_s + took.copy_in,
                 kernel_s=took.compute,
                 copy_out_s=took.copy_out,

@@ -1,0 +1,187 @@
+"""Several devices against one of them: `python -m benchmarks.serve.devices --devices 0,1 --out FILE.csv`.
+
+First the engines alone, a process for each device: what the wires and kernels of all reach together.  Then servers,
+`normserve serve --devices 0` against all, with as many connections as it takes: each size is work for whose wires
+one process's event loop is the limit.  Each has its turn in each round, and ratios are taken within a round.  How
+many cores the client and each process kept busy says who was the limit: the client, if it is near the cores that it
+has; the process that accepts (`front`), if it is near one.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import httpx
+import numpy as np
+
+from benchmarks.serve import posts, servers, system
+from benchmarks.serve.closed_loop import ClosedLoop
+from benchmarks.serve.engines import engines
+from benchmarks.serve.results import Results
+from benchmarks.serve.servers import Served
+
+COLUMNS = (
+    *("what", "nbytes", "connections", "devices", "round", "bytes_per_second", "over_one"),
+    *("per_second", "p50_ms", "client_cores", "server_cores"),
+)
+_ENGINE_MIB = (16, 64)
+_IN_FLIGHT = 8
+# Bytes of a request, and connections that ask for it.
+_REQUESTS = ((2**12, 64), (2**20, 32), (2**24, 16), (2**26, 8))
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """A server, its processes by name, and how many devices they own."""
+
+    served: Served
+    pids: dict[str, int]
+    devices: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.devices")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--devices", default="0,1", help="as of `normserve serve`; the first is the one alone")
+    parser.add_argument("--only", choices=("engine", "http"), help="one part of it")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-11 12-31"
+    )
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    devices = asked.devices.split(",")
+    if asked.only != "http":
+        for mib in _ENGINE_MIB:
+            with results.part(f"engines, {mib} MiB"):
+                _measure_engines(results, devices, mib * 2**20, asked.rounds, asked.seconds)
+    if asked.only != "engine":
+        with results.part("servers"), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            server_cores, client_cores = map(system.cores, asked.cores)
+            client = ClosedLoop(Path(folder), client_cores)
+            fleets = [
+                _fleet(stack, Path(folder) / str(len(some)), some, server_cores) for some in (devices[:1], devices)
+            ]
+            for nbytes, connections in _REQUESTS:
+                with results.part(f"servers, {nbytes} bytes"):
+                    _measure_servers(results, client, fleets, nbytes, connections, asked.rounds, asked.seconds)
+    return results.exit_code
+
+
+def _measure_engines(results: Results, devices: list[str], nbytes: int, rounds: int, seconds: float) -> None:
+    first = len(results.rows)
+    with engines(devices, nbytes, _IN_FLIGHT) as all_of_them:
+        for number in range(rounds):
+            reached = []
+            for some in (all_of_them[:1], all_of_them):
+                for engine in some:
+                    engine.go(seconds)
+                reached.append(sum(engine.bytes_per_second() for engine in some))
+            for count, rate in zip((1, len(devices)), reached, strict=True):
+                results.add(
+                    {
+                        "what": "engine",
+                        "nbytes": nbytes,
+                        "connections": _IN_FLIGHT,
+                        "devices": count,
+                        "round": number,
+                        "bytes_per_second": f"{rate:.0f}",
+                        "over_one": f"{rate / reached[0]:.3f}",
+                    }
+                )
+    _say(f"engines, {nbytes >> 20} MiB", results.rows[first:])
+
+
+def _fleet(stack: contextlib.ExitStack, folder: Path, devices: list[str], cores: set[int]) -> _Fleet:
+    folder.mkdir()
+    backend = "torch" if devices[0] == "cpu" else "triton"
+    options = ("--devices", ",".join(devices))
+    parameters = posts.make_parameters()
+    served, _ = stack.enter_context(servers.normserve(cores, folder, parameters, backend, options))
+    told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
+    pids = {"front": served.pid} | {f"process {each['index']}": each["pid"] for each in told["processes"]}
+    return _Fleet(served, pids, len(devices))
+
+
+def _measure_servers(
+    results: Results,
+    client: ClosedLoop,
+    fleets: list[_Fleet],
+    nbytes: int,
+    connections: int,
+    rounds: int,
+    seconds: float,
+) -> None:
+    first = len(results.rows)
+    random_numbers = np.random.default_rng(0)
+    x = random_numbers.standard_normal((nbytes // 4 // posts.COLS, posts.COLS), dtype=np.float32)
+    body = posts.npy(x)
+    for fleet in fleets:
+        _require_right(fleet, x, body)
+        # Once for the slabs of as many at once.
+        client.turn(fleet.served, "application/x-npy", body, seconds, connections)
+    for number in range(rounds):
+        alone = 0.0
+        for fleet in fleets:
+            began, used = time.perf_counter(), _processor_seconds(fleet)
+            turn = client.turn(fleet.served, "application/x-npy", body, seconds, connections)
+            elapsed = time.perf_counter() - began
+            busy = {name: (now - used[name]) / elapsed for name, now in _processor_seconds(fleet).items()}
+            alone = alone or turn.per_second
+            results.add(
+                {
+                    "what": "server",
+                    "nbytes": len(body),
+                    "connections": connections,
+                    "devices": fleet.devices,
+                    "round": number,
+                    "bytes_per_second": f"{2 * len(body) * turn.per_second:.0f}",
+                    "over_one": f"{turn.per_second / alone:.3f}",
+                    "per_second": f"{turn.per_second:.1f}",
+                    "p50_ms": f"{turn.p50_s * 1000:.3f}",
+                    "client_cores": f"{turn.client_cores:.2f}",
+                    "server_cores": ", ".join(f"{name} {cores:.2f}" for name, cores in busy.items()),
+                }
+            )
+    _say(f"servers, {nbytes} bytes, {connections} connections", results.rows[first:])
+
+
+def _require_right(fleet: _Fleet, x: np.ndarray, body: bytes) -> None:
+    """Compare one answer of each process with torch's: connections go to them in turn."""
+    url = f"http://127.0.0.1:{fleet.served.address}{fleet.served.path}"
+    for _ in range(fleet.devices):
+        answer = httpx.post(url, content=body, headers={"content-type": "application/x-npy"}, timeout=60)
+        posts.require_right(x, posts.make_parameters(), answer.raise_for_status().content)
+
+
+def _processor_seconds(fleet: _Fleet) -> dict[str, float]:
+    """Of each process so far."""
+    seconds = {}
+    for name, pid in fleet.pids.items():
+        # After the program's name, which may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        seconds[name] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return seconds
+
+
+def _say(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    for count in dict.fromkeys(str(row["devices"]) for row in rows):
+        own = [row for row in rows if str(row["devices"]) == count]
+        rate, ratio = (median(float(str(row[name])) for row in own) for name in ("bytes_per_second", "over_one"))
+        said = f"{title}, {count} devices: {rate / 1e9:.2f} GB/s, {ratio:.2f} of one"
+        if "client_cores" in own[-1]:
+            said += f"; cores: client {own[-1]['client_cores']}, {own[-1]['server_cores']}"
+        print(said, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Engines in processes of their own, one for each device, that go when they are told to."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from normserve.settings import environment_of
+
+from benchmarks.serve.engine import EngineAlone
+
+_START_S, _TURN_S = 180.0, 60.0
+
+
+class EngineProcess:
+    """One engine, seen from outside."""
+
+    def __init__(self, device: str, nbytes: int, in_flight: int) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._here, there = spawning.Pipe()
+        backend = "torch" if device == "cpu" else "triton"
+        self._process = spawning.Process(target=_serve, args=(there, backend, nbytes, in_flight), daemon=True)
+        with _environment(environment_of(device)):
+            self._process.start()
+        there.close()
+
+    def wait_until_ready(self) -> None:
+        """Raises: EOFError, TimeoutError: it has ended, or takes too long."""
+        self._hear(_START_S)
+
+    def go(self, seconds: float) -> None:
+        """Begin a turn."""
+        self._here.send(seconds)
+
+    def bytes_per_second(self) -> float:
+        """What the turn reached."""
+        return float(self._hear(_TURN_S))
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.terminate()
+        self._process.join()
+
+    def _hear(self, patience_s: float) -> Any:
+        if not self._here.poll(patience_s):
+            raise TimeoutError(f"an engine said nothing for {patience_s:g} s")
+        return self._here.recv()
+
+
+@contextlib.contextmanager
+def engines(devices: Sequence[str], nbytes: int, in_flight: int) -> Iterator[list[EngineProcess]]:
+    """An engine for each device, with requests of one size, warmed up."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for device in devices:
+            started.append(EngineProcess(device, nbytes, in_flight))
+            stack.callback(started[-1].end)
+        for engine in started:
+            engine.wait_until_ready()
+        yield started
+
+
+@contextlib.contextmanager
+def _environment(changed: dict[str, str]) -> Iterator[None]:
+    """This process's environment, for what it starts."""
+    before = dict(os.environ)
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(channel: Connection, backend: str, nbytes: int, in_flight: int) -> None:
+    asyncio.run(_turns(channel, backend, nbytes, in_flight))
+
+
+async def _turns(channel: Connection, backend: str, nbytes: int, in_flight: int) -> None:
+    engine = EngineAlone(backend)
+    await engine.start()
+    jobs = await engine.jobs(nbytes, in_flight)
+    channel.send("ready")
+    while True:
+        # Nothing else is to be done between turns.
+        seconds = channel.recv()
+        channel.send((await engine.turn(jobs, seconds)).bytes_per_second)

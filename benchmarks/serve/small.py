@@ -1,0 +1,142 @@
+"""What a device and its batching do to small requests: `python -m benchmarks.serve.small --out FILE.csv`.
+
+LayerNorm of one row of 4096 bfloat16 with a registered layer, safetensors in and out, asked for by one connection
+and by 64 at once.  normserve as it comes, normserve without batching, and the same server with a device that
+answers at once (`deviceless`) have their turns in each round.  Where 64 connections get no more answers from the
+last one, it is HTTP that limits them and not the device.
+"""
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import httpx
+import numpy as np
+import torch
+from normserve.codec import safetensors
+from normserve.tensors import DType, HostTensor
+
+from benchmarks.serve import posts, scrape, servers, system
+from benchmarks.serve.closed_loop import ClosedLoop, Turn
+from benchmarks.serve.results import Results
+from benchmarks.serve.servers import Served
+
+COLS = 4096
+COLUMNS = (
+    *("connections", "server", "round", "per_second", "p50_ms", "requests_a_launch", "client_cores"),
+    *("rate_over_unbatched", "rate_over_deviceless", "p50_over_deviceless"),
+)
+_SAFETENSORS = "application/x-safetensors"
+# Of values up to about ten, rounded to eight bits.
+_TOLERANCE = 2e-2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.small")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--backend", default="torch", help="of the servers with a device: torch or triton")
+    parser.add_argument("--connections", type=int, nargs="+", default=(1, 64))
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each server")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8-11"
+    )
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    server_cores, client_cores = map(system.cores, asked.cores)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        client = ClosedLoop(folder, client_cores)
+        served = _servers(stack, folder, server_cores, asked.backend)
+        body = request_body()
+        for connections in asked.connections:
+            with results.part(f"{connections} connections"):
+                _measure(results, client, served, body, connections, asked.rounds, asked.seconds)
+    return results.exit_code
+
+
+def request_body() -> bytes:
+    """One row, as safetensors."""
+    x = torch.randn(1, COLS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    data = x.view(torch.uint8).flatten().numpy().data
+    return b"".join(safetensors.encode({"x": HostTensor(DType.BFLOAT16, (1, COLS), data)}))
+
+
+def require_right(body: bytes, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
+    """Raises: AssertionError: the answer is not LayerNorm of the request's row."""
+    x, y = (_row(payload, name) for payload, name in ((body, "x"), (answer, "y")))
+    right = posts.expected(x.float().numpy(), parameters)
+    torch.testing.assert_close(y.double(), right, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _row(payload: bytes, name: str) -> torch.Tensor:
+    tensor = safetensors.decode(memoryview(payload))[name]
+    return torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16).view(tensor.shape)
+
+
+def _servers(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str) -> list[Served]:
+    parameters, body = posts.make_parameters(COLS), request_body()
+    served = []
+    for name, options in (("normserve", ()), ("unbatched", ("--max-batch-requests", "1"))):
+        own = folder / name
+        own.mkdir()
+        over_tcp, _ = stack.enter_context(servers.normserve(cores, own, parameters, backend, options))
+        served.append(replace(over_tcp, name=name))
+        url = f"http://127.0.0.1:{over_tcp.address}{over_tcp.path}"
+        answer = httpx.post(url, content=body, headers={"content-type": _SAFETENSORS}, timeout=300)
+        require_right(body, parameters, answer.raise_for_status().content)
+    return [*served, stack.enter_context(servers.deviceless(cores, parameters))]
+
+
+def _measure(
+    results: Results,
+    client: ClosedLoop,
+    served: list[Served],
+    body: bytes,
+    connections: int,
+    rounds: int,
+    seconds: float,
+) -> None:
+    began = {server.name: scrape.samples(server.address) for server in served}
+    first = len(results.rows)
+    for number in range(rounds):
+        turns, launches = {}, {}
+        for server in random.Random(number).sample(served, len(served)):
+            before = scrape.samples(server.address)
+            turns[server.name] = client.turn(server, _SAFETENSORS, body, seconds, connections)
+            launches[server.name] = scrape.requests_a_launch(before, scrape.samples(server.address))
+        for name in turns:
+            of_round = {"connections": connections, "server": name, "round": number}
+            results.add(of_round | _figures(name, turns) | {"requests_a_launch": f"{launches[name]:.2f}"})
+    for server in served:
+        rows = [row for row in results.rows[first:] if row["server"] == server.name]
+        print(f"{connections} connections, {server.name}: {_said(rows)}")
+        print("  " + scrape.stages_said(began[server.name], scrape.samples(server.address)), flush=True)
+
+
+def _figures(name: str, turns: Mapping[str, Turn]) -> dict[str, object]:
+    own, unbatched, deviceless = turns[name], turns["unbatched"], turns["deviceless"]
+    return {
+        "per_second": f"{own.per_second:.1f}",
+        "p50_ms": f"{own.p50_s * 1000:.4f}",
+        "client_cores": f"{own.client_cores:.2f}",
+        "rate_over_unbatched": f"{own.per_second / unbatched.per_second:.3f}",
+        "rate_over_deviceless": f"{own.per_second / deviceless.per_second:.3f}",
+        "p50_over_deviceless": f"{own.p50_s / deviceless.p50_s:.3f}",
+    }
+
+
+def _said(rows: list[Mapping[str, object]]) -> str:
+    """The medians of the rounds."""
+    measures = [column for column in COLUMNS if column not in ("connections", "server", "round")]
+    return ", ".join(f"{column} {median(float(str(row[column])) for row in rows):.4g}" for column in measures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The engine alone, on the CPU: everything that is asked comes out, and the stages account for it."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.serve.engine import EngineAlone
+from benchmarks.serve.engines import engines
+
+
+def test_requests_follow_one_another_and_slabs_come_home():
+    async def play() -> None:
+        engine = EngineAlone("torch")
+        assert await engine.start() == "cpu"
+        jobs = await engine.jobs(2**20, 2)
+        passage = await engine.turn(jobs, 0.0, passes=3)
+        assert passage.bytes_per_second > 0
+        assert set(passage.stages_ms) == {"queue", "copy_in", "kernel", "copy_out", "elsewhere"}
+        assert passage.stages_ms["kernel"] > 0
+        assert engine.slabs.used_bytes == 2 * 2**20
+        engine.stop()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cpu")])
+def test_engines_run_side_by_side(devices):
+    with engines(devices, 2**20, 1) as started:
+        for engine in started:
+            engine.go(0.01)
+        assert all(engine.bytes_per_second() > 0 for engine in started)
