@@ -47,9 +47,9 @@ class TritonBackend:
     """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
 
     name = "triton"
-    # Of large batches one on each wire and one that is computed; of small ones one that is answered while the next
-    # is under way.  More would only take company away from those that wait.
-    depth = Depth(5, {Lane.SMALL: 2, Lane.LARGE: 3})
+    # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
+    # and would not again if there were always another under way.
+    depth = Depth(4, {Lane.SMALL: 1, Lane.LARGE: 3})
     # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
     inline_bytes = 1024 * 1024
 
