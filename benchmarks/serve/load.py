@@ -61,9 +61,9 @@ class Wire:
         head = bytes(received[:end]).lower()
         lengths = [line for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
         length = int(lengths[0].partition(b":")[2]) if lengths else 0
-        if len(self._body) != length:
+        if length and len(self._body) != length:
             self._body = bytearray(length)
-        body = self._body
+        body = self._body if length else bytearray()
         body[: len(received) - end - 4] = received[end + 4 :]
         await self._fill(memoryview(body)[len(received) - end - 4 :])
         return Answered(int(head.split(b" ")[1]), body, b"\r\nconnection: close" not in head)

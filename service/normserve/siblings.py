@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # A sibling that starts or hangs must not hold up a scrape.
 _PATIENCE_S = 5.0
+# A layer's kernels may have to be compiled before it is registered.
+_CHANGE_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Siblings:
 
     async def ask(self, path: str, headers: Mapping[str, str] | None = None) -> dict[int, bytes]:
         """What the others answer to a GET, by index; without those that do not."""
-        answers = await self._everybody("GET", path, headers or {}, b"")
+        answers = await self._everybody("GET", path, headers or {}, b"", _PATIENCE_S)
         return {index: answer.content for index, answer in answers.items() if answer.is_success}
 
     @contextlib.asynccontextmanager
@@ -78,25 +80,27 @@ class Siblings:
 
     async def tell(self, method: str, path: str, headers: Mapping[str, str], body: bytes | memoryview) -> None:
         """Have the others do the same; one that cannot reads the journal before it is ready."""
-        for index, answer in (await self._everybody(method, path, headers, bytes(body))).items():
+        answers = await self._everybody(method, path, headers, bytes(body), _CHANGE_PATIENCE_S)
+        for index, answer in answers.items():
             if not answer.is_success:
                 log.warning("process %d answered %d to %s %s", index, answer.status_code, method, path)
 
     async def _everybody(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes, patience_s: float
     ) -> dict[int, httpx.Response]:
         if self.place is None:
             return {}
         others = [index for index in range(self.place.count) if index != self.place.index]
-        answers = await asyncio.gather(*(self._request(index, method, path, headers, body) for index in others))
+        requests = (self._request(index, method, path, headers, body, patience_s) for index in others)
+        answers = await asyncio.gather(*requests)
         return {index: answer for index, answer in zip(others, answers, strict=True) if answer is not None}
 
     async def _request(
-        self, index: int, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self, index: int, method: str, path: str, headers: Mapping[str, str], body: bytes, patience_s: float
     ) -> httpx.Response | None:
         assert self.place is not None
         wire = httpx.AsyncHTTPTransport(uds=str(self.place.socket_of(index)))
-        async with httpx.AsyncClient(transport=wire, base_url="http://sibling", timeout=_PATIENCE_S) as client:
+        async with httpx.AsyncClient(transport=wire, base_url="http://sibling", timeout=patience_s) as client:
             try:
                 return await client.request(method, path, headers=dict(headers), content=body)
             except httpx.TransportError:

@@ -4,16 +4,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-# Slabs come in four sizes to each power of two, so that at most a fifth of one lies idle and the next body of about
-# the same length finds it.
 _SMALLEST_BYTES = 64 * 1024
-_STEPS = 4
 
 
 class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
@@ -33,13 +31,32 @@ class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
 
 def memory_of(view: memoryview) -> Bytes | None:
-    """The memory of the slab that a view is of, as `SlabPool.allocate` made it; None of what is no slab."""
+    """The memory of the slab that a view is of, as its source made it; None of what is no slab."""
     return view.obj.memory if isinstance(view.obj, _Lease) else None
 
 
 def plain_memory(nbytes: int) -> Bytes:
     """Memory as the operating system gives it: in huge pages where it has them, and untouched."""
     return np.empty(nbytes, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the memory of new slabs comes from.
+
+    Attributes:
+        allocate: makes it, or raises MemoryError.
+        steps: in how many sizes to each power of two.
+        is_slow: it takes so long that whoever must not wait has it made elsewhere.
+    """
+
+    allocate: Callable[[int], Bytes]
+    steps: int
+    is_slow: bool
+
+
+# In four steps at most a fifth of a slab lies idle, and the next body of about the same length finds it.
+PLAIN = Source(plain_memory, steps=4, is_slow=False)
 
 
 class SlabPool:
@@ -49,7 +66,7 @@ class SlabPool:
     borrow and give back.
 
     Attributes:
-        allocate: makes the memory of a new slab; a device's driver may know better than `plain_memory`.
+        source: of new slabs; a device's driver may know a better one than `PLAIN`.
     """
 
     def __init__(self, *, max_idle_bytes: int) -> None:
@@ -59,7 +76,7 @@ class SlabPool:
         self._idle: dict[int, deque[Bytes]] = {}  # by size, in order of last use
         self._idle_bytes = 0
         self._used_bytes = 0
-        self.allocate: Callable[[int], Bytes] = plain_memory
+        self.source = PLAIN
 
     def take(self, nbytes: int) -> memoryview:
         """Borrow a slab of at least `nbytes`; it is lent until the last view of it is gone.
@@ -67,17 +84,31 @@ class SlabPool:
         Raises:
             MemoryError: there is no more.
         """
-        size = _slab_bytes(nbytes)
+        size = _slab_bytes(nbytes, self.source.steps)
         with self._lock:
             self._collect()
             memory = self._reuse(size)
             self._used_bytes += size
         try:
-            memory = self.allocate(size) if memory is None else memory
+            memory = self.source.allocate(size) if memory is None else memory
         except BaseException:
             with self._lock:
                 self._used_bytes -= size
             raise
+        return self._lend(memory)
+
+    def take_idle(self, nbytes: int) -> memoryview | None:
+        """Borrow a slab of at least `nbytes` if one of that size is idle."""
+        size = _slab_bytes(nbytes, self.source.steps)
+        with self._lock:
+            self._collect()
+            memory = self._reuse(size)
+            if memory is None:
+                return None
+            self._used_bytes += size
+        return self._lend(memory)
+
+    def _lend(self, memory: Bytes) -> memoryview:
         lease = memory.view(_Lease)
         lease.memory, lease.home = memory, self._returned
         return lease.data
@@ -121,9 +152,9 @@ class SlabPool:
                 del self._idle[size]
 
 
-def _slab_bytes(nbytes: int) -> int:
+def _slab_bytes(nbytes: int, steps: int) -> int:
     """The smallest slab that holds `nbytes`."""
     if nbytes <= _SMALLEST_BYTES:
         return _SMALLEST_BYTES
-    step = (1 << (nbytes - 1).bit_length()) // (2 * _STEPS)
+    step = (1 << (nbytes - 1).bit_length()) // (2 * steps)
     return -(-nbytes // step) * step

@@ -97,6 +97,34 @@ def test_answer_that_differs_from_the_first_is_not_believed():
         post.check(wrong)
 
 
+def test_every_window_of_a_long_answer_has_its_turn():
+    post = Post("/v1/layer_norm", 2**23, PARAMETERS)
+    right = bytearray(normalised(post.body))
+    post.check(right)
+    wrong = bytearray(right)
+    wrong[-1] ^= 1
+
+    def check_often() -> None:
+        for _ in range(10):
+            post.check(wrong)
+
+    with pytest.raises(AssertionError, match="differs"):
+        check_often()
+    with pytest.raises(AssertionError, match="length"):
+        post.check(right[:-1])
+
+
+def test_memory_of_an_answer_outlives_the_leave_to_send_the_next_request():
+    async def play(port: int) -> None:
+        wire = await Wire.open(port)
+        post = Post("/v1/layer_norm", 2**14, PARAMETERS)
+        bodies = [(await post.by(wire, waits_for_leave=True)).body for _ in range(2)]
+        assert bodies[0] is bodies[1]
+        wire.leave()
+
+    against(Server(normalised), play)
+
+
 def test_refused_body_is_not_sent():
     server = Server(normalised, admits=0)
 

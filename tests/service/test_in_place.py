@@ -1,12 +1,14 @@
 """Which batches are computed where they lie, and what both sides see of them there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from normserve.backends.in_place import MOST_BYTES, Workplaces
 from normserve.backends.pinned import with_device_view
 from normserve.backends.tensors import results_of
 from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import SlabPool
+from normserve.slabs import PLAIN, SlabPool
 from normserve.tensors import DType, HostTensor
 
 from .fake_jobs import layer
@@ -24,7 +26,7 @@ def slabs():
         return with_device_view(memory, memory)
 
     pool = SlabPool(max_idle_bytes=2**20)
-    pool.allocate = allocate
+    pool.source = replace(PLAIN, allocate=allocate)
     return pool
 
 
@@ -133,7 +135,7 @@ def test_as_much_as_may_come_and_go_is(workplaces):
 
 
 def test_memory_that_the_device_does_not_see_is_left_to_copies(workplaces, slabs):
-    slabs.allocate = SlabPool(max_idle_bytes=0).allocate
+    slabs.source = PLAIN
     assert workplaces.prepare(batch_of({"x": torch.zeros(3, 8)})) is None
 
 

@@ -1,13 +1,14 @@
 """Slabs are lent until nobody looks at them, used again, and kept within bounds."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.slabs import SlabPool, memory_of, plain_memory
+from normserve.slabs import PLAIN, SlabPool, Source, memory_of, plain_memory
 
 MIB = 2**20
 
@@ -41,7 +42,7 @@ def test_memory_of_a_view_is_what_was_allocated(pool):
         made.append(plain_memory(nbytes))
         return made[-1]
 
-    pool.allocate = allocate
+    pool.source = replace(PLAIN, allocate=allocate)
     assert memory_of(pool.take(MIB)[10:20]) is made[0]
     assert memory_of(memoryview(bytearray(4))) is None
     assert memory_of(plain_memory(4).data) is None
@@ -55,6 +56,20 @@ def test_slab_is_used_again(pool):
     again = pool.take(MIB - 1000)
     assert address(again) == where
     assert bytes(again[:3]) == b"abc"
+
+
+def test_idle_slab_can_be_had_without_the_risk_of_a_new_one(pool):
+    assert pool.take_idle(MIB) is None
+    assert pool.used_bytes == 0
+    slab = pool.take(MIB)
+    where = address(slab)
+    assert pool.take_idle(MIB) is None
+    del slab
+    again = pool.take_idle(MIB)
+    assert address(again) == where
+    assert (pool.used_bytes, pool.idle_bytes) == (MIB, 0)
+    del again
+    assert (pool.used_bytes, pool.idle_bytes) == (0, MIB)
 
 
 def test_two_borrowers_never_share(pool):
@@ -82,10 +97,10 @@ def test_failed_allocation_leaves_no_trace(pool):
     def nothing_left(nbytes):
         raise MemoryError
 
-    pool.allocate = nothing_left
+    pool.source = replace(PLAIN, allocate=nothing_left)
     with pytest.raises(MemoryError):
         pool.take(MIB)
-    pool.allocate = plain_memory
+    pool.source = PLAIN
     assert (pool.used_bytes, pool.idle_bytes) == (0, 0)
 
 
@@ -96,7 +111,7 @@ def test_memory_comes_from_whom_it_is_asked_of(pool):
         tensors.append(torch.zeros(nbytes, dtype=torch.uint8))
         return tensors[-1].numpy()
 
-    pool.allocate = tensor_memory
+    pool.source = replace(PLAIN, allocate=tensor_memory)
     slab = pool.take(MIB)
     slab[5] = 7
     assert tensors[0][5] == 7
@@ -122,3 +137,13 @@ def test_slabs_may_come_home_on_any_thread(pool):
 def test_slab_is_large_enough_and_little_larger(nbytes):
     slab = SlabPool(max_idle_bytes=0).take(nbytes)
     assert nbytes <= len(slab) <= max(64 * 1024, nbytes * 1.25)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "slab_bytes"), [(1, 65536), (65537, 131072), (2**24, 2**24), (2**24 + 128, 2**25)]
+)
+def test_source_of_powers_of_two_is_asked_for_nothing_else(nbytes, slab_bytes):
+    pool = SlabPool(max_idle_bytes=2**26)
+    pool.source = Source(plain_memory, steps=1, is_slow=False)
+    slab = pool.take(nbytes)
+    assert len(slab) == pool.used_bytes == slab_bytes

@@ -9,7 +9,7 @@ from fusednorm.errors import KernelInputError
 from normserve.backends import in_place
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import SlabPool, plain_memory
+from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
 from triton import knobs
 
@@ -201,11 +201,11 @@ def test_device_sees_pinned_memory_where_it_lies():
 
 
 def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
-    monkeypatch.setattr(backend._slabs, "allocate", plain_memory)
     (job, _) = in_and_out(Op.RMS_NORM, Pass.FORWARD, Layout.NCHW, torch.float32)
-    (got,) = run(backend, job)
-    monkeypatch.undo()
     (want,) = run(backend, job)
+    monkeypatch.setattr(backend._workplaces, "_slabs", SlabPool(max_idle_bytes=0))
+    assert backend._workplaces.prepare(Batch((job,))) is None
+    (got,) = run(backend, job)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -327,3 +327,17 @@ def test_slabs_are_pinned_and_come_home(backend):
     assert torch.frombuffer(execution.outputs[0]["y"].data, dtype=torch.float32).is_pinned()
     del x, slab, execution
     assert slabs.used_bytes == 0
+
+
+def test_small_batches_run_on_whatever_thread_they_come_from(backend):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    given = [torch.randn(rows, 4096) for rows in (1, 3)]
+    batch = Batch(tuple(NormJob(spec, {"x": host(x)}) for x in given))
+    assert batch.nbytes <= backend.inline_bytes
+    with ThreadPoolExecutor(1) as elsewhere:
+        executions = [elsewhere.submit(lambda: backend.run(batch).wait()).result(), backend.run(batch).wait()]
+    for execution in executions:
+        assert min(execution.copy_in_s, execution.kernel_s) > 0
+        for x, outputs in zip(given, execution.outputs, strict=True):
+            want = torch.nn.functional.layer_norm(x, (4096,))
+            torch.testing.assert_close(back(outputs["y"]), want, rtol=0, atol=3e-5)

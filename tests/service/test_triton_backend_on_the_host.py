@@ -2,13 +2,14 @@
 
 import contextlib
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from normserve.backends import cpu, triton
 from normserve.backends.pinned import with_device_view
 from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import SlabPool
+from normserve.slabs import PLAIN, SlabPool
 from normserve.tensors import DType, HostTensor
 
 from .fake_jobs import layer
@@ -80,7 +81,7 @@ def memory_of_both_sides(nbytes):
 def slabs(request):
     pool = SlabPool(max_idle_bytes=0)
     if request.param == "in place":
-        pool.allocate = memory_of_both_sides
+        pool.source = replace(PLAIN, allocate=memory_of_both_sides)
     return pool
 
 
@@ -119,7 +120,7 @@ def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library,
     weight = torch.randn(128)
     jobs = tuple(NormJob(FORWARD, {"x": host(x, slabs), "weight": host(weight, slabs)}) for x in given)
     execution = backend.run(Batch(jobs, lane)).wait()
-    assert library.in_place == (lane is Lane.SMALL and slabs.allocate is memory_of_both_sides)
+    assert library.in_place == (lane is Lane.SMALL and slabs.source is not PLAIN)
     assert len(execution.outputs) == len(execution.kernel_bytes) == len(rows)
     assert min(execution.copy_in_s, execution.kernel_s, execution.copy_out_s) >= 0
     for x, outputs in zip(given, execution.outputs, strict=True):

@@ -37,7 +37,7 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.jobs import Batch, Execution, Lane, NormJob, Op
-from normserve.slabs import SlabPool
+from normserve.slabs import SlabPool, Source
 from normserve.tensors import HostTensor
 
 _DEVICE = "cuda"
@@ -66,7 +66,8 @@ class TritonBackend:
         self._workplaces = Workplaces(self._slabs)
 
     def start(self) -> DeviceInfo:
-        self._slabs.allocate = pinned_memory
+        # torch pins powers of two, whatever it is asked for.
+        self._slabs.source = Source(pinned_memory, steps=1, is_slow=True)
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {

@@ -1,5 +1,6 @@
 """Admitting a request by its header, and having its body received into a slab."""
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -11,6 +12,8 @@ from normserve.slabs import SlabPool
 
 # The first slab of a body whose length nobody announced.
 _FIRST_BYTES = 2**20
+# Memory for shorter ones is there in less time than another thread.
+_LONG_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class BodyReader:
         self.require_short(announced or 0)
         exchange.permit = permit = self.limits.acquire(announced or 0)
         room = _Room(self, permit, announced)
+        await room.prepare()
         body = await exchange.reception.into(room.make, pause_s=self.pause_s, total_s=self.total_s)
         if announced is None:
             self.require_short(len(body))
@@ -56,20 +60,41 @@ class BodyReader:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Room:
     """The memory of one body."""
 
     reader: BodyReader
     permit: Permit
     announced: int | None
+    slab: memoryview | None = None
+
+    async def prepare(self) -> None:
+        """Where memory takes long to make, have it made while the event loop serves others: pinning takes
+        milliseconds for what others wait microseconds for.
+
+        Raises:
+            OverloadedError: there is none.
+        """
+        slabs = self.reader.slabs
+        if not slabs.source.is_slow or self.announced is None or self.announced < _LONG_BYTES:
+            return
+        self.slab = slabs.take_idle(self.announced)
+        if self.slab is None:
+            self.slab = await asyncio.to_thread(self._take, self.announced)
 
     def make(self, nbytes: int) -> memoryview:
         """A slab for so many bytes, within the permit; with room to grow where nobody knows how long it gets."""
+        if self.slab is not None:
+            slab, self.slab = self.slab, None
+            return slab
         if self.announced is None:
             self.reader.require_short(nbytes)
             nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
             self.permit.grow(nbytes - self.permit.nbytes)
+        return self._take(nbytes)
+
+    def _take(self, nbytes: int) -> memoryview:
         try:
             return self.reader.slabs.take(nbytes)
         except MemoryError:

@@ -1,6 +1,7 @@
 """One request's body on its way into memory."""
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ class Reception:
         self._memory = memoryview(b"")
         self._make_room: Callable[[int], memoryview] | None = None
         self._arrival: asyncio.Future[None] | None = None
+        self._failure: NormserveError | None = None
 
     @property
     def seconds(self) -> float:
@@ -55,6 +57,8 @@ class Reception:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: it went away.
         """
+        if self._failure is not None:
+            raise copy.copy(self._failure)
         early = self._begin()
         if self.is_complete:
             self.received = len(early)
@@ -94,6 +98,8 @@ class Reception:
     def fail(self, error: NormserveError) -> None:
         """The rest will not come, or is not wanted: what still comes is uvicorn's again."""
         self.is_filling = False
+        # One that is never raised: a traceback would hold whoever waits for this body, and through him this.
+        self._failure = copy.copy(error)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_exception(error)
 

@@ -105,3 +105,12 @@ def test_memory_is_let_go_of():
     reception = Reception(6, bytearray)
     receive(reception, Memory(), arriving(reception, b"abcdef"), reception.complete)
     assert len(reception.room()) == 0
+
+
+def test_client_that_left_before_its_body_was_asked_for_is_not_waited_for():
+    begun = []
+    reception = Reception(6, lambda: begun.append(1) or bytearray())
+    reception.fail(ClientLeftError("gone"))
+    with pytest.raises(ClientLeftError):
+        receive(reception, Memory())
+    assert begun == []

@@ -1,0 +1,76 @@
+"""Where the memory of a body is made."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from normserve.errors import OverloadedError
+from normserve.limits import Limits
+from normserve.routes.body import BodyReader
+from normserve.slabs import PLAIN, SlabPool, Source, plain_memory
+
+MIB = 2**20
+
+
+class Reception:
+    """Asks for memory for all that was announced."""
+
+    def __init__(self, announced: int) -> None:
+        self.announced = announced
+
+    async def into(self, make_room, *, pause_s, total_s):
+        return make_room(self.announced)[: self.announced]
+
+
+@pytest.fixture
+def slabs():
+    return SlabPool(max_idle_bytes=64 * MIB)
+
+
+@pytest.fixture
+def made_on(slabs):
+    """The threads that make slabs."""
+    threads = []
+
+    def allocate(nbytes):
+        threads.append(threading.current_thread())
+        return plain_memory(nbytes)
+
+    slabs.source = replace(PLAIN, allocate=allocate)
+    return threads
+
+
+def read(slabs: SlabPool, nbytes: int) -> memoryview:
+    reader = BodyReader(Limits(max_requests=4, max_bytes=64 * MIB), slabs, 64 * MIB, 5.0, 5.0)
+    exchange = SimpleNamespace(reception=Reception(nbytes), permit=None)
+    return asyncio.run(reader.read(SimpleNamespace(state=SimpleNamespace(exchange=exchange))))
+
+
+def test_memory_that_takes_long_to_make_is_made_beside_the_loop(slabs, made_on):
+    slabs.source = replace(slabs.source, is_slow=True)
+    assert len(read(slabs, 8 * MIB)) == 8 * MIB
+    assert made_on[0] is not threading.current_thread()
+    # It has come home by now, and nobody need make another.
+    read(slabs, 8 * MIB)
+    assert len(made_on) == 1
+    assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize(("is_slow", "nbytes"), [(False, 8 * MIB), (True, 100_000)])
+def test_memory_that_is_there_at_once_is_made_here(slabs, made_on, is_slow, nbytes):
+    slabs.source = replace(slabs.source, is_slow=is_slow)
+    assert len(read(slabs, nbytes)) == nbytes
+    assert made_on == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_no_memory_is_to_come_back_later(slabs, is_slow):
+    def nothing_left(nbytes):
+        raise MemoryError
+
+    slabs.source = Source(nothing_left, steps=4, is_slow=is_slow)
+    with pytest.raises(OverloadedError):
+        read(slabs, 8 * MIB)
+    assert slabs.used_bytes == 0
