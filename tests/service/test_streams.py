@@ -169,6 +169,7 @@ def test_flight_is_watched_for_as_long_as_the_caller_says(device, pipeline):
     assert not flight.lands_within(0)
     device.reached = 6
     assert flight.lands_within(0)
+    flight.wait()
     assert not [entry for entry in device.log if entry[0] == "host"]
 
 

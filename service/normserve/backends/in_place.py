@@ -10,33 +10,18 @@ from dataclasses import dataclass
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.parcels import Described, pack, places_of, views
+from normserve.backends.parcels import Described, is_packed, pack, places_of, views
 from normserve.backends.pinned import PinnedMemory
 from normserve.backends.tensors import TORCH_DTYPES, channels_first, results_of, shape_of
 from normserve.jobs import Batch, NormSpec, Pass
 from normserve.slabs import SlabPool, memory_of
 from normserve.tensors import HostTensor
 
-MOST_BYTES = 256 * 1024
-"""Of all tensors that come and go: more takes longer under a kernel's loads and stores than under copies."""
+MOST_BYTES = 1024 * 1024
+"""Of all tensors that come and go, each way over the bus at once; more is as quick under copies."""
 
 # Layouts that are kept, and those of them whose tensors a slab keeps: many, and the few that come all the time.
 _MOST_LAYOUTS, _MOST_SEEN = 4096, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Workplace:
-    """A batch's tensors in one slab, which `results` keep from going home.
-
-    Attributes:
-        inputs: what came, packed, as the device sees it; GroupNorm's as [B, C, *spatial].
-        out: where results go, likewise.
-        results: the same memory as `out`, as the host sees it, in payload order.
-    """
-
-    inputs: dict[str, Tensor]
-    out: Forward | Backward
-    results: dict[str, HostTensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +47,25 @@ class _Layout:
         return seen(self.came), results(**seen(self.goes))
 
 
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """A batch's tensors in one slab.
+
+    Attributes:
+        inputs: what came, packed, as the device sees it; GroupNorm's as [B, C, *spatial].
+        out: where results go, likewise.
+    """
+
+    inputs: dict[str, Tensor]
+    out: Forward | Backward
+    _slab: memoryview
+    _layout: _Layout
+
+    def results(self) -> dict[str, HostTensor]:
+        """The memory of `out` as the host sees it, in payload order; it keeps the slab from going home."""
+        return views(self._slab, self._layout.offsets, self._layout.goes)
+
+
 class Workplaces:
     """Where small batches are computed.  One thread at a time."""
 
@@ -70,8 +74,8 @@ class Workplaces:
         self._layouts: dict[Hashable, _Layout | None] = {}
 
     def prepare(self, batch: Batch) -> Workplace | None:
-        """Pack a batch to be computed in place; None if it is large or empty, or would be converted on the way."""
-        if batch.nbytes > MOST_BYTES:
+        """Pack a batch to be computed in place; None if it is better copied: large, empty, or to be converted."""
+        if batch.nbytes > MOST_BYTES or not is_packed(batch):
             return None
         layout = self._layout_of(batch)
         if layout is None:
@@ -87,7 +91,7 @@ class Workplaces:
                 memory.seen.clear()
             memory.seen[layout] = layout.seen_in(memory)
         inputs, out = memory.seen[layout]
-        return Workplace(inputs, out, views(slab, layout.offsets, layout.goes))
+        return Workplace(inputs, out, slab, layout)
 
     def _layout_of(self, batch: Batch) -> _Layout | None:
         job = batch.jobs[0]

@@ -46,13 +46,15 @@ class Parcel:
         }
 
 
-def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
-    """The batch's tensors, of one name one after another.
+def is_packed(batch: Batch) -> bool:
+    """Whether its tensors are gathered in a slab; those of a large job alone stay where they lie."""
+    return len(batch.jobs) > 1 or batch.nbytes <= _PACKED_BYTES
 
-    Small ones are gathered in a slab; large ones of a single job stay where they lie.
-    """
+
+def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
+    """The batch's tensors, of one name one after another."""
     first = batch.jobs[0]
-    if len(batch.jobs) == 1 and batch.nbytes > _PACKED_BYTES:
+    if not is_packed(batch):
         alone = {name: _alone(batch, name) for name in first.tensors}
         places: dict[str, Place] = {
             name: (index, 0, part.dtype, part.shape) for index, (name, part) in enumerate(alone.items())

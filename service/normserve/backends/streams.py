@@ -65,6 +65,7 @@ class Flight:
         self._held = held
         self._marks = marks
         self._spare = spare
+        self._has_landed = False
 
     def lands_within(self, seconds: float) -> bool:
         """Watch for the end of the last stage, for so long at most; whether it is over."""
@@ -73,11 +74,13 @@ class Flight:
         while not end.query():
             if time.perf_counter() >= give_up:
                 return False
+        self._has_landed = True
         return True
 
     def wait(self) -> StageSeconds:
         """Block until the last stage is over, and let go of what the stages worked on; called once."""
-        self._marks[-1].synchronize()
+        if not self._has_landed:
+            self._marks[-1].synchronize()
         self._held.clear()
         took = [0.0 if span is None else span[0].elapsed_time(span[1]) / 1000 for span in self._spans]
         self._spare.extend(self._marks)

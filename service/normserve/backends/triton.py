@@ -177,9 +177,10 @@ class TritonBackend:
 
 
 def _compute_in_place(job: NormJob, workplace: Workplace) -> dict[str, HostTensor]:
+    """Launch, and while the device is at it, say where its results will be."""
     inputs = workplace.inputs if job.layer is None else workplace.inputs | parameters_of(job.layer.resident)
     launch(fusednorm, job.spec, inputs, {"out": workplace.out})
-    return workplace.results
+    return workplace.results()
 
 
 class _OnTheDevice(InFlight):
