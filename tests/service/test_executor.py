@@ -61,8 +61,11 @@ class Landing(InFlight):
         self.may_end = threading.Event()
         self.error: Exception | None = None
         self.thread = 0
+        self.fault: Exception | None = None
 
     def lands_within(self, seconds):
+        if self.fault is not None:
+            raise self.fault
         return self.may_end.is_set()
 
     def wait(self):
@@ -211,6 +214,14 @@ def test_batch_that_crashes_here_says_what_it_means(executor, backend, replies):
     landing.error = MemoryError()
     backend.results.append(landing)
     assert isinstance(executor.run_here(Batch((job(1, 4),)), replies).error, DeviceOutOfMemoryError)
+
+
+def test_device_that_fails_while_it_is_watched_says_what_it_means(executor, backend, replies):
+    landing = Landing()
+    landing.fault = DeviceFailureError("gone")
+    backend.results.append(landing)
+    assert executor.run_here(Batch((job(1, 4),)), replies).error.detail == "gone"
+    assert len(replies.all) == 1
 
 
 def test_stop_waits_for_what_is_in_flight(executor, backend, replies):
