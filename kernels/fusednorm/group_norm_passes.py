@@ -13,9 +13,9 @@ from fusednorm.checks import Epilogue, check_eps, check_parameter, check_statist
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_backward_plan import plan_backward
 from fusednorm.group_norm_checks import check_groups, check_scale_and_shift, is_channels_last
-from fusednorm.group_norm_forward_call import empty_statistics
 from fusednorm.group_norm_forward_plan import plan_forward
 from fusednorm.group_norm_launch import Sample
+from fusednorm.group_norm_results import room_for_backward, room_for_forward
 from fusednorm.launch import run
 from fusednorm.results import Backward, Forward
 
@@ -35,6 +35,7 @@ def group_norm_forward(
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
+    out: Forward | None = None,
 ) -> Forward:
     """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, moments over each group.
 
@@ -61,6 +62,8 @@ def group_norm_forward(
         seed: int64, required with dropout; the same seed gives the same mask in backward.
         out_dtype: y's dtype; x's when None.
         stats: also return mean and rstd, float32 [N, num_groups].
+        out: tensors to write results to, each of its result's shape, dtype and layout, in memory of its own; what
+            is None there is allocated.
 
     Returns:
         Forward: y in x's layout; mean and rstd with `stats`; residual_out with a residual.
@@ -82,11 +85,7 @@ def group_norm_forward(
     _check_companion("residual", residual, x)
     check_scale_and_shift(scale, shift, x)
 
-    y = torch.empty_like(x, dtype=out_dtype or x.dtype)
-    check_tensor("out_dtype", y)
-    residual_out = None if residual is None else torch.empty_like(x)
-    mean, rstd = empty_statistics(x, sample) if stats else (None, None)
-    result = Forward(y, mean, rstd, residual_out)
+    result = room_for_forward(x, sample, residual, out_dtype or x.dtype, stats, out)
     if x.shape[0]:
         plan = plan_forward(x, sample, weight, bias, eps, residual, epilogue, result, scale=scale, shift=shift)
         run(x.device, plan)
@@ -110,6 +109,7 @@ def group_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    out: Backward | None = None,
 ) -> Backward:
     """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
 
@@ -125,6 +125,7 @@ def group_norm_backward(
         mean, rstd: the statistics it returned, float32 [N, num_groups], both or neither; taken anew when
             absent.
         dresidual_out: as dy; what reached h from elsewhere, added to dx.
+        out: tensors to write the gradients to, as in the forward pass.
 
     Returns:
         Backward: dx in x's dtype and layout, the gradient of x and of residual alike; dweight in weight's
@@ -151,11 +152,7 @@ def group_norm_backward(
     check_scale_and_shift(scale, shift, x)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
-    dx = torch.empty_like(x)
-    dweight = None if weight is None else torch.empty_like(weight)
-    dbias = None if bias is None else torch.empty_like(bias)
-    dscale, dshift = (None if t is None else t.new_empty(t.shape) for t in (scale, shift))
-    result = Backward(dx, dweight, dbias, None if residual is None else dx, dscale, dshift)
+    result = room_for_backward(x, sample, (weight, bias, scale, shift), residual is not None, out)
     if x.shape[0]:
         plan = plan_backward(
             dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result,
@@ -163,7 +160,7 @@ def group_norm_backward(
         )  # fmt: skip
         run(x.device, plan)
     else:
-        for gradient in (dweight, dbias):
+        for gradient in (result.dweight, result.dbias):
             if gradient is not None:
                 gradient.zero_()
     return result

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fusednorm.checks import (
-    FLOAT8,
     Epilogue,
     as_heads,
     as_rows,
@@ -25,6 +24,7 @@ from fusednorm.layer_norm_backward_plan import plan_backward
 from fusednorm.layer_norm_forward_plan import plan_forward
 from fusednorm.layer_norm_quantise_plan import plan_quantise
 from fusednorm.layer_norm_repeat import Options, forward_again, remember
+from fusednorm.layer_norm_results import room_for_backward, room_for_forward
 from fusednorm.results import Backward, Forward
 
 
@@ -41,6 +41,7 @@ def layer_norm_forward(
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
+    out: Forward | None = None,
 ) -> Forward:
     """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
 
@@ -62,6 +63,8 @@ def layer_norm_forward(
         out_dtype: y's dtype, float32, float16, bfloat16 or float8_e4m3fn; x's when None.  A float8 row is divided
             by a scale of its own, max(largest |y| / 448, 2^-126), and needs compute capability 8.9.
         stats: also return mean and rstd, float32 [...].
+        out: tensors to write results to, contiguous, each of its result's shape and dtype, in memory of its own;
+            what is None there is allocated.
 
     Returns:
         Forward: y [..., cols] contiguous; mean and rstd with `stats`; residual_out with a residual; scale, float32
@@ -80,8 +83,8 @@ def layer_norm_forward(
     """
     options = eps, weight_offset, activation, out_dtype, stats, False
     # A seed changes from call to call; one that nothing is drawn from is still checked.
-    again = None if dropout or seed else forward_again(x, weight, bias, residual, options)
-    return _forward(x, weight, bias, residual, options, dropout, seed) if again is None else again
+    again = None if dropout or seed else forward_again(x, weight, bias, residual, options, out)
+    return _forward(x, weight, bias, residual, options, dropout, seed, out) if again is None else again
 
 
 def rms_norm_forward(
@@ -96,6 +99,7 @@ def rms_norm_forward(
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
+    out: Forward | None = None,
 ) -> Forward:
     """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
 
@@ -105,8 +109,8 @@ def rms_norm_forward(
     """
     options = eps, weight_offset, activation, out_dtype, stats, True
     # A seed changes from call to call; one that nothing is drawn from is still checked.
-    again = None if dropout or seed else forward_again(x, weight, None, residual, options)
-    return _forward(x, weight, None, residual, options, dropout, seed) if again is None else again
+    again = None if dropout or seed else forward_again(x, weight, None, residual, options, out)
+    return _forward(x, weight, None, residual, options, dropout, seed, out) if again is None else again
 
 
 def layer_norm_backward(
@@ -124,6 +128,7 @@ def layer_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    out: Backward | None = None,
 ) -> Backward:
     """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
 
@@ -137,6 +142,7 @@ def layer_norm_backward(
             pass.
         mean, rstd: the statistics it returned, float32 [...], both or neither; taken anew when absent.
         dresidual_out: in x's shape, any of these dtypes; what reached h from elsewhere, added to dx.
+        out: tensors to write the gradients to, as in the forward pass.
 
     Returns:
         Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, dx
@@ -156,7 +162,19 @@ def layer_norm_backward(
         raise KernelInputError("mean and rstd must come together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(
-        dy, x, weight, bias, eps, weight_offset, mean, rstd, residual, dresidual_out, epilogue, is_rms=False
+        dy,
+        x,
+        weight,
+        bias,
+        eps,
+        weight_offset,
+        mean,
+        rstd,
+        residual,
+        dresidual_out,
+        epilogue,
+        is_rms=False,
+        out=out,
     )
 
 
@@ -173,6 +191,7 @@ def rms_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    out: Backward | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w and x_hat = h * rstd.
 
@@ -180,7 +199,7 @@ def rms_norm_backward(
     """
     epilogue = Epilogue(activation, dropout, seed)
     return _backward(
-        dy, x, weight, None, eps, weight_offset, None, rstd, residual, dresidual_out, epilogue, is_rms=True
+        dy, x, weight, None, eps, weight_offset, None, rstd, residual, dresidual_out, epilogue, is_rms=True, out=out
     )
 
 
@@ -192,6 +211,7 @@ def _forward(
     options: Options,
     dropout: float,
     seed: int | None,
+    out: Forward | None,
 ) -> Forward:
     eps, weight_offset, activation, out_dtype, stats, is_rms = options
     epilogue = Epilogue(activation, dropout, seed)
@@ -207,14 +227,9 @@ def _forward(
 
     out_dtype = out_dtype or x.dtype
     check_out_dtype(out_dtype)
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    residual_out = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
-    mean = torch.empty_like(rstd) if rstd is not None and not is_rms else None
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if out_dtype == FLOAT8 else None
-    result = Forward(y, mean, rstd, residual_out, scale)
+    result = room_for_forward(x, residual, out_dtype, stats, is_rms, out)
     if x.numel():
-        plan = plan_forward if scale is None else plan_quantise
+        plan = plan_forward if result.scale is None else plan_quantise
         launches = plan(
             x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset
         )
@@ -237,6 +252,7 @@ def _backward(
     dresidual_out: Tensor | None,
     epilogue: Epilogue,
     is_rms: bool,
+    out: Backward | None,
 ) -> Backward:
     check_eps(eps)
     check_tensor("x", x)
@@ -251,13 +267,7 @@ def _backward(
     _check_parameters(weight, bias, weight_offset, own, x)
     check_statistics(mean, rstd, x.shape[:-1], x)
 
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dresidual = None if residual is None else dx
-    if residual is not None and residual.dtype != x.dtype:
-        dresidual = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    dweight = None if weight is None else torch.empty_like(weight)
-    dbias = None if bias is None else torch.empty_like(bias)
-    result = Backward(dx, dweight, dbias, dresidual)
+    result = room_for_backward(x, weight, bias, residual, out)
     if x.numel():
         plan = plan_backward(
             dy_rows,
@@ -276,7 +286,7 @@ def _backward(
         )
         run(x.device, plan)
     else:
-        for gradient in (dweight, dbias):
+        for gradient in (result.dweight, result.dbias):
             if gradient is not None:
                 gradient.zero_()
     return result

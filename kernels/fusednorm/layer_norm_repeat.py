@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import prepared
+from fusednorm.destinations import is_room_for
 from fusednorm.launch import ByRows, Launch
 from fusednorm.results import Forward
 
@@ -55,14 +56,21 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 # A named tuple's own constructor is written in Python.
 _as_forward = tuple.__new__
 
+_NONE_GIVEN = (None,) * len(Forward._fields)
+
 _KNOWN: dict[tuple[Any, ...], _Repeat] = {}
 _LEARNING = Lock()
 
 
 def forward_again(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: Options
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    options: Options,
+    out: Forward | None = None,
 ) -> Forward | None:
-    """The result of a call without dropout, or None unless its kind is known."""
+    """The result of a call without dropout, or None unless its kind is known and `out` fits."""
     shape = x.shape
     try:
         known = _KNOWN.get(_kind(x, shape, weight, bias, residual, options))
@@ -79,26 +87,41 @@ def forward_again(
     device = known.device
     if _current_device() != device:
         with torch.cuda.device(device):
-            return forward_again(x, weight, bias, residual, options)
+            return forward_again(x, weight, bias, residual, options, out)
 
-    # Sizes one by one: torch reads a tuple of them several times slower.
-    y = torch.empty_like(x) if known.like_x else known.y.new_empty(*shape)
+    _, _, _, _, stats, is_rms = options
+    y, mean, rstd, residual_out, scale = out or _NONE_GIVEN
+    if out is not None:
+        of_rows, float32 = x.shape[:-1], torch.float32
+        if scale is not None or not (
+            _may_take(y, True, x, shape, known.y.dtype)
+            and _may_take(mean, stats and not is_rms, x, of_rows, float32)
+            and _may_take(rstd, stats, x, of_rows, float32)
+            and _may_take(
+                residual_out, residual is not None, x, shape, x.dtype if residual is None else residual.dtype
+            )
+        ):
+            return None
+    if y is None:
+        # Sizes one by one: torch reads a tuple of them several times slower.
+        y = torch.empty_like(x) if known.like_x else known.y.new_empty(*shape)
     x_at, y_at = x.data_ptr(), y.data_ptr()
     weight_at = 0 if weight is None else weight.data_ptr()
     bias_at = 0 if bias is None else bias.data_ptr()
     addresses = x_at | weight_at | bias_at | y_at
-    residual_out = mean = rstd = None
     residual_at = residual_out_at = mean_at = rstd_at = 0
     if residual is not None:
-        residual_out = residual.new_empty(*shape)
+        if residual_out is None:
+            residual_out = residual.new_empty(*shape)
         residual_at, residual_out_at = residual.data_ptr(), residual_out.data_ptr()
         addresses |= residual_at | residual_out_at
-    _, _, _, _, stats, is_rms = options
     if stats:
-        rstd = known.statistics.new_empty(*leading) if leading else known.statistics.new_empty(())
+        if rstd is None:
+            rstd = known.statistics.new_empty(*leading) if leading else known.statistics.new_empty(())
         rstd_at = rstd.data_ptr()
         if not is_rms:
-            mean = torch.empty_like(rstd)
+            if mean is None:
+                mean = torch.empty_like(rstd)
             mean_at = mean.data_ptr()
         addresses |= mean_at | rstd_at
     if addresses % 16:
@@ -184,6 +207,11 @@ def _kind(
         or (residual.dtype, residual.device, residual.is_contiguous() or residual.stride(), residual.is_neg()),
         options,
     )
+
+
+def _may_take(given: Tensor | None, wanted: bool, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a result, if there is one, can go where the caller wants it."""
+    return given is None or (wanted and is_room_for(given, shape, dtype, x.device))
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

@@ -197,11 +197,16 @@ class Engine:
 
     def _launch(self, batch: Batch) -> None:
         self._replies.note_start(batch)
+        reply = self._on_loop(functools.partial(self._finish, batch))
+        # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
         if batch.nbytes <= self._executor.backend.inline_bytes and not any(self._running.values()):
-            self._conclude(batch, self._executor.run_here(batch))
-            return
+            outcome = self._executor.run_here(batch, reply)
+            if outcome is not None:
+                self._conclude(batch, outcome)
+                return
+        else:
+            self._executor.run(batch, reply)
         self._running[batch.lane] += 1
-        self._executor.run(batch, self._on_loop(functools.partial(self._finish, batch)))
 
     def _free_lanes(self) -> list[Lane]:
         """Of which lanes the device would take another batch now."""

@@ -15,6 +15,9 @@ from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
 
+# What small batches take many times over, and nobody on the event loop misses.
+_SOON_S = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -91,9 +94,17 @@ class Executor:
         """Run a batch; the reply's value is an `Execution`."""
         self._owner.put(_Work(lambda: self.backend.run(batch), reply, batch.lane))
 
-    def run_here(self, batch: Batch) -> Outcome:
-        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`)."""
-        return self._attempt(lambda: _landed(self.backend.run(batch)))
+    def run_here(self, batch: Batch, reply: Reply) -> Outcome | None:
+        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).
+
+        Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  None: it takes long, a
+        thread waits for it, and `reply` will be called.
+        """
+        outcome = self._attempt(lambda: _landed(self.backend.run(batch)))
+        if not isinstance(outcome.value, InFlight):
+            return outcome
+        self._await_landing(outcome, outcome.value, batch.lane, reply)
+        return None
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
@@ -123,12 +134,13 @@ class Executor:
     def _do(self, work: _Work) -> None:
         outcome = self._attempt(work.do)
         if isinstance(outcome.value, InFlight):
-            started, wait = outcome.started, outcome.value.wait
-            self._waiters[work.lane].put(
-                _Work(wait, lambda done: work.reply(replace(done, started=started)), work.lane)
-            )
+            self._await_landing(outcome, outcome.value, work.lane, work.reply)
         else:
             work.reply(outcome)
+
+    def _await_landing(self, outcome: Outcome, flight: InFlight, lane: Lane, reply: Reply) -> None:
+        started = outcome.started
+        self._waiters[lane].put(_Work(flight.wait, lambda done: reply(replace(done, started=started)), lane))
 
     def _answer(self, work: _Work) -> None:
         work.reply(self._attempt(work.do))
@@ -151,5 +163,6 @@ class Executor:
         return meaning
 
 
-def _landed(value: Execution | InFlight) -> Execution:
-    return value.wait() if isinstance(value, InFlight) else value
+def _landed(value: Execution | InFlight) -> Execution | InFlight:
+    """What came of a batch, if that is known soon."""
+    return value.wait() if isinstance(value, InFlight) and value.lands_within(_SOON_S) else value

@@ -167,10 +167,10 @@ class _Launches:
             _KERNEL_BANDWIDTH_BUCKETS,
         )
         self._transfer_bytes = make.counter(
-            "transfer_bytes_total", "Bytes of tensors brought to the device and back.", ("direction",)
+            "transfer_bytes_total", "Bytes of tensors copied to the device and back.", ("direction",)
         )
         self._transfer_seconds = make.counter(
-            "transfer_seconds_total", "Time that bringing them took.", ("direction",)
+            "transfer_seconds_total", "Time that copying them took.", ("direction",)
         )
         self._compiles = make.counter(
             "compiles_total", "Classes of requests that nothing foresaw and whose kernels were compiled.", ()
@@ -199,10 +199,11 @@ class _Launches:
         went = sum(tensor.nbytes for outputs in execution.outputs for tensor in outputs.values())
         self._batch_requests().observe(len(batch.jobs))
         self._batch_bytes().observe(came)
-        self._transfer_bytes("in").inc(came)
-        self._transfer_bytes("out").inc(went)
-        self._transfer_seconds("in").inc(execution.copy_in_s)
-        self._transfer_seconds("out").inc(execution.copy_out_s)
+        for direction, nbytes, seconds in (("in", came, execution.copy_in_s), ("out", went, execution.copy_out_s)):
+            # What kernels read or write in the host's memory is not copied, and its time is the kernel's.
+            if seconds > 0:
+                self._transfer_bytes(direction).inc(nbytes)
+                self._transfer_seconds(direction).inc(seconds)
 
 
 class _State:

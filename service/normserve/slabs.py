@@ -30,6 +30,11 @@ class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
             self.home.put(self.memory)
 
 
+def memory_of(view: memoryview) -> Bytes | None:
+    """The memory of the slab that a view is of, as its source made it; None of what is no slab."""
+    return view.obj.memory if isinstance(view.obj, _Lease) else None
+
+
 def plain_memory(nbytes: int) -> Bytes:
     """Memory as the operating system gives it: in huge pages where it has them, and untouched."""
     return np.empty(nbytes, np.uint8)

@@ -331,3 +331,32 @@ def test_rows_never_change_which_kernels_a_pass_takes():
     shapes, wrong = compile_elsewhere(ROWS)
     assert shapes > 100
     assert wrong == []
+
+
+@pytest.mark.parametrize("stats", [False, True])
+def test_results_are_repeated_where_the_caller_wants_them(stats, repeating):
+    x, residual = torch.randn(2, 3, COLS)
+    call(x, residual=residual, stats=stats)
+    of_rows = [torch.empty(3), torch.empty(3)] if stats else [None, None]
+    out = Forward(torch.empty(3, COLS), *of_rows, torch.empty(3, COLS))
+    got = call(x, residual=residual, stats=stats, out=out)
+    assert all(one is other for one, other in zip(got, out, strict=True))
+    (launched,) = repeating.launched
+    tensors = addresses(x, residual, WEIGHT, BIAS, out.y, out.residual_out, out.mean, out.rstd)
+    assert launched[7:15] == tensors
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        Forward(torch.empty(4, COLS)),
+        Forward(torch.empty(3, COLS).half()),
+        Forward(torch.empty(3, COLS), mean=torch.empty(3)),
+        Forward(torch.empty(3, COLS), scale=torch.empty(3)),
+    ],
+)
+def test_place_that_does_not_fit_is_not_repeated_but_refused(out, repeating):
+    call()
+    with pytest.raises(fusednorm.KernelInputError, match=r"out\."):
+        call(out=out)
+    assert not repeating.launched

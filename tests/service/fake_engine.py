@@ -36,6 +36,7 @@ class FakeExecutor:
         self.backend = FakeBackend()
         self.running: list[tuple[Batch, Callable]] = []
         self.here: list[Batch] = []
+        self.is_slow = False
         self.loaded: list = []
         self.compiling: list[tuple[NormJob, Callable]] = []
 
@@ -45,8 +46,10 @@ class FakeExecutor:
     def run(self, batch, reply):
         self.running.append((batch, reply))
 
-    def run_here(self, batch):
+    def run_here(self, batch, reply):
         self.here.append(batch)
+        if self.is_slow:
+            return self.running.append((batch, reply))
         return self._outcome(batch)
 
     def load(self, op, weight, bias, reply):

@@ -89,6 +89,23 @@ async def test_idle_device_runs_what_is_tiny_where_it_comes_from(scene):
 
 
 @scene
+async def test_what_takes_long_where_it_came_from_keeps_the_device_to_itself(scene):
+    scene.executor.backend = Quick()
+    scene.executor.is_slow = True
+    first = scene.submit(job(1, 4))
+    await turn()
+    second = scene.submit(job(1, 4))
+    await turn()
+    assert len(scene.executor.here) == 1
+    assert not first.done()
+    scene.executor.finish()
+    await first
+    assert len(scene.executor.here) == 2
+    scene.executor.finish()
+    await second
+
+
+@scene
 async def test_small_request_behind_many_large_ones_waits_for_one_of_them(scene):
     large = [scene.submit(large_job()) for _ in range(4)]
     await turn()

@@ -61,6 +61,12 @@ class Landing(InFlight):
         self.may_end = threading.Event()
         self.error: Exception | None = None
         self.thread = 0
+        self.fault: Exception | None = None
+
+    def lands_within(self, seconds):
+        if self.fault is not None:
+            raise self.fault
+        return self.may_end.is_set()
 
     def wait(self):
         assert self.may_end.wait(20)
@@ -181,20 +187,41 @@ def test_error_in_flight_comes_back_as_what_it_means(executor, backend, replies)
     assert isinstance(replies.next().error, DeviceOutOfMemoryError)
 
 
-def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backend):
+def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backend, replies):
     landing = Landing()
     landing.may_end.set()
     backend.results.append(landing)
-    assert executor.run_here(Batch((job(1, 4),))).value is EXECUTION
+    assert executor.run_here(Batch((job(1, 4),)), replies).value is EXECUTION
     assert landing.thread == threading.get_ident()
+    assert len(replies.all) == 1
 
 
-def test_batch_that_crashes_here_says_what_it_means(executor, backend):
+def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies):
+    landing = Landing()
+    backend.results.append(landing)
+    assert executor.run_here(Batch((job(1, 4),)), replies) is None
+    took_off = time.perf_counter()
+    landing.may_end.set()
+    outcome = replies.next()
+    assert outcome.value is EXECUTION
+    assert outcome.started < took_off
+    assert landing.thread != threading.get_ident()
+
+
+def test_batch_that_crashes_here_says_what_it_means(executor, backend, replies):
     landing = Landing()
     landing.may_end.set()
     landing.error = MemoryError()
     backend.results.append(landing)
-    assert isinstance(executor.run_here(Batch((job(1, 4),))).error, DeviceOutOfMemoryError)
+    assert isinstance(executor.run_here(Batch((job(1, 4),)), replies).error, DeviceOutOfMemoryError)
+
+
+def test_device_that_fails_while_it_is_watched_says_what_it_means(executor, backend, replies):
+    landing = Landing()
+    landing.fault = DeviceFailureError("gone")
+    backend.results.append(landing)
+    assert executor.run_here(Batch((job(1, 4),)), replies).error.detail == "gone"
+    assert len(replies.all) == 1
 
 
 def test_stop_waits_for_what_is_in_flight(executor, backend, replies):

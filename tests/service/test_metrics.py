@@ -68,6 +68,13 @@ def test_launch_is_counted(metrics):
     assert value(metrics, "transfer_seconds_total", direction="out") == 0.125
 
 
+def test_what_is_not_copied_is_no_transfer(metrics):
+    outputs = ({"y": tensor(2, 4)},)
+    metrics.observe_launch(Batch((job(2, 4),)), Execution(outputs, (64,), 0.25, 0.5, 0.0))
+    assert value(metrics, "transfer_bytes_total", direction="in") == 32
+    assert value(metrics, "transfer_bytes_total", direction="out") in (None, 0)
+
+
 def test_request_is_counted(metrics):
     record = RequestRecord("rms_norm", "backward", "float16", status=200, received=1000, sent=1000)
     record.stages = {"kernel": 0.001, "send": 0.002}

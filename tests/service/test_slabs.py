@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.slabs import PLAIN, SlabPool, Source, plain_memory
+from normserve.slabs import PLAIN, SlabPool, Source, memory_of, plain_memory
 
 MIB = 2**20
 
@@ -33,6 +33,19 @@ def test_slab_comes_back_with_its_last_view(pool):
     assert pool.used_bytes == MIB
     del row
     assert (pool.used_bytes, pool.idle_bytes) == (0, MIB)
+
+
+def test_memory_of_a_view_is_what_was_allocated(pool):
+    made = []
+
+    def allocate(nbytes):
+        made.append(plain_memory(nbytes))
+        return made[-1]
+
+    pool.source = replace(PLAIN, allocate=allocate)
+    assert memory_of(pool.take(MIB)[10:20]) is made[0]
+    assert memory_of(memoryview(bytearray(4))) is None
+    assert memory_of(plain_memory(4).data) is None
 
 
 def test_slab_is_used_again(pool):

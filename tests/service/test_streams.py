@@ -1,6 +1,7 @@
 """Which stage waits for which, on streams that note what is put on them."""
 
 import contextlib
+import time
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ class FakeDevice:
         self.streams: list[FakeStream] = []
         self.current: FakeStream | None = None
         self.events = 0
+        self.reached = 0
 
     def stream(self):
         made = FakeStream(self, NAMES[len(self.streams) % 3])
@@ -55,6 +57,9 @@ class FakeEvent:
 
     def record(self, stream):
         self.device.log.append((stream.name, "reaches", self.number))
+
+    def query(self):
+        return self.number <= self.device.reached
 
     def synchronize(self):
         self.device.log.append(("host", "waits for", self.number))
@@ -135,6 +140,37 @@ def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline)
 def test_stages_are_timed_without_their_waits(device, pipeline):
     took = pipeline.start(*stages(device)).wait()
     assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
+
+
+def test_stage_that_is_none_takes_no_time_and_no_event(device):
+    _, compute, _ = stages(device)
+    flight = Pipeline(device, apart=False).start(None, compute, None, first="x")
+    assert flight.value == "x>compute"
+    assert device.log == [("in", "reaches", 1), ("in", "runs", "x"), ("in", "reaches", 2)]
+    took = flight.wait()
+    assert (took.copy_in, took.compute, took.copy_out) == (0.0, 1.0, 0.0)
+
+
+def test_events_of_a_flight_that_is_over_serve_the_next(device, pipeline):
+    pipeline.start(*stages(device)).wait()
+    second = pipeline.start(*stages(device))
+    third = pipeline.start(*stages(device))
+    assert device.events == 12
+    second.wait()
+    third.wait()
+
+
+def test_flight_is_watched_for_as_long_as_the_caller_says(device, pipeline):
+    flight = pipeline.start(*stages(device))
+    began = time.perf_counter()
+    assert not flight.lands_within(0.01)
+    assert time.perf_counter() - began >= 0.01
+    device.reached = 5
+    assert not flight.lands_within(0)
+    device.reached = 6
+    assert flight.lands_within(0)
+    flight.wait()
+    assert not [entry for entry in device.log if entry[0] == "host"]
 
 
 class Memory:

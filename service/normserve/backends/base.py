@@ -31,6 +31,10 @@ class InFlight(ABC):
     """A batch that is on the device."""
 
     @abstractmethod
+    def lands_within(self, seconds: float) -> bool:
+        """Watch for its end for so long at most; whether `wait` would not block.  Raises the device's errors."""
+
+    @abstractmethod
     def wait(self) -> Execution:
         """Block until it is done; called once, on any thread, with the errors of the device."""
 

@@ -19,6 +19,9 @@ _PACKED_BYTES = 256 * 1024
 _ALIGNMENT = 128
 
 
+# Tensors by name: dtype and shape.
+Described = Mapping[str, tuple[DType, tuple[int, ...]]]
+
 Place = tuple[int, int, torch.dtype, tuple[int, ...]]
 
 
@@ -43,13 +46,15 @@ class Parcel:
         }
 
 
-def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
-    """The batch's tensors, of one name one after another.
+def is_packed(batch: Batch) -> bool:
+    """Whether its tensors are gathered in a slab; those of a large job alone stay where they lie."""
+    return len(batch.jobs) > 1 or batch.nbytes <= _PACKED_BYTES
 
-    Small ones are gathered in a slab; large ones of a single job stay where they lie.
-    """
+
+def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
+    """The batch's tensors, of one name one after another."""
     first = batch.jobs[0]
-    if len(batch.jobs) == 1 and batch.nbytes > _PACKED_BYTES:
+    if not is_packed(batch):
         alone = {name: _alone(batch, name) for name in first.tensors}
         places: dict[str, Place] = {
             name: (index, 0, part.dtype, part.shape) for index, (name, part) in enumerate(alone.items())
@@ -58,23 +63,33 @@ def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
     rows = sum([job.rows for job in batch.jobs])
     wanted = {name: (tensor.dtype, shape_of(first, name, rows)) for name, tensor in first.tensors.items()}
     slab, offsets = room_for(wanted, slabs)
-    for name, start in offsets.items():
-        for job in batch.jobs[:1] if name in PARAMETERS else batch.jobs:
-            data = _row_major(job.tensors[name])
-            slab[start : start + len(data)] = data
-            start += len(data)
+    pack(batch, slab, offsets)
     places = {name: (0, offsets[name], TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in wanted.items()}
     return Parcel([torch.frombuffer(slab, dtype=torch.uint8)], places)
 
 
-def room_for(
-    tensors: Mapping[str, tuple[DType, tuple[int, ...]]], slabs: SlabPool
-) -> tuple[memoryview, dict[str, int]]:
-    """A slab for tensors of these dtypes and shapes, and where in it each begins."""
+def pack(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
+    """Write what came to a slab: from each name's offset on its tensors one after another, of parameters one."""
+    for name in batch.jobs[0].tensors:
+        start = offsets[name]
+        for job in batch.jobs[:1] if name in PARAMETERS else batch.jobs:
+            data = _row_major(job.tensors[name])
+            slab[start : start + len(data)] = data
+            start += len(data)
+
+
+def places_of(tensors: Described) -> tuple[dict[str, int], int]:
+    """Where in a slab each of the tensors begins, and where the last one ends."""
     offsets, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         offsets[name] = end
         end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def room_for(tensors: Described, slabs: SlabPool) -> tuple[memoryview, dict[str, int]]:
+    """A slab for the tensors, and where in it each begins."""
+    offsets, end = places_of(tensors)
     end = max(end, _ALIGNMENT)
     return slabs.take(end)[:end], offsets
 
@@ -83,15 +98,19 @@ def collected(outputs: Mapping[str, Tensor], slabs: SlabPool) -> dict[str, HostT
     """Copies of the tensors in one slab; from a device, they are complete when its stream has come so far."""
     described = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in outputs.items()}
     slab, offsets = room_for(described, slabs)
-    collected = {}
-    for name, (dtype, shape) in described.items():
-        start, count = offsets[name], prod(shape)
-        if count:
-            tensor = outputs[name]
-            home = torch.frombuffer(slab, dtype=tensor.dtype, count=count, offset=start)
+    for name, tensor in outputs.items():
+        if tensor.numel():
+            home = torch.frombuffer(slab, dtype=tensor.dtype, count=tensor.numel(), offset=offsets[name])
             home.copy_(tensor.reshape(-1), non_blocking=True)
-        collected[name] = HostTensor(dtype, shape, slab[start : start + count * dtype.itemsize])
-    return collected
+    return views(slab, offsets, described)
+
+
+def views(slab: memoryview, offsets: Mapping[str, int], tensors: Described) -> dict[str, HostTensor]:
+    """Tensors that lie in a slab, each from its offset on."""
+    return {
+        name: HostTensor(dtype, shape, slab[offsets[name] : offsets[name] + prod(shape) * dtype.itemsize])
+        for name, (dtype, shape) in tensors.items()
+    }
 
 
 def _alone(batch: Batch, name: str) -> Tensor:

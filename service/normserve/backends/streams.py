@@ -4,6 +4,7 @@ What a stage does, and what streams and events are, is the caller's; the order o
 """
 
 import contextlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ class Event(Protocol):
     """A moment on a stream, as of CUDA."""
 
     def record(self, stream: Any) -> None: ...
+    def query(self) -> bool: ...
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any) -> float: ...
 
@@ -31,7 +33,7 @@ class Streams(Protocol):
     def stream(self) -> Stream: ...
     def event(self) -> Event: ...
     def use(self, stream: Any) -> AbstractContextManager[object]:
-        """Work is put on that stream inside."""
+        """Work of this thread is put on that stream inside; afterwards on any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +52,39 @@ class Flight:
         value: what the last stage gave; its memory is written to until `wait` returns.
     """
 
-    def __init__(self, value: Any, spans: list[tuple[Event, Event]], held: list[Any]) -> None:
+    def __init__(
+        self,
+        value: Any,
+        spans: list[tuple[Event, Event] | None],
+        held: list[Any],
+        marks: list[Event],
+        spare: list[Event],
+    ) -> None:
         self.value = value
         self._spans = spans
         self._held = held
+        self._marks = marks
+        self._spare = spare
+        self._has_landed = False
+
+    def lands_within(self, seconds: float) -> bool:
+        """Watch for the end of the last stage, for so long at most; whether it is over."""
+        end = self._marks[-1]
+        give_up = time.perf_counter() + seconds
+        while not end.query():
+            if time.perf_counter() >= give_up:
+                return False
+        self._has_landed = True
+        return True
 
     def wait(self) -> StageSeconds:
-        """Block until the last stage is over, and let go of what the stages worked on."""
-        self._spans[-1][1].synchronize()
+        """Block until the last stage is over, and let go of what the stages worked on; called once."""
+        if not self._has_landed:
+            self._marks[-1].synchronize()
         self._held.clear()
-        return StageSeconds(*(began.elapsed_time(ended) / 1000 for began, ended in self._spans))
+        took = [0.0 if span is None else span[0].elapsed_time(span[1]) / 1000 for span in self._spans]
+        self._spare.extend(self._marks)
+        return StageSeconds(*took)
 
 
 class Pipeline:
@@ -69,39 +94,42 @@ class Pipeline:
         """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""
         self._source = streams
         self._streams = [streams.stream() for _ in range(3)] if apart else [streams.stream()] * 3
+        # Events of flights that are over; whoever waited for one adds its own.
+        self._spare: list[Event] = []
 
-    def start(self, *stages: Callable[[Any], Any], first: Any = None) -> Flight:
+    def start(self, *stages: Callable[[Any], Any] | None, first: Any = None) -> Flight:
         """Put copy-in, compute and copy-out on their streams, each after the one before it; blocks for none.
 
         Args:
-            stages: each is called with what the one before it gave, `first` the first.  What they gave stays alive
-                until the flight is over: a device's allocator knows one stream for each block of memory, so a block
-                may be given back only when no stream uses it.
+            stages: each is called with what the one before it gave, `first` the first; None does nothing and takes
+                no time.  What they gave stays alive until the flight is over: a device's allocator knows one stream
+                for each block of memory, so a block may be given back only when no stream uses it.
         """
         held = [first]
-        spans: list[tuple[Event, Event]] = []
+        spans: list[tuple[Event, Event] | None] = []
+        marks: list[Event] = []
         current: Stream | None = None
         try:
-            with contextlib.ExitStack() as in_use:
-                for stream, stage in zip(self._streams, stages, strict=True):
-                    if stream is current:
-                        began = spans[-1][1]
-                    else:
-                        in_use.close()
-                        in_use.enter_context(self._source.use(stream))
+            for stream, stage in zip(self._streams, stages, strict=True):
+                if stage is None:
+                    spans.append(None)
+                    continue
+                with self._source.use(stream):
+                    if stream is not current:
                         current = stream
-                        if spans:
-                            stream.wait_event(spans[-1][1])
-                        began = self._mark(stream)
+                        if marks:
+                            stream.wait_event(marks[-1])
+                        marks.append(self._mark(stream))
                     held.append(stage(held[-1]))
-                    spans.append((began, self._mark(stream)))
+                    marks.append(self._mark(stream))
+                    spans.append((marks[-2], marks[-1]))
         except BaseException:
             self._settle()
             raise
-        return Flight(held[-1], spans, held)
+        return Flight(held[-1], spans, held, marks, self._spare)
 
     def _mark(self, stream: Stream) -> Event:
-        event = self._source.event()
+        event = self._spare.pop() if self._spare else self._source.event()
         event.record(stream)
         return event
 

@@ -1,7 +1,8 @@
 """A CUDA device, through the fusednorm kernels."""
 
-import contextlib
+import functools
 import platform
+import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 
@@ -13,8 +14,10 @@ from fusednorm.errors import KernelInputError
 from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
+from normserve.backends.in_place import Workplace, Workplaces
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
-from normserve.backends.parcels import collected, parcel_of
+from normserve.backends.parcels import Parcel, collected, parcel_of
+from normserve.backends.pinned import pinned_memory
 from normserve.backends.streams import Flight, Pipeline, StageSeconds
 from normserve.backends.tensors import (
     TORCH_DTYPES,
@@ -34,7 +37,7 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.jobs import Batch, Execution, Lane, NormJob, Op
-from normserve.slabs import Bytes, SlabPool, Source
+from normserve.slabs import SlabPool, Source
 from normserve.tensors import HostTensor
 
 _DEVICE = "cuda"
@@ -44,11 +47,11 @@ class TritonBackend:
     """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
 
     name = "triton"
-    # Of large batches one on each wire and one that is computed; of small ones one that is answered while the next
-    # is under way.  More would only take company away from those that wait.
-    depth = Depth(5, {Lane.SMALL: 2, Lane.LARGE: 3})
-    # Such a batch is on the device for less time than it takes to tell another thread of it.
-    inline_bytes = 256 * 1024
+    # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
+    # and would not again if there were always another under way.
+    depth = Depth(4, {Lane.SMALL: 1, Lane.LARGE: 3})
+    # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
+    inline_bytes = 1024 * 1024
 
     def __init__(self, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)) -> None:
         """Make it.
@@ -60,10 +63,11 @@ class TritonBackend:
         self._warm_sizes = warm_sizes
         self.compiled: set[Hashable] = set()
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
+        self._workplaces = Workplaces(self._slabs)
 
     def start(self) -> DeviceInfo:
         # torch pins powers of two, whatever it is asked for.
-        self._slabs.source = Source(_pinned_memory, steps=1, is_slow=True)
+        self._slabs.source = Source(pinned_memory, steps=1, is_slow=True)
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {
@@ -91,12 +95,36 @@ class TritonBackend:
             fusednorm.warmup(op.value, TORCH_DTYPES[weight.dtype], weight.shape[0], backward=False)
         return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> InFlight:
-        job = batch.jobs[0]
         began = time.perf_counter()
-        parcel = parcel_of(batch, self._slabs)
-        packed_s = time.perf_counter() - began
+        workplace = self._workplaces.prepare(batch)
+        if workplace is None:
+            parcel = parcel_of(batch, self._slabs)
+            packed_s = time.perf_counter() - began
+            flight = self._start_copies(batch, parcel)
+        else:
+            packed_s = time.perf_counter() - began
+            compute = functools.partial(_compute_in_place, batch.jobs[0])
+            flight = self._pipelines[batch.lane].start(None, compute, None, first=workplace)
+        # While the device is at it.
+        shares = split(batch, flight.value)
+        kernel_bytes = kernel_bytes_of(batch, shares)
+
+        def execution(took: StageSeconds) -> Execution:
+            return Execution(
+                outputs=shares,
+                kernel_bytes=kernel_bytes,
+                copy_in_s=packed_s + took.copy_in,
+                kernel_s=took.compute,
+                copy_out_s=took.copy_out,
+            )
+
+        return _OnTheDevice(flight, execution)
+
+    @torch.inference_mode()
+    def _start_copies(self, batch: Batch, parcel: Parcel) -> Flight:
+        """To the device, through the kernels and back, each tensor in device memory meanwhile."""
+        job = batch.jobs[0]
 
         def copy_in(_: object) -> dict[str, Tensor]:
             return parcel.brought(lambda buffer: buffer.to(_DEVICE, non_blocking=True))
@@ -112,19 +140,7 @@ class TritonBackend:
             return collected(outputs, self._slabs)
 
         # The batch and its parcel are held with the rest: the device reads their slabs.
-        flight = self._pipelines[batch.lane].start(copy_in, compute, copy_out, first=(batch, parcel))
-        shares = split(batch, flight.value)
-
-        def execution(took: StageSeconds) -> Execution:
-            return Execution(
-                outputs=shares,
-                kernel_bytes=kernel_bytes_of(batch, shares),
-                copy_in_s=packed_s + took.copy_in,
-                kernel_s=took.compute,
-                copy_out_s=took.copy_out,
-            )
-
-        return _OnTheDevice(flight, execution)
+        return self._pipelines[batch.lane].start(copy_in, compute, copy_out, first=(batch, parcel))
 
     @torch.inference_mode()
     def compile(self, job: NormJob) -> None:
@@ -160,13 +176,11 @@ class TritonBackend:
         }
 
 
-def _pinned_memory(nbytes: int) -> Bytes:
-    try:
-        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    except RuntimeError as error:
-        # That the host has no more to pin is no fault of the device's, though CUDA tells it so.
-        raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
-    return memory
+def _compute_in_place(job: NormJob, workplace: Workplace) -> dict[str, HostTensor]:
+    """Launch, and while the device is at it, say where its results will be."""
+    inputs = workplace.inputs if job.layer is None else workplace.inputs | parameters_of(job.layer.resident)
+    launch(fusednorm, job.spec, inputs, {"out": workplace.out})
+    return workplace.results()
 
 
 class _OnTheDevice(InFlight):
@@ -176,6 +190,9 @@ class _OnTheDevice(InFlight):
 
     def wait(self) -> Execution:
         return self._execution(self._flight.wait())
+
+    def lands_within(self, seconds: float) -> bool:
+        return self._flight.lands_within(seconds)
 
 
 class _CudaStreams:
@@ -194,5 +211,22 @@ class _CudaStreams:
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, blocking=self._sleeps)
 
-    def use(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(stream)
+    def use(self, stream: torch.cuda.Stream) -> "_Use":
+        return _Use(stream)
+
+
+class _Use:
+    """Makes a stream the thread's current one, which it stays: small batches come again and again on the same."""
+
+    _of_thread = threading.local()
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if getattr(self._of_thread, "stream", None) is not self._stream:
+            torch.cuda.set_stream(self._stream)
+            self._of_thread.stream = self._stream
+
+    def __exit__(self, *exception: object) -> None:
+        """The next batch says which stream it wants."""

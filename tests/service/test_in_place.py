@@ -1,0 +1,171 @@
+"""Which batches are computed where they lie, and what both sides see of them there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from normserve.backends.in_place import MOST_BYTES, Workplaces
+from normserve.backends.pinned import with_device_view
+from normserve.backends.tensors import results_of
+from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.slabs import PLAIN, SlabPool
+from normserve.tensors import DType, HostTensor
+
+from .fake_jobs import layer
+
+DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
+FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+
+
+@pytest.fixture
+def slabs():
+    """Slabs that the device, too, sees as the host's memory."""
+
+    def allocate(nbytes):
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        return with_device_view(memory, memory)
+
+    pool = SlabPool(max_idle_bytes=2**20)
+    pool.source = replace(PLAIN, allocate=allocate)
+    return pool
+
+
+@pytest.fixture
+def workplaces(slabs):
+    return Workplaces(slabs)
+
+
+def host(tensor: torch.Tensor) -> HostTensor:
+    data = bytearray(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(data))
+
+
+def batch_of(*jobs: dict[str, torch.Tensor], spec: NormSpec = FORWARD, of: object = None) -> Batch:
+    return Batch(tuple(NormJob(spec, {name: host(tensor) for name, tensor in job.items()}, of) for job in jobs))
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 2, 5)])
+def test_device_sees_what_came_and_the_host_what_is_written(workplaces, slabs, counts):
+    weight = torch.randn(7)
+    jobs = [
+        {"x": torch.randn(rows, 7).bfloat16(), "residual": torch.randn(rows, 7).bfloat16(), "weight": weight}
+        for rows in counts
+    ]
+    workplace = workplaces.prepare(batch_of(*jobs))
+    assert workplace.inputs.keys() == jobs[0].keys()
+    for name in ("x", "residual"):
+        assert torch.equal(workplace.inputs[name], torch.cat([job[name] for job in jobs]))
+    assert torch.equal(workplace.inputs["weight"], weight)
+    for tensor in (*workplace.inputs.values(), workplace.out.y, workplace.out.residual_out):
+        # As kernels that load 16 bytes at once want it.
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+    assert workplace.out.mean is workplace.out.rstd is None
+    wanted = {name: torch.randn(sum(counts), 7).bfloat16() for name in ("y", "residual_out")}
+    for name, tensor in wanted.items():
+        getattr(workplace.out, name).copy_(tensor)
+    for name, tensor in wanted.items():
+        assert workplace.results()[name] == host(tensor)
+    for job, name in ((jobs[0], "x"), (jobs[0], "residual")):
+        assert torch.equal(workplace.inputs[name][: counts[0]], job[name]), "written over"
+    held = workplace.results()["y"]
+    del workplace
+    assert slabs.used_bytes > 0
+    del held
+    assert slabs.used_bytes == 0
+
+
+def test_slab_that_comes_again_is_seen_as_before(workplaces):
+    for _ in range(3):
+        x = torch.randn(2, 9)
+        workplace = workplaces.prepare(batch_of({"x": x}))
+        assert torch.equal(workplace.inputs["x"], x)
+        workplace.out.y.fill_(1)
+        assert bytes(workplace.results()["y"].data) == torch.ones(18).numpy().tobytes()
+        del workplace
+
+
+def test_more_kinds_than_a_slab_remembers(workplaces):
+    for rows in range(1, 150):
+        x = torch.randn(rows, 3)
+        workplace = workplaces.prepare(batch_of({"x": x}))
+        assert torch.equal(workplace.inputs["x"], x)
+        assert workplace.out.y.shape == (rows, 3)
+        del workplace
+
+
+def test_channels_last_is_seen_with_channels_first(workplaces):
+    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC, stats=True)
+    x = torch.randn(2, 5, 3, 8)
+    workplace = workplaces.prepare(batch_of({"x": x}, spec=spec))
+    assert torch.equal(workplace.inputs["x"], x.movedim(-1, 1))
+    assert workplace.out.y.stride() == workplace.inputs["x"].stride()
+    assert workplace.results()["y"].shape == x.shape
+    assert workplace.out.mean.shape == workplace.results()["rstd"].shape == (2, 2)
+
+
+def test_gradients_of_a_registered_layer_have_its_dtype(workplaces):
+    registered = layer(size=8, dtype=DType.BFLOAT16, has_bias=True)
+    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    tensors = {"x": torch.randn(3, 8), "dy": torch.randn(3, 8)}
+    workplace = workplaces.prepare(batch_of(tensors, spec=spec, of=registered))
+    assert workplace.out.dweight.shape == workplace.out.dbias.shape == (8,)
+    assert workplace.out.dweight.dtype == workplace.out.dbias.dtype == torch.bfloat16
+    assert workplace.out.dresidual is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "spec"),
+    [
+        ({"x": torch.zeros(0, 8)}, FORWARD),
+        ({"x": torch.zeros(65, 1024)}, FORWARD),
+        ({"x": torch.zeros(3, 8), "residual": torch.zeros(3, 8).bfloat16()}, FORWARD),
+    ],
+)
+def test_what_is_large_or_empty_or_converted_is_not_computed_in_place(workplaces, slabs, tensors, spec):
+    assert workplaces.prepare(batch_of(tensors, spec=spec)) is None
+    assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize(("jobs", "fits"), [(2, True), (3, False)])
+def test_together_as_much_as_may_come_and_go(workplaces, slabs, jobs, fits):
+    row = MOST_BYTES // (2 * 2 * 4)
+    batch = batch_of(*[{"x": torch.zeros(1, row)}] * jobs)
+    assert (workplaces.prepare(batch) is not None) == fits
+    assert slabs.used_bytes == 0
+
+
+def test_statistics_count_with_what_goes(workplaces):
+    rows = MOST_BYTES // (2 * 2 * 4)
+    batch = batch_of(*[{"x": torch.zeros(rows, 1)}] * 2, spec=replace(FORWARD, stats=True))
+    assert workplaces.prepare(batch) is None
+
+
+def test_memory_that_the_device_does_not_see_is_left_to_copies(workplaces, slabs):
+    slabs.source = PLAIN
+    assert workplaces.prepare(batch_of({"x": torch.zeros(3, 8)})) is None
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("stats", [False, True])
+def test_results_of_a_forward_pass(op, stats):
+    groups = 2 if op is Op.GROUP_NORM else 0
+    spec = NormSpec(op, Pass.FORWARD, 1e-5, groups, out_dtype=DType.FLOAT16, stats=stats)
+    (job,) = batch_of({"x": torch.zeros(3, 8)}, spec=spec).jobs
+    results = results_of(job, 5)
+    assert results["y"] == (DType.FLOAT16, (5, 8))
+    statistics = {name: results[name] for name in results if name != "y"}
+    names = () if not stats else ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
+    assert statistics == dict.fromkeys(names, (DType.FLOAT32, (5, groups) if groups else (5,)))
+
+
+def test_results_of_a_backward_pass_are_gradients_of_what_came():
+    spec = NormSpec(Op.GROUP_NORM, Pass.BACKWARD, 1e-5, 2)
+    tensors = {name: torch.zeros(3, 8, 5).bfloat16() for name in ("x", "dy", "residual")}
+    tensors |= {"weight": torch.zeros(8), "scale": torch.zeros(3, 8), "shift": torch.zeros(3, 8).bfloat16()}
+    (job,) = batch_of(tensors, spec=spec).jobs
+    assert results_of(job, 3) == {
+        "dx": (DType.BFLOAT16, (3, 8, 5)),
+        "dweight": (DType.FLOAT32, (8,)),
+        "dscale": (DType.FLOAT32, (3, 8)),
+        "dshift": (DType.BFLOAT16, (3, 8)),
+    }
