@@ -19,11 +19,11 @@ class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
     Attributes:
         on_device: the same bytes as a tensor of the device, for as long as the memory is there.
-        seen: parts of that tensor, for whoever wants the same ones again; they go with the memory.
+        calls: launches on parts of that tensor, for whoever makes the same ones again; they go with the memory.
     """
 
     on_device: Tensor
-    seen: dict[Any, Any]
+    calls: dict[Any, Any]
 
     def piece(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor of the device from byte `start` on."""
@@ -47,7 +47,7 @@ def pinned_memory(nbytes: int) -> Bytes:
 def with_device_view(host: Tensor, on_device: Tensor) -> PinnedMemory:
     """A tensor's memory, flat, that is `on_device` to the device."""
     memory = host.numpy().view(PinnedMemory)
-    memory.on_device, memory.seen = on_device, {}
+    memory.on_device, memory.calls = on_device, {}
     return memory
 
 
