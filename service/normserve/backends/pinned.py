@@ -41,7 +41,9 @@ def pinned_memory(nbytes: int) -> Bytes:
     except RuntimeError as error:
         # That is no fault of the device's, though CUDA tells it so.
         raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
-    return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
+    # Whoever asks for it may do without autograd for the moment; the memory outlives that.
+    with torch.inference_mode(False):
+        return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
 
 
 def with_device_view(host: Tensor, on_device: Tensor) -> PinnedMemory:
