@@ -30,9 +30,22 @@ def slabs():
     return pool
 
 
+class Library:
+    """Gives back what it is called with."""
+
+    def layer_norm_forward(self, x, **options):
+        return {"x": x, **options}
+
+    def group_norm_forward(self, x, num_groups, **options):
+        return {"x": x, **options}
+
+    def layer_norm_backward(self, dy, x, **options):
+        return {"dy": dy, "x": x, **options}
+
+
 @pytest.fixture
 def workplaces(slabs):
-    return Workplaces(slabs)
+    return Workplaces(slabs, Library())
 
 
 def host(tensor: torch.Tensor) -> HostTensor:
@@ -52,35 +65,65 @@ def test_device_sees_what_came_and_the_host_what_is_written(workplaces, slabs, c
         for rows in counts
     ]
     workplace = workplaces.prepare(batch_of(*jobs))
-    assert workplace.inputs.keys() == jobs[0].keys()
+    called = workplace.call()
+    out = called["out"]
     for name in ("x", "residual"):
-        assert torch.equal(workplace.inputs[name], torch.cat([job[name] for job in jobs]))
-    assert torch.equal(workplace.inputs["weight"], weight)
-    for tensor in (*workplace.inputs.values(), workplace.out.y, workplace.out.residual_out):
+        assert torch.equal(called[name], torch.cat([job[name] for job in jobs]))
+    assert torch.equal(called["weight"], weight)
+    assert "bias" not in called
+    for tensor in (called["x"], called["residual"], called["weight"], out.y, out.residual_out):
         # As kernels that load 16 bytes at once want it.
         assert tensor.storage_offset() * tensor.element_size() % 16 == 0
-    assert workplace.out.mean is workplace.out.rstd is None
+    assert out.mean is out.rstd is None
     wanted = {name: torch.randn(sum(counts), 7).bfloat16() for name in ("y", "residual_out")}
     for name, tensor in wanted.items():
-        getattr(workplace.out, name).copy_(tensor)
+        getattr(out, name).copy_(tensor)
+    shares = workplace.shares()
+    assert len(shares) == len(workplace.kernel_bytes(shares)) == len(counts)
     for name, tensor in wanted.items():
-        assert workplace.results()[name] == host(tensor)
-    for job, name in ((jobs[0], "x"), (jobs[0], "residual")):
-        assert torch.equal(workplace.inputs[name][: counts[0]], job[name]), "written over"
-    held = workplace.results()["y"]
-    del workplace
+        for share, rows in zip(shares, tensor.split(counts), strict=True):
+            assert share[name] == host(rows.clone())
+    for name in ("x", "residual"):
+        assert torch.equal(called[name], torch.cat([job[name] for job in jobs])), "written over"
+    held = shares[0]["y"]
+    del workplace, shares, share
     assert slabs.used_bytes > 0
     del held
     assert slabs.used_bytes == 0
+
+
+def test_share_has_the_shape_that_came(workplaces):
+    (share,) = workplaces.prepare(batch_of({"x": torch.randn(2, 3, 9)}, spec=replace(FORWARD, stats=True))).shares()
+    assert {name: tensor.shape for name, tensor in share.items()} == {
+        "y": (2, 3, 9),
+        "mean": (2, 3),
+        "rstd": (2, 3),
+    }
+
+
+def test_registered_parameters_are_the_callers(workplaces):
+    weight = object()
+    workplace = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, of=layer(size=9)))
+    assert workplace.call(weight=weight)["weight"] is weight
+    assert "weight" not in workplace.call()
 
 
 def test_slab_that_comes_again_is_seen_as_before(workplaces):
     for _ in range(3):
         x = torch.randn(2, 9)
         workplace = workplaces.prepare(batch_of({"x": x}))
-        assert torch.equal(workplace.inputs["x"], x)
-        workplace.out.y.fill_(1)
-        assert bytes(workplace.results()["y"].data) == torch.ones(18).numpy().tobytes()
+        called = workplace.call()
+        assert torch.equal(called["x"], x)
+        called["out"].y.fill_(1)
+        (share,) = workplace.shares()
+        assert bytes(share["y"].data) == torch.ones(18).numpy().tobytes()
+        del workplace, share
+
+
+def test_options_are_the_jobs_own(workplaces):
+    for eps in (1e-3, 1e-5, 1e-3):
+        workplace = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, spec=replace(FORWARD, eps=eps)))
+        assert workplace.call()["eps"] == eps
         del workplace
 
 
@@ -88,8 +131,9 @@ def test_more_kinds_than_a_slab_remembers(workplaces):
     for rows in range(1, 150):
         x = torch.randn(rows, 3)
         workplace = workplaces.prepare(batch_of({"x": x}))
-        assert torch.equal(workplace.inputs["x"], x)
-        assert workplace.out.y.shape == (rows, 3)
+        called = workplace.call()
+        assert torch.equal(called["x"], x)
+        assert called["out"].y.shape == (rows, 3)
         del workplace
 
 
@@ -97,20 +141,22 @@ def test_channels_last_is_seen_with_channels_first(workplaces):
     spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC, stats=True)
     x = torch.randn(2, 5, 3, 8)
     workplace = workplaces.prepare(batch_of({"x": x}, spec=spec))
-    assert torch.equal(workplace.inputs["x"], x.movedim(-1, 1))
-    assert workplace.out.y.stride() == workplace.inputs["x"].stride()
-    assert workplace.results()["y"].shape == x.shape
-    assert workplace.out.mean.shape == workplace.results()["rstd"].shape == (2, 2)
+    called = workplace.call()
+    assert torch.equal(called["x"], x.movedim(-1, 1))
+    assert called["out"].y.stride() == called["x"].stride()
+    (share,) = workplace.shares()
+    assert share["y"].shape == x.shape
+    assert called["out"].mean.shape == share["rstd"].shape == (2, 2)
 
 
 def test_gradients_of_a_registered_layer_have_its_dtype(workplaces):
     registered = layer(size=8, dtype=DType.BFLOAT16, has_bias=True)
     spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
     tensors = {"x": torch.randn(3, 8), "dy": torch.randn(3, 8)}
-    workplace = workplaces.prepare(batch_of(tensors, spec=spec, of=registered))
-    assert workplace.out.dweight.shape == workplace.out.dbias.shape == (8,)
-    assert workplace.out.dweight.dtype == workplace.out.dbias.dtype == torch.bfloat16
-    assert workplace.out.dresidual is None
+    out = workplaces.prepare(batch_of(tensors, spec=spec, of=registered)).call()["out"]
+    assert out.dweight.shape == out.dbias.shape == (8,)
+    assert out.dweight.dtype == out.dbias.dtype == torch.bfloat16
+    assert out.dresidual is None
 
 
 @pytest.mark.parametrize(

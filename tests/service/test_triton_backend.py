@@ -190,7 +190,9 @@ def test_gradients_of_parameters_in_place(backend):
 def test_device_sees_pinned_memory_where_it_lies():
     from normserve.backends.pinned import pinned_memory
 
-    memory = pinned_memory(1 << 16)
+    with torch.inference_mode():
+        memory = pinned_memory(1 << 16)
+    assert not memory.on_device.is_inference()
     assert memory.on_device.is_cuda
     assert memory.on_device.data_ptr() == memory.ctypes.data
     memory[:] = torch.arange(1 << 16).to(torch.uint8).numpy()

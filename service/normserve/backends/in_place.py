@@ -4,15 +4,17 @@ A copy to the device or back takes several microseconds before its first byte mo
 after it.  A kernel that reads host memory waits for the bus itself, once.
 """
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
 
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
+from normserve.backends.launch import call_of
 from normserve.backends.parcels import Described, is_packed, pack, places_of, views
 from normserve.backends.pinned import PinnedMemory
-from normserve.backends.tensors import TORCH_DTYPES, channels_first, results_of, shape_of
+from normserve.backends.tensors import TORCH_DTYPES, channels_first, kernel_bytes_of, results_of, shape_of, split
 from normserve.jobs import Batch, NormSpec, Pass
 from normserve.slabs import SlabPool, memory_of
 from normserve.tensors import HostTensor
@@ -20,22 +22,25 @@ from normserve.tensors import HostTensor
 MOST_BYTES = 1024 * 1024
 """Of all tensors that come and go, each way over the bus at once; more is as quick under copies."""
 
-# Layouts that are kept, and those of them whose tensors a slab keeps: many, and the few that come all the time.
-_MOST_LAYOUTS, _MOST_SEEN = 4096, 64
+# Layouts that are kept, and those of them that a slab keeps calls of: many, and the few that come all the time.
+_MOST_LAYOUTS, _MOST_CALLS = 4096, 64
+
+Call = Callable[..., Forward | Backward]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """Where in a slab a launch's tensors lie."""
+    """Where in a slab a launch's tensors lie, and for a job of so many rows, the fewest bytes of its share."""
 
     spec: NormSpec
     came: Described
     goes: Described
     offsets: Mapping[str, int]
     nbytes: int
+    kernel_bytes: dict[int, int] = field(default_factory=dict)
 
-    def seen_in(self, memory: PinnedMemory) -> tuple[dict[str, Tensor], Forward | Backward]:
-        """The device's tensors in a slab's memory."""
+    def call_in(self, memory: PinnedMemory, library: ModuleType) -> Call:
+        """The launch on a slab's memory, but for a registered layer's parameters."""
 
         def seen(tensors: Described) -> dict[str, Tensor]:
             return {
@@ -44,33 +49,37 @@ class _Layout:
             }
 
         results = Forward if self.spec.direction is Pass.FORWARD else Backward
-        return seen(self.came), results(**seen(self.goes))
+        return call_of(library, self.spec, seen(self.came), {"out": results(**seen(self.goes))})
 
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """A batch's tensors in one slab.
+    """A packed batch and room for its results, in one slab.
 
     Attributes:
-        inputs: what came, packed, as the device sees it; GroupNorm's as [B, C, *spatial].
-        out: where results go, likewise.
+        call: launches it on what came, packed, and into the room; wants a registered layer's parameters by name.
     """
 
-    inputs: dict[str, Tensor]
-    out: Forward | Backward
+    call: Call
+    _batch: Batch
     _slab: memoryview
     _layout: _Layout
 
-    def results(self) -> dict[str, HostTensor]:
-        """The memory of `out` as the host sees it, in payload order; it keeps the slab from going home."""
-        return views(self._slab, self._layout.offsets, self._layout.goes)
+    def shares(self) -> tuple[dict[str, HostTensor], ...]:
+        """Each job's results, as the host sees them; they keep the slab from going home."""
+        return split(self._batch, views(self._slab, self._layout.offsets, self._layout.goes))
+
+    def kernel_bytes(self, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
+        """For each job, the fewest bytes that its share of the launch must move."""
+        return kernel_bytes_of(self._batch, shares, self._layout.kernel_bytes)
 
 
 class Workplaces:
     """Where small batches are computed.  One thread at a time."""
 
-    def __init__(self, slabs: SlabPool) -> None:
+    def __init__(self, slabs: SlabPool, library: ModuleType) -> None:
         self._slabs = slabs
+        self._library = library
         self._layouts: dict[Hashable, _Layout | None] = {}
 
     def prepare(self, batch: Batch) -> Workplace | None:
@@ -86,12 +95,12 @@ class Workplaces:
             # Older than the device's start.
             return None
         pack(batch, slab, layout.offsets)
-        if layout not in memory.seen:
-            if len(memory.seen) >= _MOST_SEEN:
-                memory.seen.clear()
-            memory.seen[layout] = layout.seen_in(memory)
-        inputs, out = memory.seen[layout]
-        return Workplace(inputs, out, slab, layout)
+        call = memory.calls.get(layout)
+        if call is None:
+            if len(memory.calls) >= _MOST_CALLS:
+                memory.calls.clear()
+            call = memory.calls[layout] = layout.call_in(memory, self._library)
+        return Workplace(call, batch, slab, layout)
 
     def _layout_of(self, batch: Batch) -> _Layout | None:
         job = batch.jobs[0]

@@ -1,5 +1,6 @@
 """From a spec and its tensors to a call of the kernel library, whichever library that is."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
@@ -45,8 +46,25 @@ def launch(
     Returns:
         What the operation gives back, by the names of the API.
     """
-    if not tensors["x"].numel():
+    x, residual = tensors["x"], tensors.get("residual")
+    if not x.numel():
         return _empty(spec, tensors)
+    if residual is not None and residual.dtype != x.dtype:
+        # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.
+        tensors = {**tensors, "residual": residual.float()}
+    result: Forward | Backward = call_of(library, spec, tensors, of_library)()
+    outputs = {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
+    if "residual_out" in outputs:
+        outputs["residual_out"] = outputs["residual_out"].to(x.dtype)
+    # The API's dx is the gradient of x and of residual alike.
+    outputs.pop("dresidual", None)
+    return outputs
+
+
+def call_of(
+    library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
+) -> functools.partial[Forward | Backward]:
+    """The call of the library's function that an operation is, on tensors that need no conversion."""
     function = getattr(library, f"{spec.op.value}_{spec.direction.value}")
     leading = [tensors["x"], *([spec.num_groups] if spec.op is Op.GROUP_NORM else [])]
     options: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in ("x", "dy")}
@@ -57,17 +75,7 @@ def launch(
     else:
         leading.insert(0, tensors["dy"])
     options |= of_library
-    x, residual = tensors["x"], tensors.get("residual")
-    if residual is not None and residual.dtype != x.dtype:
-        # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.
-        options["residual"] = residual.float()
-    result: Forward | Backward = function(*leading, **options)
-    outputs = {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
-    if "residual_out" in outputs:
-        outputs["residual_out"] = outputs["residual_out"].to(x.dtype)
-    # The API's dx is the gradient of x and of residual alike.
-    outputs.pop("dresidual", None)
-    return outputs
+    return functools.partial(function, *leading, **options)
 
 
 def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,11 +19,11 @@ class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
     Attributes:
         on_device: the same bytes as a tensor of the device, for as long as the memory is there.
-        seen: parts of that tensor, for whoever wants the same ones again; they go with the memory.
+        calls: launches on parts of that tensor, for whoever makes the same ones again; they go with the memory.
     """
 
     on_device: Tensor
-    seen: dict[Any, Any]
+    calls: dict[Any, Any]
 
     def piece(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor of the device from byte `start` on."""
@@ -41,13 +41,15 @@ def pinned_memory(nbytes: int) -> Bytes:
     except RuntimeError as error:
         # That is no fault of the device's, though CUDA tells it so.
         raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
-    return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
+    # Whoever asks for it may do without autograd for the moment; the memory outlives that.
+    with torch.inference_mode(False):
+        return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
 
 
 def with_device_view(host: Tensor, on_device: Tensor) -> PinnedMemory:
     """A tensor's memory, flat, that is `on_device` to the device."""
     memory = host.numpy().view(PinnedMemory)
-    memory.on_device, memory.seen = on_device, {}
+    memory.on_device, memory.calls = on_device, {}
     return memory
 
 

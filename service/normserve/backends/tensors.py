@@ -126,17 +126,25 @@ def _share(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, to
         shape = (stop - start, *whole.shape[1:])
     else:
         shape = job.x.shape[:-1]
-    row_bytes = len(whole.data) // total if total else 0
+    if stop - start == total:
+        return whole if shape == whole.shape else HostTensor(whole.dtype, shape, whole.data)
+    row_bytes = len(whole.data) // total
     return HostTensor(whole.dtype, shape, whole.data[start * row_bytes : stop * row_bytes])
 
 
-def kernel_bytes_of(batch: Batch, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
-    """`kernel_bytes` of each job.  They are of one class, so that it is the rows that make the difference."""
-    by_rows: dict[int, int] = {}
+def kernel_bytes_of(
+    batch: Batch, shares: Sequence[Mapping[str, HostTensor]], by_rows: dict[int, int] | None = None
+) -> tuple[int, ...]:
+    """`kernel_bytes` of each job.  They are of one class, so that it is the rows that make the difference.
+
+    Args:
+        by_rows: what is known of the class from before; what is learnt is added.
+    """
+    by_rows = {} if by_rows is None else by_rows
     for job, share in zip(batch.jobs, shares, strict=True):
         if job.rows not in by_rows:
             by_rows[job.rows] = kernel_bytes(job, share)
-    return tuple(by_rows[job.rows] for job in batch.jobs)
+    return tuple([by_rows[job.rows] for job in batch.jobs])
 
 
 def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:

@@ -63,7 +63,7 @@ class TritonBackend:
         self._warm_sizes = warm_sizes
         self.compiled: set[Hashable] = set()
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
-        self._workplaces = Workplaces(self._slabs)
+        self._workplaces = Workplaces(self._slabs, fusednorm)
 
     def start(self) -> DeviceInfo:
         # torch pins powers of two, whatever it is asked for.
@@ -102,13 +102,15 @@ class TritonBackend:
             parcel = parcel_of(batch, self._slabs)
             packed_s = time.perf_counter() - began
             flight = self._start_copies(batch, parcel)
+            shares = split(batch, flight.value)
+            kernel_bytes = kernel_bytes_of(batch, shares)
         else:
             packed_s = time.perf_counter() - began
             compute = functools.partial(_compute_in_place, batch.jobs[0])
             flight = self._pipelines[batch.lane].start(None, compute, None, first=workplace)
-        # While the device is at it.
-        shares = split(batch, flight.value)
-        kernel_bytes = kernel_bytes_of(batch, shares)
+            # While the device is at it.
+            shares = workplace.shares()
+            kernel_bytes = workplace.kernel_bytes(shares)
 
         def execution(took: StageSeconds) -> Execution:
             return Execution(
@@ -176,11 +178,8 @@ class TritonBackend:
         }
 
 
-def _compute_in_place(job: NormJob, workplace: Workplace) -> dict[str, HostTensor]:
-    """Launch, and while the device is at it, say where its results will be."""
-    inputs = workplace.inputs if job.layer is None else workplace.inputs | parameters_of(job.layer.resident)
-    launch(fusednorm, job.spec, inputs, {"out": workplace.out})
-    return workplace.results()
+def _compute_in_place(job: NormJob, workplace: Workplace) -> None:
+    workplace.call(**({} if job.layer is None else parameters_of(job.layer.resident)))
 
 
 class _OnTheDevice(InFlight):
