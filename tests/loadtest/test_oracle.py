@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from normload import oracle
 from normload.elements import narrow, widen
-from normload.workload import OPERATIONS, Case
+from normload.cases import OPERATIONS, Case
 from normserve.client import DType
 
 ACTIVATIONS = {"none": lambda z: z, "silu": F.silu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh")}
