@@ -1,8 +1,8 @@
 """What changed between two runs beyond noise.
 
 How much a run varies by itself is seen from its parts: each phase's intervals are drawn anew a thousand times,
-with repetition, in short blocks, as neighbours resemble each other.  A number is a change when 99 of 100 draws leave
-it on the same side of what it was, by more than what two runs of one server on one machine differ by anyway.
+with repetition, in short blocks, as neighbours resemble each other.  A number is a change when 99 of 100 draws
+leave it on the same side of what it was, by more than what runs of one server on one machine differ by anyway.
 
 Source: H. R. Künsch, The jackknife and the bootstrap for general stationary observations, 1989.
 """

@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from string import Template
@@ -43,21 +45,16 @@ def plots(result: Result) -> dict[str, Any]:
 
 
 def _over_time(result: Result) -> dict[str, Any]:
-    points = [point for phase in result.phases for point in _points(phase)]
+    bins = _bins(result.phases)
+    outcomes = sorted({outcome for each in bins if each.cell for outcome in each.cell.outcomes if outcome[1] != OK})
     roof = result.server.get("copy_bandwidth_bytes_per_second")
-    codes = sorted({outcome for _, _, cell in points for outcome in cell.outcomes if outcome[1] != OK})
     return {
-        "s": [start for start, _, _ in points],
-        "rate": [cell.ok / width for _, width, cell in points],
-        "bandwidth": [cell.moved_bytes / width / 1e9 for _, width, cell in points],
-        "kernels": [_known(bandwidth(cell.kernel_bytes, cell.kernel_s) / 1e9) for _, _, cell in points],
-        "percentiles": {
-            f"p{percent:g}": [_known(cell.latency.percentile(percent) * 1e3) for _, _, cell in points]
-            for percent in PERCENTILES
-        },
-        "errors": {
-            _outcome(outcome): [cell.outcomes[outcome] / width for _, width, cell in points] for outcome in codes
-        },
+        "s": [each.middle_s for each in bins],
+        "rate": [each.of(lambda cell, seconds: cell.ok / seconds) for each in bins],
+        "bandwidth": [each.of(lambda cell, seconds: cell.moved_bytes / seconds / 1e9) for each in bins],
+        "kernels": [each.of(lambda cell, _: bandwidth(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins],
+        "percentiles": {f"p{percent:g}": [each.percentile_ms(percent) for each in bins] for percent in PERCENTILES},
+        "errors": {_outcome(outcome): [each.per_second(outcome) for each in bins] for outcome in outcomes},
         "phases": [{"name": each.phase.name, "s": each.start_s} for each in result.phases],
         "ceilings": {
             "echo": None if result.echo is None else result.echo.bytes_per_second / 1e9,
@@ -66,19 +63,54 @@ def _over_time(result: Result) -> dict[str, Any]:
     }
 
 
-def _points(phase: PhaseResult) -> list[tuple[float, float, Cell]]:
-    """Middle and width in seconds, and what ended there."""
-    interval_s = phase.tally.interval_s
-    together = max(1, math.ceil(_POINT_S / interval_s))
+@dataclass(frozen=True, slots=True)
+class _Bin:
+    """A point of the plots over time.
+
+    Attributes:
+        middle_s: since the first phase began.
+        seconds: how much of it lies in a phase, all of it where answers came after one.
+        cell: what ended in it; None between phases.
+    """
+
+    middle_s: float
+    seconds: float
+    cell: Cell | None
+
+    def of(self, number: Callable[[Cell, float], float]) -> float | None:
+        return None if self.cell is None else _known(number(self.cell, self.seconds))
+
+    def percentile_ms(self, percent: float) -> float | None:
+        return self.of(lambda cell, _: cell.latency.percentile(percent) * 1e3)
+
+    def per_second(self, outcome: tuple[int, str]) -> float | None:
+        return self.of(lambda cell, seconds: cell.outcomes[outcome] / seconds)
+
+
+def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
+    """The whole time in equal parts: phases that follow one another share those in which both have answers."""
+    width = max([_POINT_S, *(each.tally.interval_s for each in phases)])
     cells: dict[int, Cell] = {}
-    for number, cell in phase.tally.intervals().items():
-        cells.setdefault(number // together, Cell()).merge(cell)
-    width = together * interval_s
-    # An interval in which nothing ended is a point, too: a server that stalled.
+    covered: Counter[int] = Counter()
+    for each in phases:
+        for number, cell in each.tally.intervals().items():
+            middle = each.start_s + (number + 0.5) * each.tally.interval_s
+            cells.setdefault(int(middle / width), Cell()).merge(cell)
+        # In thousandths of a bin.
+        first, last = (round(1000 * at / width) for at in (each.start_s, each.start_s + each.phase.duration_s))
+        for number in range(first // 1000, -(-last // 1000)):
+            covered[number] += min(last, 1000 * (number + 1)) - max(first, 1000 * number)
     return [
-        (phase.start_s + (number + 0.5) * width, width, cells.get(number, Cell()))
-        for number in range(max(cells, default=-1) + 1)
+        _bin(number, width, cells.get(number), covered[number])
+        for number in range(max([*cells, *covered], default=-1) + 1)
     ]
+
+
+def _bin(number: int, width: float, cell: Cell | None, covered: int) -> _Bin:
+    # Nothing ended in the midst of a phase: a server that stalled.  At its edge, a bin may just be short.
+    inside = covered >= 500
+    seconds = width * covered / 1000 if inside else width
+    return _Bin((number + 0.5) * width, seconds, cell or (Cell() if inside else None))
 
 
 def _curves(result: Result) -> dict[str, Any]:

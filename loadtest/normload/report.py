@@ -118,7 +118,7 @@ def _ceilings(result: Result) -> list[str]:
         sentences.append(
             f"End to end {reached / 1e9:.3f} GB/s at most: {reached / echo.bytes_per_second:.1%} of the loopback "
             f"echo, {echo.bytes_per_second / 1e9:.2f} GB/s with {echo.pairs} pairs of sockets and messages of "
-            f"{_size(echo.nbytes)}; a round trip of it takes {echo.p50_s * 1e6:.0f} µs."
+            f"{_size(echo.nbytes)}; a round trip of it takes {milliseconds(echo.p50_s)} ms."
         )
     kernel = result.kernel_bandwidth()
     if not math.isnan(kernel):

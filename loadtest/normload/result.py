@@ -15,6 +15,8 @@ from normload.tally import NOT_SENT, OK, Cell, Tally, bandwidth
 
 FORMAT = "normload/1"
 
+_ALL = "all"
+
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 
@@ -25,11 +27,14 @@ class PhaseResult:
     Attributes:
         phase: its rate in requests a second.
         start_s: since the run's first phase began.
+        segment_s: from its start until the last of the phases ends that follow without a pause; until then its
+            late answers are the run's, if no longer its own.
         tally: of its requests.
     """
 
     phase: Phase
     start_s: float
+    segment_s: float
     tally: Tally
 
 
@@ -38,12 +43,12 @@ class Part:
     """Phases of one name together, or all of them.
 
     Attributes:
-        name: theirs.
+        name: theirs; "all" of all of them.
         phases: each time that it was gone through.
         offered: requests a second on the schedule; NaN of a closed loop.
         duration_s: of them together.
         total: all requests.
-        in_time: what ended while its phase lasted, of which rates are made.
+        in_time: what ended while its phase, or the whole, lasted, of which rates are made.
     """
 
     name: str
@@ -61,7 +66,7 @@ class Part:
         self.total, self.in_time = Cell(), Cell()
         for each in self.phases:
             self.total.merge(each.tally.total())
-            self.in_time.merge(each.tally.in_time())
+            self.in_time.merge(each.tally.in_time(within_s=self._within_s(each)))
 
     @property
     def rate(self) -> float:
@@ -83,8 +88,11 @@ class Part:
         total, in_time = Cell(), Cell()
         for each in self.phases:
             total.merge(each.tally.total(operation))
-            in_time.merge(each.tally.in_time(operation))
+            in_time.merge(each.tally.in_time(operation, self._within_s(each)))
         return total, in_time
+
+    def _within_s(self, phase: PhaseResult) -> float:
+        return phase.segment_s if self.name == _ALL else phase.phase.duration_s
 
 
 @dataclass(slots=True)
@@ -127,7 +135,7 @@ class Result:
     @property
     def whole(self) -> Part:
         """All phases together."""
-        return Part("all", self.phases)
+        return Part(_ALL, self.phases)
 
     def parts(self) -> list[Part]:
         """Phases by name, in the order of their first time."""
@@ -179,7 +187,12 @@ class Result:
             "echo": None if self.echo is None else asdict(self.echo),
             "apart": [[status, code, count] for (status, code), count in self.apart.items()],
             "phases": [
-                {"phase": asdict(each.phase), "start_s": each.start_s, "tally": each.tally.to_json()}
+                {
+                    "phase": asdict(each.phase),
+                    "start_s": each.start_s,
+                    "segment_s": each.segment_s,
+                    "tally": each.tally.to_json(),
+                }
                 for each in self.phases
             ],
         }
@@ -199,7 +212,9 @@ class Result:
             echo=None if document["echo"] is None else Echo(**document["echo"]),
             apart=Counter({(status, code): count for status, code, count in document["apart"]}),
             phases=[
-                PhaseResult(Phase(**each["phase"]), each["start_s"], Tally.from_json(each["tally"]))
+                PhaseResult(
+                    Phase(**each["phase"]), each["start_s"], each["segment_s"], Tally.from_json(each["tally"])
+                )
                 for each in document["phases"]
             ],
         )

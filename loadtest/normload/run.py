@@ -173,8 +173,9 @@ class _Conductor:
                 time.sleep(scenario.settle_s)
             start, tallies = self._load(segment[0].name, segment)
             began = start if began is None else began
+            end = start + sum(phase.duration_s for phase in segment)
             for phase, tally in zip(segment, tallies, strict=True):
-                self._phases.append(PhaseResult(phase, start - began, tally))
+                self._phases.append(PhaseResult(phase, start - began, end - start, tally))
                 start += phase.duration_s
 
     def result(

@@ -179,11 +179,12 @@ class Tally:
                 total.merge(cell)
         return total
 
-    def in_time(self, operation: str | None = None) -> Cell:
-        """What ended within the phase's own time: what rates are made of."""
+    def in_time(self, operation: str | None = None, within_s: float | None = None) -> Cell:
+        """What ended within a time, the phase's own if none is given: what rates are made of."""
+        intervals = INTERVALS if within_s is None else round(within_s / self.interval_s)
         total = Cell()
         for (of, interval), cell in self.cells.items():
-            if operation in (None, of) and interval < INTERVALS:
+            if operation in (None, of) and interval < intervals:
                 total.merge(cell)
         return total
 

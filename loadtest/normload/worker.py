@@ -165,7 +165,7 @@ class Worker:
             pipe.send(self._fold(tallies))
         self._fold(tallies)
         cpu = (time.process_time() - busy) / (time.perf_counter() - began)
-        return Done(tallies, cpu)
+        return Done(tallies, cpu if threads else 0.0)
 
     def _arrivals(self, command: Load) -> Arrivals:
         setup, (first, *_) = self._setup, command.phases

@@ -8,7 +8,11 @@
     dark: ["#6cb2ff", "#ff9d4d", "#5fd39a", "#cf9bff", "#ff8a80", "#aab4c2"],
   };
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const hue = (n) => SERIES[dark.matches ? "dark" : "light"][n % 6];
+  // A few series have colours that are told apart easily; of many, neighbours have neighbouring ones.
+  const hue = (n, count) =>
+    count > 6
+      ? `hsl(${220 - (220 * n) / (count - 1)} 65% ${dark.matches ? 65 : 42}%)`
+      : SERIES[dark.matches ? "dark" : "light"][n];
 
   const number = (value) => {
     if (value == null) return "–";
@@ -22,6 +26,7 @@
     ctx.save();
     ctx.fillStyle = ctx.strokeStyle = color("--mark");
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
     ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
     let free = -Infinity;
     for (const { at, text } of list) {
@@ -51,7 +56,7 @@
       {
         width: room.clientWidth,
         height: 280,
-        scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (u, low, high) => [0, (high || 1) * 1.05] } },
+        scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (u, low, high) => [0, (high || 1) * 1.15] } },
         axes: [
           { ...axis, label: xName, ...(xValues && { values: (u, found) => found.map(xValues) }), ...(splits && { splits: () => splits }) },
           { ...axis, label: unit, size: 64, values: (u, found) => found.map((v) => (v == null ? "" : number(v))) },
@@ -60,7 +65,7 @@
           { label: xName, value: (u, v) => (v == null ? "–" : xValues ? xValues(v) : number(v)) },
           ...names.map((name, n) => ({
             label: name,
-            stroke: hue(n),
+            stroke: hue(n, names.length),
             width: 1.5,
             points: { show: points },
             value: (u, v) => number(v),
