@@ -68,8 +68,12 @@ class Case:
         return parameters
 
     def tensors(self) -> dict[str, HostTensor]:
-        """The request's tensors by name, made anew at each call and always the same."""
-        numbers = np.random.default_rng(self.seed)
+        """The request's tensors by name, made anew at each call and always the same.
+
+        Weight and bias follow from the seed and the size of the normalised axis alone, so that a server that holds
+        them can be asked in every number of rows.
+        """
+        numbers, parameters = np.random.default_rng(self.seed), np.random.default_rng([self.seed, 1])
         size = (self.shape[self.channel_axis],)
         parameter_dtype = DType.FLOAT32 if self.seed % 2 else self.dtype
         offset, scale = numbers.uniform(-2, 2), numbers.uniform(0.5, 2)
@@ -79,9 +83,9 @@ class Case:
         if self.residual:
             tensors["residual"] = narrow(numbers.normal(0, 1, self.shape), self.dtype)
         if self.affine:
-            tensors["weight"] = narrow(numbers.normal(1, 0.3, size), parameter_dtype)
+            tensors["weight"] = narrow(parameters.normal(1, 0.3, size), parameter_dtype)
             if self.op != "rms_norm":
-                tensors["bias"] = narrow(numbers.normal(0, 0.3, size), parameter_dtype)
+                tensors["bias"] = narrow(parameters.normal(0, 0.3, size), parameter_dtype)
         if self.adaptive:
             for name in ("scale", "shift"):
                 tensors[name] = narrow(numbers.normal(0, 0.3, (self.shape[0], *size)), parameter_dtype)

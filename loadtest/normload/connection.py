@@ -28,12 +28,14 @@ class Address:
         host, port: of the socket.
         tls: whether it is https.
         prefix: the path that stands before every request's.
+        query: what stands behind it.
     """
 
     host: str
     port: int
     tls: bool
     prefix: str
+    query: str
 
     @classmethod
     def of(cls, url: str) -> "Address":
@@ -46,7 +48,7 @@ class Address:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the URL must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
         tls = parts.scheme == "https"
-        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"), parts.query)
 
     @property
     def host_header(self) -> str:
@@ -57,7 +59,9 @@ class Address:
 def request_head(
     address: Address, method: str, target: str, headers: Mapping[str, str], content_length: int
 ) -> bytes:
-    """The bytes before a body; `target` is the path with its query."""
+    """The bytes before a body; `target` is the path, with its query, below the server's URL."""
+    if address.query:
+        target += ("&" if "?" in target else "?") + address.query
     lines = [f"{method} {address.prefix}{target} HTTP/1.1", f"Host: {address.host_header}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, f"Content-Length: {content_length}", "", ""]).encode("latin-1")
@@ -87,6 +91,9 @@ class Connection:
             RequestTimeoutError: nothing happened for too long.
             UnexpectedAnswerError: what came is no answer that this understands.
         """
+        # The server may have closed it while nobody asked: then there is its end to read.
+        if self._socket is not None and self._early.poll(0):
+            self.close()
         try:
             connected = self._socket or self._open()
             sent = self._send(connected, head, parts)

@@ -19,7 +19,7 @@ from normload.pool import require_askable
 from normload.remarks import remarks_on
 from normload.result import PhaseResult, Result
 from normload.scenario import Phase, Scenario
-from normload.tally import Tally
+from normload.tally import FAULTS_KEPT, Tally
 from normload.worker import Progress, Setup
 
 #: The part of all answers that is checked unless all are asked for.
@@ -203,7 +203,7 @@ class _Conductor:
             phases=self._phases,
             checked=sum(tally.checked for tally in tallies),
             wrong=sum(tally.wrong for tally in tallies),
-            faults=[fault for tally in tallies for fault in tally.faults],
+            faults=[fault for tally in tallies for fault in tally.faults][:FAULTS_KEPT],
             remarks=[],
         )
         result.remarks += remarks_on(result, stopped=self._fleet.stopped)

@@ -178,8 +178,10 @@ def _phases(table: Table) -> Sequence[Phase]:
 def _rate(where: str, given: Any) -> tuple[float, bool]:
     of_capacity = isinstance(given, str) and given.endswith("%")
     try:
-        number = float(given[:-1]) / 100 if of_capacity else float(given)
-    except (TypeError, ValueError):
+        number = float(given[:-1]) / 100 if of_capacity else given
+    except ValueError:
+        number = -1.0
+    if isinstance(number, bool) or not isinstance(number, int | float):
         number = -1.0
     if not 0 < number < float("inf"):
         raise ScenarioError(f"{where}: rate must be requests a second or a share like '60%', got {given!r}")

@@ -14,7 +14,7 @@ INTERVALS = 60
 OK = "ok"
 NOT_SENT = "not_sent"
 
-_FAULTS_KEPT = 5
+FAULTS_KEPT = 5
 
 
 class Record(NamedTuple):
@@ -169,7 +169,7 @@ class Tally:
         self.lag.merge(other.lag)
         self.checked += other.checked
         self.wrong += other.wrong
-        self.faults = (self.faults + other.faults)[:_FAULTS_KEPT]
+        self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
     def total(self, operation: str | None = None) -> Cell:
         """Everything, or everything of one operation."""
@@ -225,7 +225,7 @@ class Tally:
 
     def _note(self, operation: str, fault: str) -> None:
         self.wrong += 1
-        if len(self.faults) < _FAULTS_KEPT:
+        if len(self.faults) < FAULTS_KEPT:
             self.faults.append(f"{operation}: {fault}")
 
 

@@ -1,20 +1,23 @@
 """Servers that hold the parameters and normalise rows: x goes in and y comes out.
 
 They cannot do more than LayerNorm, forward, with weight and bias; what those are is theirs to know, so a server for
-a comparison is told `parameters(case)`.
+a comparison is given `parameters(case)`.
 """
 
 import json
 from collections.abc import Mapping
 
+import numpy as np
 from normserve.client import HostTensor, UnexpectedAnswerError
 from normserve.client.protocol import Answer
 from normserve.codec import npy
 from normserve.errors import NormserveError
 from normserve.tensors import DType
+from numpy.typing import NDArray
 
 from normload.adapters import Exchange
 from normload.cases import Case
+from normload.elements import widen
 
 _NPY = "application/x-npy"
 _LENGTH_HEADER = "Inference-Header-Content-Length"
@@ -28,6 +31,12 @@ def refusal(case: Case) -> str | None:
     if not case.affine or case.dtype not in _DATATYPES:
         return "only float32 and float16, with weight and bias"
     return None
+
+
+def parameters(case: Case) -> dict[str, NDArray[np.float32]]:
+    """Weight and bias that such a server must hold."""
+    tensors = case.tensors()
+    return {name: widen(tensors[name]).astype(np.float32) for name in ("weight", "bias")}
 
 
 class Npy:
