@@ -18,7 +18,6 @@ from normload.fleet import HarnessError
 from normload.result import Result, read_result
 from normload.run import SAMPLE, Target, run
 from normload.slo import Objective, parse_objective
-from normload.tables import ScenarioError
 
 WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
@@ -32,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (ScenarioError, ValueError, OSError) as error:
-        parser.error(str(error))
     except (ClientError, HarnessError) as error:
         print(f"normload: {error}", file=sys.stderr)
         return NO_ANSWERS
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     return code
 
 
@@ -71,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
 def judged(objective: Objective, result: Result) -> tuple[Objective, float, bool]:
     """An objective, what the run has of it, and whether that will do."""
     whole = result.whole
-    value = objective.value(whole.total, whole.rate if whole.phases else math.nan)
+    value = objective.value(whole.total, whole.rate)
     return objective, value, objective.met(value)
 
 

@@ -18,6 +18,8 @@ from normload.worker import AskAll, Done, Failed, Load, Progress, Setup, Stop
 _HEAD_START_S = 0.15
 _END_S = 5.0
 
+_ENDED = "a client process ended unexpectedly"
+
 
 class HarnessError(RuntimeError):
     """A client process could not go on."""
@@ -80,16 +82,15 @@ class Fleet:
 
     def ask_all(self) -> Tally:
         """Have every process send every request once."""
-        for pipe in self._pipes:
-            pipe.send(AskAll())
+        self._tell([AskAll()] * self.processes)
         return _merged(self._gather())[0]
 
     def load(self, phases: tuple[Phase, ...], connections: int, grace_s: float) -> tuple[float, list[Tally]]:
         """Send consecutive phases; return when they began, by time.perf_counter, and what came of each."""
         start = time.perf_counter() + _HEAD_START_S
         self._segments += 1
-        for pipe, count in zip(self._pipes, spread(connections, self.processes), strict=True):
-            pipe.send(Load(self._segments, phases, start, count, grace_s))
+        counts = spread(connections, self.processes)
+        self._tell([Load(self._segments, phases, start, count, grace_s) for count in counts])
         done = self._gather()
         self.cpu = [max(before, each.cpu) for before, each in zip(self.cpu, done, strict=True)]
         return start, _merged(done)
@@ -101,6 +102,13 @@ class Fleet:
             with suppress(OSError):
                 pipe.send(Stop())
 
+    def _tell(self, commands: Sequence[AskAll | Load]) -> None:
+        for pipe, command in zip(self._pipes, commands, strict=True):
+            try:
+                pipe.send(command)
+            except OSError:
+                raise HarnessError(_ENDED) from None
+
     def _gather(self) -> list[Done]:
         """The answer of every process to what it was told."""
         done: dict[int, Done] = {}
@@ -110,8 +118,8 @@ class Fleet:
                 assert isinstance(ready, Connection)
                 try:
                     said = ready.recv()
-                except EOFError:
-                    raise HarnessError("a client process ended unexpectedly") from None
+                except (EOFError, OSError):
+                    raise HarnessError(_ENDED) from None
                 if isinstance(said, Failed):
                     raise HarnessError(said.reason)
                 if isinstance(said, Progress):

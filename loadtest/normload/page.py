@@ -12,7 +12,7 @@ from typing import Any
 
 from normload import report
 from normload.result import PERCENTILES, Part, PhaseResult, Result
-from normload.tally import OK, Cell, bandwidth
+from normload.tally import OK, Cell, per_second
 
 # Points of a plot over time are at least so far apart.
 _POINT_S = 0.25
@@ -52,7 +52,7 @@ def _over_time(result: Result) -> dict[str, Any]:
         "s": [each.middle_s for each in bins],
         "rate": [each.of(lambda cell, seconds: cell.ok / seconds) for each in bins],
         "bandwidth": [each.of(lambda cell, seconds: cell.moved_bytes / seconds / 1e9) for each in bins],
-        "kernels": [each.of(lambda cell, _: bandwidth(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins],
+        "kernels": [each.of(lambda cell, _: per_second(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins],
         "percentiles": {f"p{percent:g}": [each.percentile_ms(percent) for each in bins] for percent in PERCENTILES},
         "errors": {_outcome(outcome): [each.per_second(outcome) for each in bins] for outcome in outcomes},
         "phases": [{"name": each.phase.name, "s": each.start_s} for each in result.phases],
@@ -89,7 +89,9 @@ class _Bin:
 
 def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
     """The whole time in equal parts: phases that follow one another share those in which both have answers."""
-    width = max([_POINT_S, *(each.tally.interval_s for each in phases)])
+    # A whole number of intervals, so that not every other bin has one more than its neighbours.
+    interval_s = max((each.tally.interval_s for each in phases), default=_POINT_S)
+    width = interval_s * math.ceil(_POINT_S / interval_s)
     cells: dict[int, Cell] = {}
     covered: Counter[int] = Counter()
     for each in phases:

@@ -14,7 +14,7 @@ from rich.table import Table
 from normload import run, worker
 from normload.result import PERCENTILES, Part, Result
 from normload.slo import Objective
-from normload.tally import OK, Cell, bandwidth
+from normload.tally import OK, Cell, per_second
 
 PART_HEADINGS = ("offered/s", "ok/s", "GB/s", *(f"p{percent:g} ms" for percent in PERCENTILES), "max ms", "errors")
 
@@ -113,7 +113,7 @@ def sentences(result: Result) -> list[str]:
 def _ceilings(result: Result) -> list[str]:
     sentences = []
     whole, echo = result.whole, result.echo
-    if echo is not None and whole.bytes_per_second:
+    if echo is not None and whole.bytes_per_second > 0:
         reached = max(part.bytes_per_second for part in result.parts())
         sentences.append(
             f"End to end {reached / 1e9:.3f} GB/s at most: {reached / echo.bytes_per_second:.1%} of the loopback "
@@ -186,7 +186,7 @@ def _operations(result: Result) -> Table:
 
 
 def _cells(total: Cell, in_time: Cell, duration_s: float) -> list[str]:
-    kernel = bandwidth(total.kernel_bytes, total.kernel_s)
+    kernel = per_second(total.kernel_bytes, total.kernel_s)
     return [
         str(total.requests),
         str(total.errors),

@@ -11,7 +11,7 @@ from typing import Any, Self
 from normload.ceilings import Echo
 from normload.knee import Knee, Point, find_knee
 from normload.scenario import Phase
-from normload.tally import NOT_SENT, OK, Cell, Tally, bandwidth
+from normload.tally import NOT_SENT, OK, Cell, Tally, per_second
 
 FORMAT = "normload/1"
 
@@ -62,7 +62,7 @@ class Part:
         self.duration_s = sum(each.phase.duration_s for each in self.phases)
         due = sum(each.phase.rate * each.phase.duration_s for each in self.phases)
         is_closed = any(each.phase.arrivals == "closed" for each in self.phases)
-        self.offered = math.nan if is_closed else due / self.duration_s
+        self.offered = math.nan if is_closed else per_second(due, self.duration_s)
         self.total, self.in_time = Cell(), Cell()
         for each in self.phases:
             self.total.merge(each.tally.total())
@@ -70,13 +70,13 @@ class Part:
 
     @property
     def rate(self) -> float:
-        """Successful requests a second."""
-        return self.in_time.ok / self.duration_s
+        """Successful requests a second; NaN of no phases."""
+        return per_second(self.in_time.ok, self.duration_s)
 
     @property
     def bytes_per_second(self) -> float:
-        """In and out, of successful requests."""
-        return self.in_time.moved_bytes / self.duration_s
+        """In and out, of successful requests; NaN of no phases."""
+        return per_second(self.in_time.moved_bytes, self.duration_s)
 
     @property
     def errors(self) -> float:
@@ -158,7 +158,7 @@ class Result:
     def kernel_bandwidth(self) -> float:
         """Bytes a second on the device, as the server says; NaN where it says nothing."""
         total = self.whole.total
-        return bandwidth(total.kernel_bytes, total.kernel_s)
+        return per_second(total.kernel_bytes, total.kernel_s)
 
     def knee(self) -> Knee | None:
         """Where latency bends, if the phases are a sweep of rates."""
@@ -246,8 +246,8 @@ def _summary(part: Part) -> dict[str, Any]:
         "offered_per_second": _number(part.offered),
         "duration_s": part.duration_s,
         "requests": part.total.requests,
-        "ok_per_second": part.rate,
-        "bytes_per_second": part.bytes_per_second,
+        "ok_per_second": _number(part.rate),
+        "bytes_per_second": _number(part.bytes_per_second),
         "latency_s": {f"p{percent:g}": _number(latency.percentile(percent)) for percent in PERCENTILES}
         | {"max": latency.max_s, "mean": _number(latency.mean_s)},
         "errors": {

@@ -229,6 +229,6 @@ class Tally:
             self.faults.append(f"{operation}: {fault}")
 
 
-def bandwidth(nbytes: float, seconds: float) -> float:
-    """Bytes a second; NaN where there is no time."""
-    return nbytes / seconds if seconds > 0 else math.nan
+def per_second(amount: float, seconds: float) -> float:
+    """A rate; NaN where there is no time."""
+    return amount / seconds if seconds > 0 else math.nan

@@ -114,11 +114,10 @@ def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 
     """A run of one phase of ten seconds: so many requests, spread evenly, with these latencies."""
     duration_s = 10.0
     tally = Tally(duration_s)
-    total = len(latencies_s) + errors
     records = []
     for number, latency_s in enumerate([*latencies_s, *[0.001] * errors]):
-        # Errors and latencies alike come all over the phase.
-        due = duration_s * ((number * 7919) % total) / total
+        # In the proportion of the golden section, errors and latencies alike come all over the phase.
+        due = duration_s * (number * 0.6180339887 % 1)
         code = (200, "ok") if number < len(latencies_s) else (429, "overloaded")
         times = (due, due - 0.01, due, min(due + latency_s, duration_s - 1e-6))
         records.append(Record("layer_norm", *times, *code, 1000, 1000, 2000, 1e-6))
