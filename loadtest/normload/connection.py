@@ -5,6 +5,7 @@ twenty microseconds.  A body is sent from where it lies and an answer received t
 the kernel.  What a load test needs of HTTP and no more: one request at a time, answers with a Content-Length.
 """
 
+import functools
 import select
 import socket
 import ssl
@@ -121,7 +122,7 @@ class Connection:
         made = socket.create_connection((address.host, address.port), self._timeout_s)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if address.tls:
-            made = ssl.create_default_context().wrap_socket(made, server_hostname=address.host)
+            made = _certificates().wrap_socket(made, server_hostname=address.host)
         self._socket = made
         self._early.register(made, select.POLLIN)
         return made
@@ -175,6 +176,12 @@ class Connection:
                 raise ConnectionFailedError("the server closed the connection within its answer")
             already += got
         return Answer(status, headers, body), headers.get("connection", "").lower() != "close"
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    # Reading the trusted ones takes longer than a handshake.
+    return ssl.create_default_context()
 
 
 def _read_head(head: bytes) -> tuple[int, dict[str, str]]:

@@ -160,7 +160,7 @@ class _Conductor:
         if scenario.needs_capacity:
             self._find_capacity()
         segments = [tuple(phase.at(self._capacity or 0.0) for phase in each) for each in scenario.segments()]
-        if self._capacity == 0:
+        if self._capacity == 0 or self._fleet.stopped:
             return
         if scenario.warmup_s:
             first = replace(segments[0][0], duration_s=scenario.warmup_s)
