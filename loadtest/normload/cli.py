@@ -64,6 +64,8 @@ def _run(options: argparse.Namespace) -> int:
         result.write(options.json)
     if options.html is not None:
         options.html.write_text(page.render(result), encoding="utf-8")
+    if written := [str(file) for file in (options.json, options.html) if file is not None]:
+        console.print(f"Wrote {' and '.join(written)}.", markup=False)
     return _exit_code(result, outcomes)
 
 
