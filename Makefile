@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu plots load image test-image
+.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu bench-peers plots load image test-image
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -64,13 +64,18 @@ bench-serve-gpu:
 	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 
+bench-peers: .venv/.dev
+	PYTHONPATH=. $(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.csv
+
 plots: .venv/.dev
 	$(BIN)/python -m benchmarks.plots benchmarks/results/$(SUITE).csv --out docs/plots
 
 URL ?= http://127.0.0.1:8000
+SCENARIO ?= steady
 
 load: .venv/.dev
-	$(BIN)/normload run --url $(URL)
+	$(BIN)/normload run $(SCENARIO) --url $(URL) --json load/$(notdir $(SCENARIO)).json \
+		--html load/$(notdir $(SCENARIO)).html
 
 # TARGET=gpu for the other image.
 image:

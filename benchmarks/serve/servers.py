@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -50,7 +51,12 @@ def process(command: list[str], cores: set[int], environment: Mapping[str, str])
         os.sched_setaffinity(0, cores)
 
     running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, preexec_fn=pin
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        preexec_fn=pin,
+        start_new_session=True,
     )
     try:
         yield running
@@ -61,6 +67,9 @@ def process(command: list[str], cores: set[int], environment: Mapping[str, str])
         except subprocess.TimeoutExpired:
             running.kill()
             running.wait()
+        # Some servers leave processes of theirs behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
         assert running.stdout is not None
         running.stdout.close()
 
@@ -116,7 +125,7 @@ def plain(
     """The plain FastAPI server, with malloc tuned in its favour."""
     file = folder / "parameters.npz"
     np.savez(file, **parameters)
-    command = [sys.executable, "-m", "benchmarks.serve.plain", str(file), device]
+    command = [sys.executable, "-m", "benchmarks.peers.plain", str(file), device]
     with process(command, cores, TUNED_MALLOC) as running:
         yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm", running.pid)]
 

@@ -1,1 +1,1 @@
-"""Load tests for any server that speaks normserve's HTTP API."""
+"""Load tests for normserve, and for servers of other makers that normalise tensors."""

@@ -1,136 +1,163 @@
-"""The command line: `normload run`."""
+"""The command line: `normload run`, `normload compare`, `normload scenarios`."""
 
 import argparse
-import asyncio
 import math
 import signal
-import ssl
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-import httpx
-from normserve.client import DEFAULT_URL, AsyncClient, ClientError, RetryPolicy
-from rich.console import Console
+from normserve.client import DEFAULT_URL, ClientError
 
-from normload import report
-from normload.arrivals import ClosedLoop
-from normload.records import summarise
-from normload.runner import Run, Runner
-from normload.workload import DEFAULT_MIX, Workload, parse_mix
+from normload import compare, page, report, scenario
+from normload.adapters.registry import ADAPTERS
+from normload.connection import Address
+from normload.fleet import HarnessError
+from normload.result import Result, read_result
+from normload.run import SAMPLE, Target, run
+from normload.slo import Objective, parse_objective
 
-_DEFAULT_DURATION_S = 10.0
-_SAMPLE = 0.02
-
-WRONG_ANSWERS, NO_ANSWERS, INTERRUPTED = 1, 2, 130
+WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, and return the exit code."""
-    options = _parser().parse_args(arguments)
-    console = report.terminal()
+    """Do what the command line asks for, and return the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
     try:
-        return asyncio.run(_run(options, console))
+        code: int = options.command(options)
     except KeyboardInterrupt:
-        console.print("interrupted")
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except ClientError as error:
-        console.print(f"{options.url}: {error}", style="red", markup=False)
+    except (ClientError, HarnessError) as error:
+        print(f"normload: {error}", file=sys.stderr)
         return NO_ANSWERS
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return code
 
 
-async def _run(options: argparse.Namespace, console: Console) -> int:
-    workload = Workload(options.mix, max_bytes=int(options.max_mib * 2**20), pool=options.pool, seed=options.seed)
-    requests, duration_s = options.requests, options.duration
-    if requests is None and duration_s is None:
-        duration_s = _DEFAULT_DURATION_S
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(client) for client in _connect(options)]
-        report.show_server(console, options.url, await clients[0].info())
-        for request in workload.requests:
-            _ = request.tensors
-        arrivals = ClosedLoop(requests=requests, duration_s=duration_s)
-        # The first Ctrl-C ends the run and shows what there is, a second one ends the program.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _stop_once, arrivals)
-        with report.progress(console, requests=requests, duration_s=duration_s) as note:
-            runner = Runner(
-                clients,
-                workload,
-                arrivals,
-                check_share=1.0 if options.verify else _SAMPLE,
-                seed=options.seed,
-                on_record=note,
-            )
-            run = await runner.run()
-    report.show_run(console, run)
-    return _exit_code(run)
-
-
-def _connect(options: argparse.Namespace) -> list[AsyncClient]:
-    """A client for each connection: one pool of many would look at all of them for every request."""
-    certificates = ssl.create_default_context()
-    return [
-        AsyncClient(
-            options.url,
-            api_key=options.api_key,
-            timeout_s=options.timeout,
-            retries=RetryPolicy(tries=1),
-            transport=httpx.AsyncHTTPTransport(verify=certificates),
+def _run(options: argparse.Namespace) -> int:
+    chosen = scenario.load(options.scenario)
+    if options.duration is not None:
+        chosen = chosen.lasting(options.duration)
+    target = Target(options.url, options.adapter, options.api_key, options.timeout)
+    for file in (options.json, options.html):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+    console = report.terminal()
+    with report.progress(console, _stop_at_interrupt) as watcher:
+        result = run(
+            chosen,
+            target,
+            seed=options.seed,
+            processes=options.processes,
+            verify=options.verify,
+            watcher=watcher,
         )
-        for _ in range(options.connections)
-    ]
+    report.show(console, result)
+    outcomes = [judged(objective, result) for objective in options.slo]
+    report.show_objectives(console, outcomes)
+    if options.json is not None:
+        result.write(options.json)
+    if options.html is not None:
+        options.html.write_text(page.render(result), encoding="utf-8")
+    if written := [str(file) for file in (options.json, options.html) if file is not None]:
+        console.print(f"Wrote {' and '.join(written)}.", markup=False)
+    return _exit_code(result, outcomes)
 
 
-def _stop_once(arrivals: ClosedLoop) -> None:
-    asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-    arrivals.stop()
+def judged(objective: Objective, result: Result) -> tuple[Objective, float, bool]:
+    """An objective, what the run has of it, and whether that will do."""
+    whole = result.whole
+    value = objective.value(whole.total, whole.rate)
+    return objective, value, objective.met(value)
 
 
-def _exit_code(run: Run) -> int:
-    summary = summarise(run.records, run.elapsed_s)
-    if summary.wrong:
+def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]) -> int:
+    if result.wrong:
         return WRONG_ANSWERS
-    return NO_ANSWERS if summary.requests == summary.errors.total() else 0
+    if not result.whole.total.ok:
+        return NO_ANSWERS
+    return 0 if all(met for _, _, met in outcomes) else MISSED
+
+
+def _stop_at_interrupt(stop: Callable[[], None]) -> None:
+    """The first Ctrl-C ends the run and shows what there is, a second one ends the program."""
+
+    def interrupted(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop()
+
+    signal.signal(signal.SIGINT, interrupted)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    before, after = read_result(options.before), read_result(options.after)
+    changes = compare.compare(before, after)
+    console = report.terminal()
+    compare.show(console, changes)
+    for sentence in compare.loads_differ(before, after):
+        console.print(sentence, style="yellow", markup=False)
+    return MISSED if any(change.is_worse for change in changes) else 0
+
+
+def _scenarios(_options: argparse.Namespace) -> int:
+    console = report.terminal()
+    for name, description, duration_s in scenario.describe(scenario.built_in()):
+        console.print(f"{name:<10} {duration_s:>5.0f} s  {description}", markup=False)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="normload", description="Load tests for normserve.")
+    parser = argparse.ArgumentParser(prog="normload", description="Load tests for normserve and its like.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="send requests on some connections and report rates, latencies and errors",
-        description="Send seeded requests, each connection its next one as soon as it has an answer, and"
-        " report rates, latencies, errors, and whether the answers were right.",
-        epilog=f"Exit code: 0; {WRONG_ANSWERS} when an answer was wrong; {NO_ANSWERS} when none came.",
+    _add_run(commands)
+    comparison = commands.add_parser(
+        "compare",
+        help="say what changed between two runs beyond noise",
+        description="Compare two runs of a scenario and say what changed beyond noise.",
+        epilog=f"Exit code: 0; {MISSED} when something is worse.",
     )
-    add: Callable[..., Any] = run.add_argument
-    add("--url", default=DEFAULT_URL, help="where the server listens (%(default)s)")
-    add("--connections", type=_count, default=8, metavar="N", help="requests under way at once (%(default)s)")
-    length = run.add_mutually_exclusive_group()
-    length.add_argument(
-        "--duration", type=_amount, metavar="S", help=f"how long, in seconds ({_DEFAULT_DURATION_S:g})"
-    )
-    length.add_argument("--requests", type=_count, metavar="N", help="how many requests instead")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="of requests and order (%(default)s)",
-    )
-    default_mix = ",".join(f"{operation}={weight:g}" for operation, weight in DEFAULT_MIX.items())
-    add("--mix", type=_mix, default=default_mix, metavar="OP[=WEIGHT],...", help="operations (%(default)s)")
-    add("--max-mib", type=_amount, default=1.0, metavar="MIB", help="the largest x, in MiB (%(default)s)")
-    add("--pool", type=_count, default=64, metavar="N", help="how many requests differ (%(default)s)")
-    add("--verify", action="store_true", help=f"check every answer, not one in {round(1 / _SAMPLE)}")
-    add("--api-key", metavar="KEY", help="sent as a bearer token")
-    add(
-        "--timeout",
-        type=_amount,
-        default=60.0,
-        metavar="S",
-        help="longest wait for an answer (%(default)s)",
-    )
+    comparison.add_argument("before", type=Path, metavar="A.json")
+    comparison.add_argument("after", type=Path, metavar="B.json")
+    comparison.set_defaults(command=_compare)
+    listing = commands.add_parser("scenarios", help="list the scenarios that come with it")
+    listing.set_defaults(command=_scenarios)
     return parser
+
+
+def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "run",
+        help="drive a server through a scenario",
+        description="Send seeded requests on a schedule or in a closed loop, and report rates, latencies and"
+        " errors, and whether the answers were right.",
+        epilog=f"Exit code: 0; {WRONG_ANSWERS} when an answer was wrong; {NO_ANSWERS} when none came; {MISSED} when"
+        " an objective was missed.",
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add("scenario", nargs="?", default="steady", help="a name, see `normload scenarios`, or a file (%(default)s)")
+    add("--url", type=_url, default=DEFAULT_URL, help="where the server listens (%(default)s)")
+    add("--adapter", choices=list(ADAPTERS), default="normserve", help="what it speaks (%(default)s)")
+    add("--duration", type=_amount, metavar="S", help="of all phases together, in place of the scenario's")
+    add("--seed", type=_seed, default=0, metavar="N", help="of requests, order and times (%(default)s)")
+    add("--processes", type=_count, metavar="N", help="client processes (half of the cores, 2 to 8)")
+    add("--verify", action="store_true", help=f"check every answer, not one in {round(1 / SAMPLE)}")
+    add("--slo", type=_objective, action="append", default=[], metavar="BOUND", help="as p99<20ms or errors<0.1%%")
+    add("--json", type=Path, metavar="FILE", help="write the result, for `normload compare`")
+    add("--html", type=Path, metavar="FILE", help="write a page with plots")
+    add("--api-key", metavar="KEY", help="sent as a bearer token")
+    add("--timeout", type=_amount, default=60.0, metavar="S", help="longest wait for the server (%(default)s)")
+    parser.set_defaults(command=_run)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
 
 
 def _count(text: str) -> int:
@@ -149,8 +176,16 @@ def _amount(text: str) -> float:
     return value
 
 
-def _mix(text: str) -> dict[str, float]:
+def _url(text: str) -> str:
     try:
-        return parse_mix(text)
+        Address.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _objective(text: str) -> Objective:
+    try:
+        return parse_objective(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,16 +1,25 @@
-"""What the server should have answered, from the definitions, in numpy and float64."""
+"""What the server should have answered: torch on the CPU, in float64, gradients by its autograd."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
+import torch
 from normserve.client import DType, HostTensor
+from torch.nn import functional
 
-from normload.elements import Floats, widen
-from normload.workload import Case
+from normload.cases import Case
+from normload.elements import widen
+
+Tensor = torch.Tensor
 
 _EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6, "group_norm": 1e-5}
+_ACTIVATIONS: dict[str, Any] = {
+    "none": lambda z: z,
+    "silu": functional.silu,
+    "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+}
 
 # How far an element may be off: a few roundings of the element type, relative to its size and to what is
 # usual in its tensor, and some roundings of float32, relative to the terms that it was summed from.
@@ -28,59 +37,47 @@ class Reference:
         terms: how large, element by element, are the terms that were summed to the values, and may cancel.
     """
 
-    values: Floats
-    terms: Floats
+    values: Tensor
+    terms: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Normalised:
-    """x_hat and what its gradient needs.
+class _Forward:
+    """The tensors on the way to y, in x's shape where nothing else is said.
 
     Attributes:
         h: what was normalised, x or x + residual.
-        rstd: in the shape of the groups.
+        affine: x_hat * weight + bias.
+        z: affine * (1 + scale) + shift.
+        y: the activation of z.
+        affine_terms, z_terms: what affine and z were summed from.
+        rstd: of each element's row or group.
         noise: how much larger than x_hat's own are the roundings that it carries: |h| >> sigma costs digits.
-        channels: the shape in which weight and bias broadcast.
+        factor: 1 + scale, in a shape that broadcasts.
     """
 
-    h: Floats
-    x_hat: Floats
-    rstd: Floats
-    noise: Floats
-    channels: tuple[int, ...]
+    h: Tensor
+    affine: Tensor
+    z: Tensor
+    y: Tensor
+    affine_terms: Tensor
+    z_terms: Tensor
+    rstd: Tensor
+    noise: Tensor
+    factor: Tensor
 
 
 def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Reference]:
     """The exact answer by the names of the API."""
-    given = {name: widen(tensor) for name, tensor in tensors.items()}
-    normalised = _normalise(case, given)
-    weight = given["weight"].reshape(normalised.channels) if "weight" in given else np.ones(1)
-    bias = given["bias"].reshape(normalised.channels) if "bias" in given else np.zeros(1)
-    affine = Reference(normalised.x_hat * weight + bias, normalised.noise * np.abs(weight) + np.abs(bias))
-    factor, shift = _modulation(case, given)
-    z = affine.values * factor + shift
-    z_terms = affine.terms * np.abs(factor) + np.abs(shift)
-    activation, derivative = _ACTIVATIONS[case.activation]
-    if not case.is_backward:
-        answer = {"y": Reference(activation(z), z_terms)}
-        if case.residual:
-            answer["residual_out"] = Reference(normalised.h, np.abs(normalised.h))
-        return answer
-
-    dz = given["dy"] * derivative(z)
-    answer = {"dx": _input_gradient(case, normalised, dz * factor * weight)}
-    summed = tuple(axis for axis, size in enumerate(normalised.channels) if size == 1)
-    terms = (np.abs(given["dy"] * factor) * normalised.noise).sum(summed).reshape(-1)
-    if "weight" in given:
-        answer["dweight"] = Reference((dz * factor * normalised.x_hat).sum(summed).reshape(-1), terms)
-    if "bias" in given:
-        answer["dbias"] = Reference((dz * factor).sum(summed).reshape(-1), terms)
-    if case.adaptive:
-        positions = _position_axes(case)
-        dz_terms = np.abs(given["dy"]) * z_terms
-        terms = np.abs(given["dy"]) * affine.terms + dz_terms * np.abs(affine.values)
-        answer["dscale"] = Reference((dz * affine.values).sum(positions), terms.sum(positions))
-        answer["dshift"] = Reference(dz.sum(positions), (np.abs(dz) + dz_terms).sum(positions))
+    given = {name: torch.from_numpy(widen(tensor)) for name, tensor in tensors.items()}
+    leaves = {name: value.requires_grad_(case.is_backward) for name, value in given.items() if name != "dy"}
+    with torch.set_grad_enabled(case.is_backward):
+        forward = _forward(case, leaves)
+    if case.is_backward:
+        return _gradients(case, leaves, given["dy"], forward)
+    answer = {"y": Reference(forward.y, forward.z_terms)}
+    if case.residual:
+        answer["residual_out"] = Reference(forward.h, forward.h.abs())
     return answer
 
 
@@ -97,98 +94,97 @@ def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, Ho
 
 
 def _difference(reference: Reference, tensor: HostTensor, dtype: DType) -> str | None:
-    if (tensor.dtype, tensor.shape) != (dtype, reference.values.shape):
-        expected_form = f"{dtype.value} {reference.values.shape}"
-        return f"expected {expected_form}, got {tensor.dtype.value} {tensor.shape}"
+    shape = tuple(reference.values.shape)
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        return f"expected {dtype.value} {shape}, got {tensor.dtype.value} {tensor.shape}"
     values = reference.values
-    off = np.abs(widen(tensor) - values)
-    usual = math.sqrt(np.mean(values**2)) if values.size else 0.0
-    allowed = _ELEMENT_TOLERANCE[dtype] * (np.abs(values) + usual) + _SUM_TOLERANCE * reference.terms
+    off = (torch.from_numpy(widen(tensor)) - values).abs()
+    usual = math.sqrt(values.square().mean()) if values.numel() else 0.0
+    allowed = _ELEMENT_TOLERANCE[dtype] * (values.abs() + usual) + _SUM_TOLERANCE * reference.terms
     # Written so that a NaN is wrong.
-    if np.all(off <= allowed + _ALWAYS_ALLOWED):
+    if bool((off <= allowed + _ALWAYS_ALLOWED).all()):
         return None
-    return f"off by {np.max(off / (allowed + _ALWAYS_ALLOWED)):.3g} times the tolerance"
+    return f"off by {float((off / (allowed + _ALWAYS_ALLOWED)).max()):.3g} times the tolerance"
 
 
-def _normalise(case: Case, given: Mapping[str, Floats]) -> _Normalised:
+def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
     h = given["x"] + given["residual"] if case.residual else given["x"]
+    weight, bias = given.get("weight"), given.get("bias")
+    affine = _norm(case, h, weight, bias)
+    factor, shift = _modulation(case, given)
+    z = affine * factor + shift
+    rstd, noise = _statistics(case, h.detach())
     channels = [1] * h.ndim
     channels[case.channel_axis] = h.shape[case.channel_axis]
-    grouped, axes = _grouped(case, h)
-    mean = 0.0 if case.op == "rms_norm" else grouped.mean(axes, keepdims=True)
-    rstd = 1 / np.sqrt(np.square(grouped - mean).mean(axes, keepdims=True) + _EPS[case.op])
-    return _Normalised(
-        h=h,
-        x_hat=((grouped - mean) * rstd).reshape(h.shape),
-        rstd=rstd,
-        noise=1 + (np.abs(grouped) * rstd).reshape(h.shape),
-        channels=tuple(channels),
-    )
+    size = weight.detach().abs().reshape(channels) if weight is not None else 1.0
+    affine_terms = noise * size + (bias.detach().abs().reshape(channels) if bias is not None else 0.0)
+    z_terms = affine_terms * factor.detach().abs() + shift.detach().abs()
+    y = _ACTIVATIONS[case.activation](z)
+    return _Forward(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
 
 
-def _modulation(case: Case, given: Mapping[str, Floats]) -> tuple[Floats, Floats]:
+def _norm(case: Case, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    eps = _EPS[case.op]
+    if case.op == "layer_norm":
+        return functional.layer_norm(h, h.shape[-1:], weight, bias, eps)
+    if case.op == "rms_norm":
+        return functional.rms_norm(h, list(h.shape[-1:]), weight, eps)
+    if case.layout == "nchw":
+        return functional.group_norm(h, case.num_groups, weight, bias, eps)
+    return functional.group_norm(h.movedim(-1, 1), case.num_groups, weight, bias, eps).movedim(1, -1)
+
+
+def _modulation(case: Case, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """1 + scale and shift, in shapes that broadcast."""
     if not case.adaptive:
-        return np.ones(1), np.zeros(1)
-    positions = _position_axes(case)
-    return 1 + np.expand_dims(given["scale"], positions), np.expand_dims(given["shift"], positions)
+        return torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    shape = [1] * len(case.shape)
+    shape[0], shape[case.channel_axis] = case.shape[0], case.shape[case.channel_axis]
+    return 1 + given["scale"].reshape(shape), given["shift"].reshape(shape)
 
 
-def _position_axes(case: Case) -> tuple[int, ...]:
-    """The axes of x but samples and channels."""
-    rank = len(case.shape)
-    return tuple(axis for axis in range(rank) if axis not in (0, case.channel_axis % rank))
+def _statistics(case: Case, h: Tensor) -> tuple[Tensor, Tensor]:
+    """rstd and noise of each element."""
+    grouped = _grouped(case, h)
+    mean = torch.zeros(1) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
+    rstd = ((grouped - mean).square().mean(-1, keepdim=True) + _EPS[case.op]).rsqrt()
+    return _ungrouped(case, rstd.expand_as(grouped), h), _ungrouped(case, 1 + grouped.abs() * rstd, h)
 
 
-def _grouped(case: Case, values: Floats) -> tuple[Floats, tuple[int, ...]]:
-    """The values with an axis for the groups, and the axes over which each group is normalised."""
+def _grouped(case: Case, values: Tensor) -> Tensor:
+    """The elements that are normalised together, along the last axis."""
     if case.op != "group_norm":
-        return values, (-1,)
-    batch, groups = values.shape[0], case.num_groups
-    if case.layout == "nchw":
-        return values.reshape(batch, groups, -1), (2,)
-    return values.reshape(batch, -1, groups, values.shape[-1] // groups), (1, 3)
+        return values
+    nchw = values if case.layout == "nchw" else values.movedim(-1, 1)
+    return nchw.reshape(len(values), case.num_groups, -1)
 
 
-def _input_gradient(case: Case, normalised: _Normalised, dx_hat: Floats) -> Reference:
-    """rstd * (dx_hat - mean(dx_hat) - x_hat * mean(dx_hat * x_hat)); RMSNorm has no first mean."""
-    gradient, axes = _grouped(case, dx_hat)
-    x_hat, _ = _grouped(case, normalised.x_hat)
-    along = (gradient * x_hat).mean(axes, keepdims=True)
-    mean = 0.0 if case.op == "rms_norm" else gradient.mean(axes, keepdims=True)
-    dx = normalised.rstd * (gradient - mean - x_hat * along)
-    size = np.abs(gradient)
-    terms = normalised.rstd * (size + size.mean(axes, keepdims=True))
-    shape = normalised.h.shape
-    return Reference(dx.reshape(shape), terms.reshape(shape) * normalised.noise)
+def _ungrouped(case: Case, grouped: Tensor, like: Tensor) -> Tensor:
+    if case.op == "group_norm" and case.layout == "nhwc":
+        return grouped.reshape(like.movedim(-1, 1).shape).movedim(1, -1)
+    return grouped.reshape(like.shape)
 
 
-def _sigmoid(z: Floats) -> Floats:
-    s: Floats = 0.5 * (1 + np.tanh(z / 2))
-    return s
-
-
-def _silu_derivative(z: Floats) -> Floats:
-    s = _sigmoid(z)
-    return s * (1 + z * (1 - s))
-
-
-_A, _B = math.sqrt(2 / math.pi), 0.044715
-
-
-def _gelu_tanh(z: Floats) -> Floats:
-    y: Floats = z / 2 * (1 + np.tanh(_A * (z + _B * z**3)))
-    return y
-
-
-def _gelu_tanh_derivative(z: Floats) -> Floats:
-    t = np.tanh(_A * (z + _B * z**3))
-    dz: Floats = (1 + t) / 2 + z / 2 * (1 - t**2) * _A * (1 + 3 * _B * z**2)
-    return dz
-
-
-_ACTIVATIONS: dict[str, tuple[Callable[[Floats], Floats], Callable[[Floats], Floats]]] = {
-    "none": (lambda z: z, np.ones_like),
-    "silu": (lambda z: z * _sigmoid(z), _silu_derivative),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative),
-}
+def _gradients(case: Case, leaves: Mapping[str, Tensor], dy: Tensor, forward: _Forward) -> dict[str, Reference]:
+    wanted = [name for name in ("x", "weight", "bias", "scale", "shift") if name in leaves]
+    inputs = [forward.affine, forward.z, *(leaves[name] for name in wanted)]
+    daffine, dz, *gradients = torch.autograd.grad(forward.y, inputs, dy)
+    size = dy.abs()
+    channel = case.channel_axis % dy.ndim
+    of_parameters = [axis for axis in range(dy.ndim) if axis != channel]
+    of_samples = [axis for axis in of_parameters if axis != 0]
+    dx_hat = daffine.abs()
+    if (weight := leaves.get("weight")) is not None:
+        dx_hat = dx_hat * weight.detach().abs().reshape([-1 if axis == channel else 1 for axis in range(dy.ndim)])
+    grouped = _grouped(case, dx_hat)
+    along = _ungrouped(case, grouped.mean(-1, keepdim=True).expand_as(grouped), dy)
+    affine = forward.affine.detach()
+    parameters = (size * forward.factor.abs() * forward.noise).sum(of_parameters)
+    terms = {"x": forward.rstd * (dx_hat + along) * forward.noise, "weight": parameters, "bias": parameters}
+    if case.adaptive:
+        affine = forward.affine.detach().abs()
+        scale, shift = size * (forward.affine_terms + forward.z_terms * affine), dz.abs() + size * forward.z_terms
+        # The sum over no axes at all would be one over every axis.
+        for name, each in (("scale", scale), ("shift", shift)):
+            terms[name] = each.sum(of_samples) if of_samples else each
+    return {f"d{name}": Reference(value, terms[name]) for name, value in zip(wanted, gradients, strict=True)}

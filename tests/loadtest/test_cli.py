@@ -1,169 +1,178 @@
-"""Whole runs against a server of a few lines that answers right, wrong or not at all."""
+"""Whole runs, client processes and all, against a server of a few lines that answers right, wrong or not at all."""
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 
-import httpx
 import pytest
-from normload import cli, oracle
-from normload.elements import narrow
-from normload.workload import DEFAULT_MIX, Workload
-from normserve.client import AsyncClient
-from normserve.codec import safetensors
+from normload import cli, scenario
 
+from .conftest import made_result, wait_for
 
-class FakeServer:
-    """Answers every request of a run as it should be, times `factor`, after asking `refuse` for an error."""
+SCENARIO = """
+connections = 4
+warmup_s = 0.1
 
-    def __init__(self, factor=1.0, refuse=lambda _: None):
-        self.factor = factor
-        self.refuse = refuse
-        self.requests = 0
-        self.under_way = self.most_under_way = 0
-        pool = Workload(DEFAULT_MIX, max_bytes=2**14, pool=20, seed=5).requests
-        self.cases = {bytes(request.tensors["x"].data): request for request in pool}
+[workload]
+max_mib = 0.00390625
+pool = 12
 
-    async def __call__(self, request):
-        if request.url.path == "/v1/info":
-            return httpx.Response(200, json={"version": "0", "backend": "fake", "device": {"name": "none"}})
-        self.requests += 1
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
-        await asyncio.sleep(0)
-        self.under_way -= 1
-        refused = self.refuse(self.requests)
-        if isinstance(refused, Exception):
-            raise refused
-        return refused or self.answer(request)
+[capacity]
+connections = 2
+duration_s = 0.2
 
-    def answer(self, request):
-        sent = safetensors.decode(memoryview(request.content))
-        case = self.cases[bytes(sent["x"].data)].case
-        assert request.url.path == f"/v1/{case.operation}"
-        assert dict(request.url.params) == {name: str(value) for name, value in case.parameters().items()}
-        tensors = {}
-        for name, reference in oracle.expected(case, sent).items():
-            dtype = sent[name.removeprefix("d")].dtype if case.is_backward else case.dtype
-            tensors[name] = narrow(reference.values * self.factor, dtype)
-        headers = {"content-type": "application/x-safetensors", "server-timing": "kernel;dur=1.5"}
-        return httpx.Response(200, headers=headers, content=b"".join(safetensors.encode(tensors)))
+[[phases]]
+name = "calm"
+arrivals = "poisson"
+rate = 100
+duration_s = 0.5
+
+[[phases]]
+name = "busy"
+arrivals = "closed"
+connections = 3
+duration_s = 0.3
+"""
 
 
 @pytest.fixture
-def normload(monkeypatch, capsys):
-    """Runs the command line against a fake server; gives the exit code and what was printed."""
+def normload(tmp_path, fake_server, capsys):
+    """Runs a scenario against the fake server; gives the exit code, what was printed, and the JSON."""
 
-    def run(server, *options):
-        def client(*arguments, transport, **others):
-            return AsyncClient(*arguments, transport=httpx.MockTransport(server), **others)
-
-        monkeypatch.setattr(cli, "AsyncClient", client)
-        small = ("--max-mib", str(2**14 / 2**20), "--pool", "20", "--seed", "5")
-        code = cli.main(["run", *small, *options])
-        return code, capsys.readouterr().out
+    def run(*options, text=SCENARIO):
+        file = tmp_path / "own.toml"
+        file.write_text(text)
+        result = tmp_path / "out" / "a.json"
+        code = cli.main(["run", str(file), "--url", fake_server.url, "--json", str(result), *options])
+        captured = capsys.readouterr()
+        document = json.loads(result.read_text()) if result.exists() else None
+        return code, captured.out + captured.err, document
 
     return run
 
 
-def row(output, operation):
-    return next(line.split() for line in output.splitlines() if line.split()[:1] == [operation])
+def row(output, name):
+    return next(line.split() for line in output.splitlines() if line.split()[:1] == [name])
 
 
-def test_right_answers_end_well(normload):
-    server = FakeServer()
-    code, output = normload(server, "--requests", "60", "--connections", "3", "--verify")
-    assert code == 0
-    assert server.requests == 60
-    assert server.most_under_way == 3
-    assert "normserve 0 at http://127.0.0.1:8000: backend fake" in output
-    assert row(output, "all")[1] == "60"
-    assert row(output, "all")[-2:] == ["60", "0"]
+def test_a_whole_run(normload, fake_server, tmp_path):
+    page = tmp_path / "out" / "a.html"
+    bounds = ("--slo", "p50<10s", "--slo", "errors<0.1%", "--slo", "p99<0.001ms")
+    code, output, document = normload("--processes", "2", "--verify", "--html", str(page), *bounds)
+    assert code == cli.MISSED, output
+    sent = sum(document["summary"]["sent_by_status"].values())
+    assert sent == fake_server.requests
+    assert (document["checked"], document["wrong"]) == (sent, 0)
+    calm, busy, _ = document["summary"]["phases"]
+    assert (calm["name"], calm["offered_per_second"]) == ("calm", 100)
+    assert calm["requests"] == pytest.approx(50, abs=25)
+    assert (busy["offered_per_second"], busy["errors"]) == (None, {})
+    assert row(output, "calm")[1] == "100.0"
+    assert "own" in page.read_text()
+    for said in ("normserve 0, fake on <none>", "of the loopback echo", "of the device's copy"):
+        assert said in " ".join(output.split())
+    for said in ("p50<10s: met", "errors<0.1%: met", "p99<0.001ms: missed"):
+        assert said in output
 
 
-def test_a_wrong_answer_is_an_exit_code(normload):
-    code, output = normload(FakeServer(factor=1.1), "--requests", "20", "--verify")
+def test_wrong_answers_are_an_exit_code(normload, fake_server):
+    fake_server.factor = 1.1
+    code, output, document = normload("--processes", "1", "--duration", "0.2")
     assert code == cli.WRONG_ANSWERS
-    assert row(output, "all")[-2:] == ["20", "20"]
-    assert "wrong answer: " in output
     assert "times the tolerance" in output
+    # Every request is checked once before anything counts, and then a sample.
+    assert 12 <= document["checked"] < document["summary"]["sent_by_status"]["200"]
 
 
-def test_only_a_sample_is_checked_unless_all_are_asked_for(normload):
-    _, output = normload(FakeServer(), "--requests", "300")
-    assert 0 < int(row(output, "all")[-2]) < 60
-
-
-def test_errors_are_counted_by_code_and_never_retried(normload):
-    failures = {
-        1: httpx.Response(429, headers={"retry-after": "0"}, content=json.dumps({"code": "overloaded"})),
-        2: httpx.ConnectError("refused"),
-        3: httpx.ReadTimeout("too slow"),
-        4: httpx.Response(502),
-        5: httpx.Response(200, content=b"hello"),
-        6: httpx.Response(429, content=json.dumps({"code": "overloaded"})),
-    }
-    server = FakeServer(refuse=failures.get)
-    code, output = normload(server, "--requests", "30", "--connections", "1")
+def test_every_request_is_counted_by_its_status(normload, fake_server):
+    refusals = {3: (429, "overloaded"), 0: (503, "draining")}
+    fake_server.before = lambda number: refusals.get(number % 7)
+    relative = SCENARIO.replace("rate = 100", 'rate = "50%"')
+    code, output, document = normload("--processes", "2", "--duration", "0.4", text=relative)
     assert code == 0
-    assert server.requests == 30
-    assert row(output, "all")[1:3] == ["30", "6"]
-    codes = next(line for line in output.splitlines() if line.startswith("errors by code: overloaded 2, "))
-    for count in ("connection_failed 1", "timeout 1", "502 1", "unexpected_answer 1"):
-        assert count in codes
+    counts = document["summary"]["sent_by_status"]
+    assert counts == {str(status): count for status, count in fake_server.statuses.items()}
+    assert "429 overloaded: " in output
+    assert "503 draining: " in output
+    assert document["capacity"] > 0
+    assert document["summary"]["phases"][0]["offered_per_second"] == pytest.approx(document["capacity"] / 2)
 
 
-def test_a_run_without_any_answer_fails(normload):
-    code, _ = normload(FakeServer(refuse=lambda _: httpx.Response(503)), "--requests", "5")
+def test_a_server_that_answers_nothing_fails_the_run(normload, fake_server):
+    fake_server.before = lambda _: (503, "not_ready")
+    code, _, _ = normload("--processes", "1", "--duration", "0.2")
     assert code == cli.NO_ANSWERS
 
 
-def test_a_server_that_is_not_there_is_said_so(normload):
-    def nobody(_request):
-        raise httpx.ConnectError("nobody listens")
+def test_an_interrupt_ends_the_run_and_shows_what_there_is(normload, fake_server):
+    main = threading.main_thread().ident
 
-    code, output = normload(nobody)
-    assert code == cli.NO_ANSWERS
-    assert "http://127.0.0.1:8000: nobody listens" in output
+    def interrupt():
+        # Past the warm-up, in the phase that would last a minute.
+        wait_for(lambda: fake_server.requests > 60, patience_s=60)
+        signal.pthread_kill(main, signal.SIGINT)
 
-
-def test_a_duration_ends_the_run(normload):
-    code, output = normload(FakeServer(), "--duration", "0.2")
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        code, output, document = normload("--processes", "2", "--duration", "100")
+    finally:
+        signal.signal(signal.SIGINT, before)
+        thread.join()
     assert code == 0
-    assert int(row(output, "all")[1]) > 0
+    assert "ended early" in output
+    assert sum(document["summary"]["sent_by_status"].values()) == fake_server.requests
 
 
-def test_an_interrupt_ends_the_run_and_shows_what_there_is(normload):
-    def interrupt(count):
-        if count == 10:
-            os.kill(os.getpid(), signal.SIGINT)
+def test_a_server_that_is_not_there_is_said_so(capsys):
+    assert cli.main(["run", "--url", "http://127.0.0.1:9"]) == cli.NO_ANSWERS
+    assert "normload: " in capsys.readouterr().err
 
-    server = FakeServer(refuse=interrupt)
-    code, output = normload(server, "--duration", "60", "--connections", "2")
-    assert code == 0
-    assert int(row(output, "all")[1]) == server.requests < 20
+
+def test_two_results_are_compared(tmp_path, capsys):
+    files = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for file, latency_s in zip(files, (0.01, 0.01, 0.02), strict=True):
+        made_result([latency_s] * 1000).write(file)
+    assert cli.main(["compare", str(files[0]), str(files[1])]) == 0
+    assert "Nothing changed" in capsys.readouterr().out
+    assert cli.main(["compare", str(files[0]), str(files[2])]) == cli.MISSED
+    assert "+100" in capsys.readouterr().out
+    assert cli.main(["compare", str(files[2]), str(files[0])]) == 0
+
+
+def test_scenarios_are_listed(capsys):
+    assert cli.main(["scenarios"]) == 0
+    listed = capsys.readouterr().out
+    for name, each in scenario.built_in().items():
+        assert f"{name} " in listed
+        assert each.description in listed
 
 
 @pytest.mark.parametrize(
-    "options",
+    "arguments",
     [
-        ("--connections", "0"),
-        ("--connections", "1.5"),
-        ("--duration", "-1"),
-        ("--duration", "nan"),
-        ("--requests", "many"),
-        ("--mix", "batch_norm"),
-        ("--requests", "5", "--duration", "5"),
+        ["run", "nothing"],
+        ["run", "--processes", "0"],
+        ["run", "--processes", "1.5"],
+        ["run", "--duration", "-1"],
+        ["run", "--duration", "nan"],
+        ["run", "--seed", "-3"],
+        ["run", "--slo", "p99<20"],
+        ["run", "--url", "localhost"],
+        ["run", "--adapter", "grpc"],
+        ["run", "mixed", "--adapter", "npy"],
+        ["compare", "/nonexistent", "/nonexistent"],
     ],
 )
-def test_options_that_mean_nothing_are_refused(options, capsys):
+def test_what_means_nothing_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["run", *options])
+        cli.main(arguments)
     assert caught.value.code == 2
-    assert options[0] in capsys.readouterr().err
+    assert "error: " in capsys.readouterr().err
 
 
 def test_of_the_service_only_the_client_and_the_codec_are_imported():
@@ -173,4 +182,4 @@ def test_of_the_service_only_the_client_and_the_codec_are_imported():
         "assert ours <= {'normserve.' + m for m in ('client', 'codec', 'errors', 'tensors')}, ours\n"
         "assert not {'torch', 'fastapi', 'fusednorm'} & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, env=dict(os.environ))

@@ -1,30 +1,36 @@
 from collections import Counter
-from itertools import islice
 
 import pytest
-from normload.workload import DEFAULT_MIX, OPERATIONS, Workload, parse_mix
+from normload.cases import OPERATIONS, Case
+from normload.workload import Workload
+from normserve.client import DType
 
 
-def drawn(seed, count=50, **options):
-    workload = Workload(DEFAULT_MIX, **{"max_bytes": 2**16, "pool": 40} | options, seed=seed)
-    return [request.case for request in islice(workload, count)]
+def drawn(seed, **options):
+    return [case for case, _ in Workload(**{"max_bytes": 2**16, "pool": 40} | options).drawn(seed)]
 
 
 def test_a_seed_says_all():
     assert drawn(seed=1) == drawn(seed=1)
     assert drawn(seed=1) != drawn(seed=2)
-    first, again = (drawn(seed=1, count=1)[0].tensors() for _ in range(2))
+    first, again = (drawn(seed=1)[0].tensors() for _ in range(2))
     assert first == again
 
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 2**12, 2**18])
 def test_no_tensor_is_larger_than_it_may_be(max_bytes):
-    for case in drawn(seed=3, max_bytes=max_bytes, count=200):
+    for case in drawn(seed=3, max_bytes=max_bytes, pool=100):
         assert case.tensors()["x"].nbytes <= max(max_bytes, 4)
 
 
+def test_no_tensor_is_much_smaller_than_it_may_be():
+    sizes = [case.tensors()["x"].nbytes for case in drawn(seed=3, min_bytes=2**15, pool=60)]
+    # Shapes are those of models, so the last bytes may be left over.
+    assert min(sizes) > 2**14
+
+
 def test_every_kind_of_request_is_drawn():
-    cases = drawn(seed=4, count=2000, pool=400)
+    cases = drawn(seed=4, pool=400)
     assert {case.operation for case in cases} == set(OPERATIONS)
     assert len({case.dtype for case in cases}) == 3
     assert {case.layout for case in cases} == {"nchw", "nhwc"}
@@ -36,16 +42,19 @@ def test_every_kind_of_request_is_drawn():
 
 
 def test_groups_divide_the_channels():
-    for case in drawn(seed=5, count=300):
+    for case in drawn(seed=5, pool=300):
         if case.op == "group_norm":
             assert case.shape[case.channel_axis] % case.num_groups == 0
 
 
-def test_a_mix_is_read():
-    assert parse_mix("layer_norm=3, group_norm/backward") == {"layer_norm": 3, "group_norm/backward": 1}
+def test_cases_of_ones_own_have_the_seed_s_numbers():
+    own = Workload(cases=((Case("rms_norm", (4, 8), DType.FLOAT32), 2.0),))
+    ((case, share),) = own.drawn(1)
+    assert share == 2.0
+    assert case.tensors() != own.drawn(2)[0][0].tensors()
 
 
-@pytest.mark.parametrize("text", ["", "batch_norm", "layer_norm=0", "layer_norm=x", "layer_norm=nan", "rms_norm,"])
-def test_a_mix_that_means_nothing_is_refused(text):
-    with pytest.raises(ValueError, match=r"operation|weight|float"):
-        parse_mix(text)
+def test_parameters_do_not_depend_on_the_number_of_rows():
+    few, many = (Case("layer_norm", (rows, 8), DType.FLOAT32, seed=3).tensors() for rows in (2, 5))
+    assert few["weight"] == many["weight"]
+    assert few["bias"] == many["bias"]

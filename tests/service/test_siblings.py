@@ -31,7 +31,7 @@ def place(tmp_path):
 
 
 def test_a_layer_is_registered_once_all_have_it_however_long_that_takes(place, monkeypatch):
-    monkeypatch.setattr(siblings, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(siblings, "_ANSWER_S", 0.01)
     done = []
 
     async def play() -> None:

@@ -1,6 +1,6 @@
 """What one writes first: LayerNorm behind FastAPI, with nothing clever.
 
-usage: python -m benchmarks.serve.plain PARAMETERS.npz cpu|cuda
+usage: python -m benchmarks.peers.plain PARAMETERS.npz cpu|cuda
 Writes the port that it listens on.
 """
 

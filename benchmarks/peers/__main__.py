@@ -1,0 +1,148 @@
+"""Drive normserve and other servers with the same load: `python -m benchmarks.peers --out FILE.csv`.
+
+Closed loops of LayerNorm over float32 rows of 1024 with parameters that the server holds, npy in and out (Triton
+takes its own protocol), on one connection and on eight.  Servers are on one core, if not told otherwise, and the
+client on another; in each round each server has its turn, in an order that changes, while the others are stopped;
+medians over the rounds count.  Answers are compared with torch's.  A server whose package is not installed is left
+out and said to be; packages that cannot live beside each other may live in environments of their own:
+`--python pytriton=/path/to/bin/python`.
+"""
+
+import argparse
+import contextlib
+import csv
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from normload.adapters.rows import parameters
+from normload.cases import Case
+from normload.result import Result
+from normload.run import Target, run
+from normload.scenario import Phase, Scenario
+from normload.workload import Workload
+from normserve.client import DType
+
+from benchmarks.peers.others import OTHERS, Running, other
+from benchmarks.peers.table import OURS, table
+from benchmarks.serve import servers, system
+
+COLS = 1024
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
+CONNECTIONS = (1, 8)
+COLUMNS = (
+    *(*system.COLUMNS, "size", "connections", "server", "round"),
+    *("per_second", "p50_ms", "p99_ms", "bytes_per_second", "errors", "wrong"),
+)
+_WARMUP_S = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each server at each size (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="at each number of connections (%(default)s)")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
+    parser.add_argument("--python", type=_named, action="append", default=[], help="PACKAGE=INTERPRETER")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        cores = system.cores(asked.cores[0])
+        running = _start(stack, Path(folder), cores, asked.device, dict(asked.python))
+        os.sched_setaffinity(0, system.cores(asked.cores[1]))
+        rows = list(measure(running, asked.rounds, asked.seconds, len(system.cores(asked.cores[1]))))
+    with asked.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(table(rows))
+
+
+def measure(
+    running: Mapping[str, Running], rounds: int, seconds: float, processes: int
+) -> Iterator[dict[str, object]]:
+    """Run everything; a row for each server, size, number of connections and round."""
+    machine = system.described()
+    for size, nbytes in SIZES.items():
+        for number in range(rounds):
+            turns = list(running.items())
+            random.Random(number).shuffle(turns)
+            for name, server in turns:
+                server.wake()
+                result = run(scenario(nbytes, seconds), server.target, seed=0, processes=processes)
+                server.sleep()
+                for row in _rows(result):
+                    yield machine | {"size": size, "server": name, "round": number} | row
+        print(f"{size}: done", flush=True)
+
+
+def scenario(nbytes: int, seconds: float) -> Scenario:
+    """Closed loops over x of so many bytes."""
+    case = Case("layer_norm", (nbytes // 4 // COLS, COLS), DType.FLOAT32)
+    phases = tuple(Phase(str(count), "closed", seconds, connections=count) for count in CONNECTIONS)
+    workload = Workload(cases=((case, 1.0),))
+    return Scenario("peers", "", workload, phases, connections=max(CONNECTIONS), warmup_s=_WARMUP_S)
+
+
+def _rows(result: Result) -> Iterator[dict[str, object]]:
+    for part in result.parts():
+        latency = part.total.latency
+        yield {
+            "connections": part.name,
+            "per_second": f"{part.rate:.2f}",
+            "p50_ms": f"{latency.percentile(50) * 1e3:.3f}",
+            "p99_ms": f"{latency.percentile(99) * 1e3:.3f}",
+            "bytes_per_second": f"{part.bytes_per_second:.0f}",
+            "errors": part.total.errors,
+            "wrong": result.wrong,
+        }
+
+
+def _start(
+    stack: contextlib.ExitStack, folder: Path, cores: set[int], device: str, interpreters: Mapping[str, str]
+) -> dict[str, Running]:
+    """Start what is installed; each sleeps until its turn."""
+    ((case, _),) = scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
+    held = parameters(case)
+    file = folder / "parameters.npz"
+    np.savez(file, **held)
+    ours, _ = stack.enter_context(servers.normserve(cores, folder, held, "triton" if device == "cuda" else "torch"))
+    (plain,) = stack.enter_context(servers.plain(cores, folder, held, device))
+    running = {
+        name: Running(Target(f"http://127.0.0.1:{served.address}{served.path}", "npy"), served.pid)
+        for name, served in ((OURS, ours), (plain.name, plain))
+    }
+    for name, each in OTHERS.items():
+        interpreter = interpreters.get(each.package, sys.executable)
+        if _is_installed(each.package, interpreter):
+            running[name] = stack.enter_context(other(each, interpreter, cores, file, device))
+        else:
+            print(f"{name} is left out: {interpreter} has no {each.package}", flush=True)
+    for server in running.values():
+        server.sleep()
+        # However the run ends, processes that are to end must be awake.
+        stack.callback(server.wake)
+    return running
+
+
+def _is_installed(package: str, interpreter: str) -> bool:
+    looked = [interpreter, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({package!r}) is None)"]
+    return subprocess.run(looked, check=False).returncode == 0
+
+
+def _named(text: str) -> tuple[str, str]:
+    package, _, interpreter = text.partition("=")
+    if package not in {each.package for each in OTHERS.values()} or not interpreter:
+        raise argparse.ArgumentTypeError(f"must be PACKAGE=INTERPRETER, got {text!r}")
+    return package, interpreter
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The rows of a comparison as a Markdown table."""
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+OURS = "normserve"
+
+
+def table(rows: Iterable[Mapping[str, object]]) -> str:
+    """A line for each server; a column for each size and number of connections.
+
+    Answers a second, medians over the rounds; behind a comma, how many times as many normserve gives.
+    """
+    rows = list(rows)
+    columns = list(dict.fromkeys((str(row["size"]), str(row["connections"])) for row in rows))
+    headings = [f"{size}, {count}" for size, count in columns]
+    lines = ["| server | " + " | ".join(headings) + " |", "|---|" + "---|" * len(columns)]
+    ours = {column: _per_second(rows, OURS, column) for column in columns}
+    for server in dict.fromkeys(str(row["server"]) for row in sorted(rows, key=lambda row: row["server"] != OURS)):
+        cells = []
+        for column in columns:
+            theirs = _per_second(rows, server, column)
+            ratio = "" if server == OURS else f", {ours[column] / theirs:.2f}" if theirs else ", -"
+            cells.append(f"{theirs:.4g}/s{ratio}")
+        lines.append(f"| {server} | " + " | ".join(cells) + " |")
+    wrong = sorted({str(row["server"]) for row in rows if int(str(row["wrong"]))})
+    if wrong:
+        lines += ["", f"Wrong answers came from {', '.join(wrong)}."]
+    return "\n".join(lines)
+
+
+def _per_second(rows: Iterable[Mapping[str, object]], server: str, column: tuple[str, str]) -> float:
+    return median(
+        float(str(row["per_second"]))
+        for row in rows
+        if (str(row["server"]), str(row["size"]), str(row["connections"])) == (server, *column)
+    )

@@ -1,0 +1,43 @@
+"""What different servers speak: a request's tensors to an HTTP exchange, and its answer to tensors again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from normserve.client import HostTensor
+from normserve.client.protocol import Answer
+
+from normload.cases import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request as HTTP has it.
+
+    Attributes:
+        method, target: the target is a path with its query, below the server's URL.
+        parts: the body in pieces.
+        headers: besides Host and Content-Length.
+    """
+
+    method: str
+    target: str
+    parts: Sequence[bytes | memoryview]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """One way in which servers take tensors."""
+
+    def refusal(self, case: Case) -> str | None:
+        """Say why such servers cannot be asked this; None where they can."""
+
+    def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
+        """What to send."""
+
+    def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
+        """The tensors of a successful answer by the names of normserve's API, as views of it.
+
+        Raises:
+            ClientError: it is none that such a server gives.
+        """

@@ -1,0 +1,93 @@
+"""Servers that hold the parameters and normalise rows: x goes in and y comes out.
+
+They cannot do more than LayerNorm, forward, with weight and bias; what those are is theirs to know, so a server for
+a comparison is given `parameters(case)`.
+"""
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+from normserve.client import HostTensor, UnexpectedAnswerError
+from normserve.client.protocol import Answer
+from normserve.codec import npy
+from normserve.errors import NormserveError
+from normserve.tensors import DType
+from numpy.typing import NDArray
+
+from normload.adapters import Exchange
+from normload.cases import Case
+from normload.elements import widen
+
+_NPY = "application/x-npy"
+_LENGTH_HEADER = "Inference-Header-Content-Length"
+_DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
+
+
+def refusal(case: Case) -> str | None:
+    """Say what of a case such a server does not do; None when it does all of it."""
+    if case.operation != "layer_norm" or case.activation != "none" or case.residual:
+        return "only layer_norm forward, without activation and residual"
+    if not case.affine or case.dtype not in _DATATYPES:
+        return "only float32 and float16, with weight and bias"
+    return None
+
+
+def parameters(case: Case) -> dict[str, NDArray[np.float32]]:
+    """Weight and bias that such a server must hold."""
+    tensors = case.tensors()
+    return {name: widen(tensors[name]).astype(np.float32) for name in ("weight", "bias")}
+
+
+class Npy:
+    """An npy body to the server's own URL, and y as npy back."""
+
+    def refusal(self, case: Case) -> str | None:
+        """As of all such servers."""
+        return refusal(case)
+
+    def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
+        """x alone."""
+        return Exchange("POST", "", npy.encode(tensors["x"]), {"Content-Type": _NPY})
+
+    def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
+        """y."""
+        try:
+            return {"y": npy.decode(answer.body)}
+        except NormserveError as error:
+            raise UnexpectedAnswerError(f"the answer is no npy: {error.detail}") from error
+
+
+class KServe:
+    """Version 2 of KServe's protocol with tensors as raw bytes behind the JSON, as NVIDIA Triton takes them.
+
+    Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+    """
+
+    def refusal(self, case: Case) -> str | None:
+        """As of all such servers."""
+        return refusal(case)
+
+    def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
+        """x alone, to the model that the URL names."""
+        x = tensors["x"]
+        given = {
+            "name": "x",
+            "shape": x.shape,
+            "datatype": _DATATYPES[x.dtype],
+            "parameters": {"binary_data_size": x.nbytes},
+        }
+        outputs = [{"name": "y", "parameters": {"binary_data": True}}]
+        head = json.dumps({"inputs": [given], "outputs": outputs}).encode()
+        headers = {"Content-Type": "application/octet-stream", _LENGTH_HEADER: str(len(head))}
+        return Exchange("POST", "/infer", (head, x.data), headers)
+
+    def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
+        """y."""
+        try:
+            length = int(answer.headers[_LENGTH_HEADER.lower()])
+            (output,) = json.loads(bytes(answer.body[:length]))["outputs"]
+            dtype = {name: dtype for dtype, name in _DATATYPES.items()}[output["datatype"]]
+            return {"y": HostTensor(dtype, tuple(output["shape"]), answer.body[length:])}
+        except (KeyError, ValueError, TypeError) as error:
+            raise UnexpectedAnswerError(f"the answer is none of KServe's with binary tensors: {error!r}") from error

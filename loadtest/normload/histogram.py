@@ -1,0 +1,96 @@
+"""Latencies in bounded memory: counts in buckets whose width grows with the value.
+
+The layout is HdrHistogram's: linear within each power of two, so that a value is known to better than 1 %, from
+100 ns to hours, and two histograms of whatever processes add up.
+
+Source: G. Tene, http://hdrhistogram.org.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNIT_S = 1e-7
+
+# 2^8 values are counted one by one; above, each power of two has 2^7 buckets.
+_LINEAR_BITS = 8
+_HALF = 1 << (_LINEAR_BITS - 1)
+# 2^38 units are seven hours.
+_BUCKETS = _HALF * (38 - _LINEAR_BITS + 2)
+
+
+class Histogram:
+    """How many latencies fell into each bucket, with their exact sum and maximum."""
+
+    def __init__(self) -> None:
+        self._counts: NDArray[np.int64] = np.zeros(_BUCKETS, np.int64)
+        self.sum_s = 0.0
+        self.max_s = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self._counts.sum())
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How many are in each bucket."""
+        return self._counts
+
+    @property
+    def mean_s(self) -> float:
+        """NaN when there is none."""
+        return self.sum_s / self.count if self.count else math.nan
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Count these, none of them negative."""
+        if not seconds:
+            return
+        values = np.asarray(seconds, np.float64)
+        units = np.rint(values / UNIT_S).astype(np.int64)
+        exponents = np.frexp(np.maximum(units, 1).astype(np.float64))[1]
+        shifts = np.maximum(exponents - _LINEAR_BITS, 0)
+        buckets = np.minimum(_HALF * shifts + (units >> shifts), _BUCKETS - 1)
+        self._counts += np.bincount(buckets, minlength=_BUCKETS)
+        self.sum_s += float(values.sum())
+        self.max_s = max(self.max_s, float(values.max()))
+
+    def merge(self, other: "Histogram", times: int = 1) -> None:
+        """Count another's, too, `times` over."""
+        self._counts += other._counts * times
+        self.sum_s += other.sum_s * times
+        self.max_s = max(self.max_s, other.max_s)
+
+    def percentile(self, percent: float) -> float:
+        """Seconds that at least `percent` of all do not exceed, to the upper end of a bucket; NaN of none."""
+        total = self.count
+        if not total:
+            return math.nan
+        # Without the rounding, 99.9 % of 1000 is 999.0000000000001.
+        rank = max(1, math.ceil(round(total * percent / 100, 6)))
+        bucket = int(np.searchsorted(np.cumsum(self._counts), rank))
+        return min(float(upper_s(np.asarray([bucket]))[0]), self.max_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """The buckets that are not empty, by number, and their counts."""
+        (filled,) = np.nonzero(self._counts)
+        counts = self._counts[filled]
+        return {"buckets": filled.tolist(), "counts": counts.tolist(), "sum_s": self.sum_s, "max_s": self.max_s}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """What `to_json` wrote."""
+        made = cls()
+        made._counts[np.asarray(document["buckets"], np.int64)] = document["counts"]
+        made.sum_s, made.max_s = float(document["sum_s"]), float(document["max_s"])
+        return made
+
+
+def upper_s(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The largest value that rounds into each of these buckets."""
+    shifts = np.maximum(0, buckets // _HALF - 1)
+    uppers: NDArray[np.float64] = (((buckets - _HALF * shifts + 1) << shifts) - 0.5) * UNIT_S
+    return uppers

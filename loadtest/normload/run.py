@@ -1,0 +1,222 @@
+"""A whole run: warm up, find the ceilings and the capacity, go through the phases, say what to make of it."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from normserve.client import Client, RetryPolicy
+
+from normload.adapters.registry import ADAPTERS
+from normload.ceilings import Echo, is_loopback, measure_echo
+from normload.connection import Address
+from normload.fleet import Fleet
+from normload.pool import require_askable
+from normload.remarks import remarks_on
+from normload.result import PhaseResult, Result
+from normload.scenario import Phase, Scenario
+from normload.tally import FAULTS_KEPT, Tally
+from normload.worker import Progress, Setup
+
+#: The part of all answers that is checked unless all are asked for.
+SAMPLE = 0.02
+
+_MAX_PROCESSES = 8
+_MIN_GRACE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server.
+
+    Attributes:
+        url: where it listens; of adapters but normserve's with the path that takes tensors.
+        adapter: what it speaks, a key of `ADAPTERS`.
+        api_key: sent as a bearer token.
+        timeout_s: longest wait for anything to come from it.
+    """
+
+    url: str
+    adapter: str = "normserve"
+    api_key: str | None = None
+    timeout_s: float = 60.0
+
+    def info(self) -> Mapping[str, Any]:
+        """What the server says of itself; nothing, where servers of its kind do not.
+
+        Raises:
+            ClientError: it does not answer.
+        """
+        if self.adapter != "normserve":
+            return {}
+        retries = RetryPolicy(tries=1)
+        with Client(self.url, api_key=self.api_key, timeout_s=self.timeout_s, retries=retries) as client:
+            return client.info()
+
+
+class Watcher:
+    """Hears how a run goes; this one does not care."""
+
+    def stage(self, name: str, duration_s: float | None) -> None:
+        """A stage begins, which takes so long if that is known."""
+
+    def progress(self, progress: Progress) -> None:
+        """Requests have ended."""
+
+    def control(self, stop: Callable[[], None]) -> None:
+        """Calling `stop` ends the run early, with what there is as its result."""
+
+
+def default_processes(connections: int) -> int:
+    """Half of the cores that this process may use, two at least, but never more than there are connections."""
+    return max(1, min(connections, _MAX_PROCESSES, max(2, len(os.sched_getaffinity(0)) // 2)))
+
+
+def run(
+    scenario: Scenario,
+    target: Target,
+    *,
+    seed: int,
+    processes: int | None = None,
+    verify: bool = False,
+    watcher: Watcher | None = None,
+) -> Result:
+    """Do what a scenario says.
+
+    Args:
+        scenario: what.
+        target: to whom.
+        seed: of all that is random.
+        processes: how many send; None chooses.
+        verify: check every answer, and not a sample.
+        watcher: told how it goes.
+
+    Raises:
+        ScenarioError: the server's kind cannot be asked this.
+        ClientError: the server does not answer to begin with.
+        HarnessError: a client process could not go on.
+    """
+    watcher = watcher or Watcher()
+    address, cases = Address.of(target.url), scenario.workload.drawn(seed)
+    require_askable(ADAPTERS[target.adapter](), [case for case, _ in cases])
+    info = target.info()
+    most = max([scenario.connections, *(phase.connections for phase in scenario.phases)])
+    setup = Setup(
+        target.url,
+        target.adapter,
+        target.api_key,
+        target.timeout_s,
+        cases,
+        seed,
+        1.0 if verify else SAMPLE,
+        0,
+        processes or default_processes(most),
+    )
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    watcher.stage("making requests", None)
+    with Fleet(setup, watcher.progress) as fleet:
+        watcher.control(fleet.stop)
+        fleet.wait_until_ready()
+        conductor = _Conductor(scenario, fleet, watcher)
+        conductor.warm_up()
+        echo = conductor.echo() if is_loopback(address.host) else None
+        conductor.go_through()
+    return conductor.result(target, seed, info, started, most, echo)
+
+
+class _Conductor:
+    """Goes through a scenario once."""
+
+    def __init__(self, scenario: Scenario, fleet: Fleet, watcher: Watcher) -> None:
+        self._scenario = scenario
+        self._fleet = fleet
+        self._watcher = watcher
+        self._apart: list[Tally] = []
+        self._phases: list[PhaseResult] = []
+        self._capacity: float | None = None
+
+    def warm_up(self) -> None:
+        """Ask for everything once."""
+        self._watcher.stage("asking for everything once", None)
+        self._apart.append(self._fleet.ask_all())
+
+    def echo(self) -> Echo | None:
+        """The loopback's ceiling for messages as large as these."""
+        total = self._apart[0].total()
+        if not total.ok:
+            return None
+        self._watcher.stage("measuring the loopback", None)
+        with suppress(TimeoutError, OSError):
+            return measure_echo(max(1, total.moved_bytes // total.ok // 2), self._fleet.processes)
+        return None
+
+    def go_through(self) -> None:
+        """Every phase, after some of the first one's load that does not count."""
+        scenario = self._scenario
+        if scenario.needs_capacity:
+            self._find_capacity()
+        segments = [tuple(phase.at(self._capacity or 0.0) for phase in each) for each in scenario.segments()]
+        if self._capacity == 0 or self._fleet.stopped:
+            return
+        if scenario.warmup_s:
+            first = replace(segments[0][0], duration_s=scenario.warmup_s)
+            self._apart += self._load("warming up", (first,))[1]
+        began: float | None = None
+        for number, segment in enumerate(segments):
+            if self._fleet.stopped:
+                return
+            if number and scenario.settle_s:
+                time.sleep(scenario.settle_s)
+            start, tallies = self._load(segment[0].name, segment)
+            began = start if began is None else began
+            end = start + sum(phase.duration_s for phase in segment)
+            for phase, tally in zip(segment, tallies, strict=True):
+                self._phases.append(PhaseResult(phase, start - began, end - start, tally))
+                start += phase.duration_s
+
+    def result(
+        self, target: Target, seed: int, info: Mapping[str, Any], started: str, connections: int, echo: Echo | None
+    ) -> Result:
+        """What it came to."""
+        tallies = [*self._apart, *(each.tally for each in self._phases)]
+        apart: Counter[tuple[int, str]] = Counter()
+        for tally in self._apart:
+            apart.update(tally.total().outcomes)
+        result = Result(
+            scenario=self._scenario.name,
+            description=self._scenario.description,
+            seed=seed,
+            url=target.url,
+            adapter=target.adapter,
+            server=info,
+            started=started,
+            processes=self._fleet.processes,
+            connections=connections,
+            cpu=self._fleet.cpu,
+            echo=echo,
+            capacity=self._capacity,
+            apart=apart,
+            phases=self._phases,
+            checked=sum(tally.checked for tally in tallies),
+            wrong=sum(tally.wrong for tally in tallies),
+            faults=[fault for tally in tallies for fault in tally.faults][:FAULTS_KEPT],
+            remarks=[],
+        )
+        result.remarks += remarks_on(result, stopped=self._fleet.stopped)
+        return result
+
+    def _find_capacity(self) -> None:
+        phase = self._scenario.capacity
+        (tally,) = self._load("finding the capacity", (phase,))[1]
+        self._apart.append(tally)
+        self._capacity = tally.in_time().ok / phase.duration_s
+
+    def _load(self, name: str, segment: tuple[Phase, ...]) -> tuple[float, list[Tally]]:
+        self._watcher.stage(name, sum(phase.duration_s for phase in segment))
+        connections = segment[0].connections or self._scenario.connections
+        grace_s = max(_MIN_GRACE_S, self._scenario.settle_s or 0.0)
+        return self._fleet.load(segment, connections, grace_s)

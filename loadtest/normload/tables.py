@@ -1,0 +1,118 @@
+"""TOML tables read key by key, so that what is missing, of the wrong kind or unknown is said in one way."""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MISSING: Any = object()
+
+
+class ScenarioError(ValueError):
+    """A scenario says something that means nothing; the text says what was expected, and where."""
+
+
+class Table:
+    """One table; each key is taken once, and `close` refuses what nobody took."""
+
+    def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
+        self.where = where
+        self._entries = dict(entries)
+        self._known: list[str] = []
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there."""
+        self._known.append(key)
+        return key in self._entries
+
+    def take(self, key: str, default: Any = _MISSING) -> Any:
+        """The value as TOML has it.
+
+        Raises:
+            ScenarioError: it is missing, and there is no default.
+        """
+        self._known.append(key)
+        if key in self._entries:
+            return self._entries.pop(key)
+        if default is _MISSING:
+            raise ScenarioError(f"{self.where}: {key} is missing")
+        return default
+
+    def text(self, key: str, default: str = _MISSING) -> str:
+        """A string."""
+        return str(self._checked(key, default, lambda value: isinstance(value, str), "a string"))
+
+    def one_of(self, key: str, allowed: Sequence[str], default: str = _MISSING) -> str:
+        """A string out of a few."""
+        return str(self._checked(key, default, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
+
+    def flag(self, key: str, default: bool = _MISSING) -> bool:
+        """True or false."""
+        return bool(self._checked(key, default, lambda value: isinstance(value, bool), "true or false"))
+
+    def count(self, key: str, default: int = _MISSING) -> int:
+        """A whole number above 0."""
+        value = self._checked(key, default, lambda value: _is_whole(value) and value > 0, "a whole number above 0")
+        return int(value)
+
+    def amount(self, key: str, default: float = _MISSING) -> float:
+        """A finite number above 0."""
+        value = self._checked(key, default, lambda value: _is_number(value) and value > 0, "a number above 0")
+        return float(value)
+
+    def seconds(self, key: str, default: float = _MISSING) -> float:
+        """A finite number of at least 0."""
+        value = self._checked(
+            key, default, lambda value: _is_number(value) and value >= 0, "a number that is not negative"
+        )
+        return float(value)
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers above 0."""
+        value = self.take(key)
+        if not isinstance(value, list) or not value or not all(_is_whole(size) and size > 0 for size in value):
+            raise ScenarioError(f"{self.where}: {key} must be a list of whole numbers above 0, got {value!r}")
+        return tuple(value)
+
+    def table(self, key: str) -> "Table":
+        """A table below this one; an empty one when it is not there."""
+        value = self._checked(key, {}, lambda value: isinstance(value, dict), "a table")
+        return Table(f"{self.where}: [{key}]", value)
+
+    def tables(self, key: str) -> list["Table"]:
+        """An array of tables; none when it is not there."""
+        value = self._checked(
+            key,
+            [],
+            lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
+            "an array of tables",
+        )
+        return [Table(f"{self.where}: [[{key}]] {number}", each) for number, each in enumerate(value, 1)]
+
+    def items(self) -> dict[str, Any]:
+        """All that is left, taken."""
+        left, self._entries = self._entries, {}
+        return left
+
+    def close(self) -> None:
+        """Raises: ScenarioError: a key is left that nobody took."""
+        for key in self._entries:
+            close = difflib.get_close_matches(key, self._known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ScenarioError(f"{self.where}: {key} is unknown{hint}")
+
+    def _checked(self, key: str, default: Any, holds: Any, expected: str) -> Any:
+        if key not in self._entries:
+            return self.take(key, default)
+        value = self.take(key)
+        if not holds(value):
+            raise ScenarioError(f"{self.where}: {key} must be {expected}, got {value!r}")
+        return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,153 @@
+"""A server of a few lines that answers right, wrong, late or not at all, and results made up of numbers."""
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from normload import oracle
+from normload.elements import narrow
+from normload.result import PhaseResult, Result
+from normload.scenario import Phase
+from normload.tally import Record, Tally
+from normload.workload import Workload
+from normserve.codec import safetensors
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers every request of a workload as it should be, times `factor`.
+
+    `before` is called with the number of each request; it may wait, or return a status and a problem's code.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, workload: Workload, seed: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.factor = 1.0
+        self.before: Callable[[int], tuple[int, str] | None] = lambda _: None
+        self.requests = 0
+        self.statuses: Counter[int] = Counter()
+        self.lock = threading.Lock()
+        self._cases = {bytes(case.tensors()["x"].data): case for case, _ in workload.drawn(seed)}
+        self._answers: dict[tuple[bytes, float], bytes] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, body: bytes) -> bytes:
+        known = self._answers.get((body, self.factor))
+        if known is not None:
+            return known
+        sent = safetensors.decode(memoryview(body))
+        case = self._cases[bytes(sent["x"].data)]
+        tensors = {}
+        for name, reference in oracle.expected(case, sent).items():
+            dtype = sent[name.removeprefix("d")].dtype if case.is_backward else case.dtype
+            tensors[name] = narrow(reference.values.detach().numpy() * self.factor, dtype)
+        return self._answers.setdefault((body, self.factor), b"".join(safetensors.encode(tensors)))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeServer
+
+    def setup(self):
+        super().setup()
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        info = {"version": "0", "backend": "fake", "device": {"name": "<none>"}}
+        self._send(200, json.dumps(info | {"copy_bandwidth_bytes_per_second": 5e9}).encode(), "application/json")
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        with self.server.lock:
+            self.server.requests += 1
+            number = self.server.requests
+        refused = self.server.before(number)
+        if refused is None:
+            self._send(200, self.server.answer(body), "application/x-safetensors")
+        else:
+            status, code = refused
+            self._send(status, json.dumps({"code": code}).encode(), "application/problem+json")
+
+    def _send(self, status, body, media_type):
+        if self.command == "POST":
+            with self.server.lock:
+                self.server.statuses[status] += 1
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Server-Timing", "kernel;dur=2.0")
+        self.send_header("X-Kernel-Bytes", "1000")
+        self.send_header("X-Batch-Size", "2")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+#: Small enough to be quick, and with every operation in it.
+WORKLOAD = Workload(max_bytes=2**12, pool=12)
+
+
+@pytest.fixture
+def fake_server() -> Iterator[FakeServer]:
+    server = FakeServer(WORKLOAD)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 100.0, **changed) -> Result:
+    """A run of one phase of ten seconds: so many requests, spread evenly, with these latencies."""
+    duration_s = 10.0
+    tally = Tally(duration_s)
+    records = []
+    for number, latency_s in enumerate([*latencies_s, *[0.001] * errors]):
+        # In the proportion of the golden section, errors and latencies alike come all over the phase.
+        due = duration_s * (number * 0.6180339887 % 1)
+        code = (200, "ok") if number < len(latencies_s) else (429, "overloaded")
+        times = (due, due - 0.01, due, min(due + latency_s, duration_s - 1e-6))
+        records.append(Record("layer_norm", *times, *code, 1000, 1000, 2000, 1e-6))
+    tally.add(records)
+    phase = Phase("steady", "poisson", duration_s, rate=rate)
+    fields = {
+        "scenario": "steady",
+        "description": "made up",
+        "seed": 0,
+        "url": "http://127.0.0.1:8000",
+        "adapter": "normserve",
+        "server": {"version": "0", "device": {"name": "none"}, "copy_bandwidth_bytes_per_second": 5e9},
+        "started": "2026-01-01T00:00:00+00:00",
+        "processes": 1,
+        "connections": 4,
+        "cpu": [0.1],
+        "echo": None,
+        "capacity": None,
+        "apart": Counter({(200, "ok"): 3}),
+        "phases": [PhaseResult(phase, 0.0, duration_s, tally)],
+        "checked": 0,
+        "wrong": 0,
+        "faults": [],
+        "remarks": [],
+    }
+    return Result(**fields | changed)
+
+
+def wait_for(condition: Callable[[], bool], patience_s: float = 10.0) -> None:
+    end = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.005)

@@ -1,0 +1,188 @@
+"""The connection against a socket that says what it is told to."""
+
+import socket
+import threading
+
+import pytest
+from normload.connection import Address, Connection, request_head
+from normserve.client import ConnectionFailedError, RequestTimeoutError, UnexpectedAnswerError
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Name: value\r\n\r\nhello"
+
+
+class Scripted:
+    """Accepts connections one after another and plays a script on each: callables that take the socket."""
+
+    def __init__(self, *scripts):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.accepted = 0
+        self.received = []
+        self._scripts = scripts
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def connection(self, timeout_s=5.0):
+        host, port = self.listener.getsockname()
+        return Connection(Address(host, port, tls=False, prefix="", query=""), timeout_s)
+
+    def _serve(self):
+        for script in self._scripts:
+            connected, _ = self.listener.accept()
+            self.accepted += 1
+            with connected:
+                for step in script:
+                    step(connected, self.received)
+        self.listener.close()
+
+    def join(self):
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+
+def takes(nbytes):
+    def step(connected, received):
+        data = b""
+        while len(data) < nbytes and (piece := connected.recv(nbytes - len(data))):
+            data += piece
+        received.append(data)
+
+    return step
+
+
+def says(*pieces):
+    def step(connected, _received):
+        for piece in pieces:
+            connected.sendall(piece)
+
+    return step
+
+
+def drains(connected, received):
+    received.append(b"".join(iter(lambda: connected.recv(2**16), b"")))
+
+
+def ends(connected, _received):
+    connected.recv(1)
+
+
+HEAD = b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n"
+WHOLE = len(HEAD) + 3
+
+
+def test_a_connection_is_used_again():
+    server = Scripted([takes(WHOLE), says(OK), takes(WHOLE), says(OK)])
+    connection = server.connection()
+    for _ in range(2):
+        answer = connection.exchange(HEAD, [b"a", memoryview(b"bc")])
+        assert (answer.status, bytes(answer.body), answer.headers["x-name"]) == (200, b"hello", "value")
+    server.join()
+    assert server.accepted == 1
+    assert server.received == [HEAD + b"abc"] * 2
+    connection.close()
+
+
+@pytest.mark.parametrize("cut", [3, 20, 60, len(OK) - 2])
+def test_an_answer_may_come_in_pieces(cut):
+    server = Scripted([takes(WHOLE), says(OK[:cut], OK[cut:])])
+    connection = server.connection()
+    assert bytes(connection.exchange(HEAD, [b"abc"]).body) == b"hello"
+    connection.close()
+
+
+def test_large_bodies_arrive_whole():
+    body = bytes(range(256)) * 2**14
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    server = Scripted([takes(len(HEAD) + len(body)), says(head + body)])
+    connection = server.connection()
+    answer = connection.exchange(HEAD, [body[:100], memoryview(body)[100:]])
+    assert answer.body == body
+    server.join()
+    assert server.received == [HEAD + body]
+    connection.close()
+
+
+def test_a_refusal_ends_the_upload():
+    refusal = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"
+    server = Scripted([takes(len(HEAD)), says(refusal), drains], [takes(WHOLE), says(OK)])
+    connection = server.connection()
+    assert connection.exchange(HEAD, [bytes(2**28)]).status == 429
+    assert connection.exchange(HEAD, [b"abc"]).status == 200
+    assert server.accepted == 2
+    assert len(server.received[1]) < 2**28
+    connection.close()
+
+
+def test_what_comes_before_the_answer_is_passed_over():
+    server = Scripted([takes(WHOLE), says(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)])
+    connection = server.connection()
+    assert connection.exchange(HEAD, [b"abc"]).status == 200
+    connection.close()
+
+
+def test_a_connection_that_the_server_ends_is_opened_anew():
+    closing = OK.replace(b"X-Name: value", b"Connection: close")
+    server = Scripted([takes(WHOLE), says(closing)], [takes(WHOLE), says(OK)])
+    connection = server.connection()
+    for _ in range(2):
+        assert connection.exchange(HEAD, [b"abc"]).status == 200
+    assert server.accepted == 2
+    connection.close()
+
+
+def test_a_connection_that_ended_while_idle_is_opened_anew():
+    server = Scripted([takes(WHOLE), says(OK)], [takes(WHOLE), says(OK)])
+    connection = server.connection()
+    connection.exchange(HEAD, [b"abc"])
+    # Until the end of the first connection has arrived.
+    assert connection._early.poll(5000)
+    assert connection.exchange(HEAD, [b"abc"]).status == 200
+    assert server.accepted == 2
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ([takes(WHOLE)], ConnectionFailedError),
+        ([takes(WHOLE), says(OK[:-1])], ConnectionFailedError),
+        ([takes(WHOLE), says(b"SSH-2.0-OpenSSH\r\n\r\n")], UnexpectedAnswerError),
+        (
+            [takes(WHOLE), says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")],
+            UnexpectedAnswerError,
+        ),
+        ([takes(WHOLE), says(b"HTTP/1.1 200 OK\r\nX: " + b"a" * 2**16)], UnexpectedAnswerError),
+    ],
+)
+def test_what_is_no_answer_is_an_error(script, error):
+    connection = Scripted(script).connection()
+    with pytest.raises(error):
+        connection.exchange(HEAD, [b"abc"])
+
+
+def test_silence_is_an_error_after_some_time():
+    connection = Scripted([takes(WHOLE), ends]).connection(timeout_s=0.1)
+    with pytest.raises(RequestTimeoutError, match=r"0\.1 s"):
+        connection.exchange(HEAD, [b"abc"])
+
+
+def test_nobody_there_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionFailedError):
+        Connection(Address("127.0.0.1", port, False, "", ""), 1.0).exchange(HEAD, [b"abc"])
+
+
+def test_a_url_is_an_address():
+    address = Address.of("https://[::1]/below/?layer=a")
+    assert (address.host, address.port, address.tls) == ("::1", 443, True)
+    head = request_head(address, "POST", "/v1?eps=1", {"A": "b"}, 7)
+    lines = head.decode().split("\r\n")
+    assert lines[:2] == ["POST /below/v1?eps=1&layer=a HTTP/1.1", "Host: [::1]:443"]
+    assert lines[2:] == ["A: b", "Content-Length: 7", "", ""]
+    assert b" /below?layer=a " in request_head(address, "POST", "", {}, 0)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:80", "ftp://a", "http://", "http://a:b"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
+        Address.of(url)
