@@ -16,7 +16,7 @@ from fusednorm.checks import FLOAT8
 from fusednorm.reference_float8 import LARGEST, SMALLEST_SCALE
 from torch import Tensor
 
-from benchmarks import peers
+from benchmarks import other_kernels
 from benchmarks.cells import Cell
 from benchmarks.problem import EPS, SEED, Problem, Results, Run, present
 
@@ -121,7 +121,10 @@ def eager(problem: Problem) -> Run:
 
 
 def compiled(problem: Problem) -> Run:
-    """`plain_torch` under torch.compile, for this shape alone."""
+    """`plain_torch` under torch.compile, for this shape alone; the compiler leaves no processes beside it."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
     torch.compiler.reset()
     return _differentiated(problem, lambda function: torch.compile(function, dynamic=False))
 
@@ -184,9 +187,9 @@ PROVIDERS: dict[str, Provider] = {
     "fusednorm": ours,
     "torch": eager,
     "compile": compiled,
-    "liger": peers.liger,
-    "quack": peers.quack,
-    "tutorial": peers.tutorial,
+    "liger": other_kernels.liger,
+    "quack": other_kernels.quack,
+    "tutorial": other_kernels.tutorial,
 }
 
 PACKAGES = {"liger": "liger_kernel", "quack": "quack"}

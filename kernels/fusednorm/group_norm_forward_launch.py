@@ -150,6 +150,8 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
                 config = replace(config, chunks=-(-sample.group_length // (members * config.block)))
             yield config
         return
+    if sample.hw * sample.c * itemsize >= STREAM_FROM:
+        yield from _measured_streams(sample, itemsize)
     for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
         if channels != sample.channels or sample.hw > most:
             continue
@@ -219,10 +221,16 @@ def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
         return None
-    for columns, most, config in tables.FORWARD_STREAM[itemsize]:
-        if columns == sample.c and sample.hw <= most:
-            return config
-    return ForwardStream(num_warps, chunks=4, apply_chunks=2, splits=stream_splits(sample, itemsize))
+    usual = ForwardStream(num_warps, chunks=4, apply_chunks=2, splits=stream_splits(sample, itemsize))
+    return next(_measured_streams(sample, itemsize), usual)
+
+
+def _measured_streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
+    return (
+        config
+        for columns, most, config in tables.FORWARD_STREAM[itemsize]
+        if columns == sample.c and sample.hw <= most
+    )
 
 
 def _columns(sample: Sample, itemsize: int) -> ForwardColumns:
