@@ -10,9 +10,8 @@
 from dataclasses import dataclass
 from math import gcd
 
-from triton import next_power_of_2
-
 from fusednorm.group_norm_launch import Sample
+from fusednorm.integers import next_power_of_2
 
 L2_BYTES = 30 << 20
 """Of x and dy under way at once that are still found in L2 when they are read again; an H200 has 60 MB."""
@@ -97,7 +96,7 @@ class BackwardBlocks:
 
     def vectors(self, itemsize: int) -> int:
         """Threads side by side along the columns, some of which may have none."""
-        return int(next_power_of_2(self.columns * itemsize // 16))
+        return next_power_of_2(self.columns * itemsize // 16)
 
     def rows(self, itemsize: int) -> int:
         """Positions of a tile."""

@@ -1,7 +1,6 @@
 """Launches that fold partial sums to the gradients of GroupNorm's parameters."""
 
 import torch
-import triton
 from torch import Tensor
 
 from fusednorm._group_norm_backward_fold_kernels import (
@@ -10,6 +9,7 @@ from fusednorm._group_norm_backward_fold_kernels import (
     group_norm_fold_sums_kernel,
 )
 from fusednorm.group_norm_backward_call import BackwardCall
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, dependent
 
 SUMS_ELEMENTS, SUMS_COLUMNS = 4096, 64
@@ -25,8 +25,8 @@ FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
 def fold_groups(call: BackwardCall, parts: Tensor, sum_g: Tensor, sum_g_xhat: Tensor, splits: int) -> Launch:
     """The two sums of each group, [N, groups], from those of channels, [2, N, splits, C]."""
     sample = call.sample
-    block_columns = min(SUMS_COLUMNS, triton.next_power_of_2(sample.channels))
-    block_splits = min(SUMS_ELEMENTS // block_columns, triton.next_power_of_2(splits))
+    block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.channels))
+    block_splits = min(SUMS_ELEMENTS // block_columns, next_power_of_2(splits))
     arguments = (
         parts[0], parts[1], call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits,
         call.scale_stride,
@@ -56,7 +56,7 @@ def fold_parameters(
         return []
     tile = {"ROWS": FOLD_ROWS, "COLUMNS": FOLD_COLUMNS, "num_warps": FOLD_NUM_WARPS}
     options = {**tile, **dependent(call.early)}
-    blocks = triton.cdiv(c, FOLD_COLUMNS)
+    blocks = cdiv(c, FOLD_COLUMNS)
     rows = call.n * splits
     launches: list[Launch] = []
     affine = out.dbias is not None or out.dweight is not None
@@ -75,7 +75,7 @@ def fold_parameters(
     if rows > FOLD_TWICE_ABOVE:
         runs = FOLD_RUNS
         fewer = call.x.new_empty((2, runs, c), dtype=torch.float32)
-        of_runs = (dz, dz_xhat, fewer[0], fewer[1], rows, c, triton.cdiv(rows, runs))
+        of_runs = (dz, dz_xhat, fewer[0], fewer[1], rows, c, cdiv(rows, runs))
         launches.append(
             Launch(
                 group_norm_fold_rows_kernel, (blocks, runs), of_runs, options | {"BESIDE": beside and not launches}

@@ -7,8 +7,6 @@ samples: a sample's bits are the same whatever came with it, and samples never c
 from dataclasses import replace
 from functools import lru_cache
 
-from triton import next_power_of_2
-
 from fusednorm import group_norm_tables as tables
 from fusednorm.group_norm_backward_configs import (
     MAX_OFFSET,
@@ -30,6 +28,7 @@ from fusednorm.group_norm_launch import (
     stream_warps,
     vector_width,
 )
+from fusednorm.integers import next_power_of_2
 
 MOST_LABELS = 2
 """Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
@@ -62,7 +61,7 @@ def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: 
             return streamed
         blocks = shared_blocks(sample, itemsize, multiprocessors) if waits else None
         return blocks or streamed or split_backward(sample, itemsize)
-    channels, positions = int(next_power_of_2(sample.channels)), int(next_power_of_2(sample.hw))
+    channels, positions = next_power_of_2(sample.channels), next_power_of_2(sample.hw)
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
         rows = min(64, max(1, 1024 // padded))

@@ -1,6 +1,5 @@
 """The launches of a GroupNorm backward pass: a function for each algorithm, from checked tensors."""
 
-import triton
 from torch import Tensor
 
 from fusednorm import group_norm_backward_configs as configs
@@ -15,6 +14,7 @@ from fusednorm.group_norm_backward_fold_plan import fold_parameters
 from fusednorm.group_norm_backward_split_plan import columns_launches, split_launches
 from fusednorm.group_norm_backward_stream_plan import stream_launches
 from fusednorm.group_norm_launch import Sample
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, can_prefetch, dropout_arguments, mailbox, resident_options
 from fusednorm.results import Backward
 from fusednorm.waiting import may_wait
@@ -85,7 +85,7 @@ def _tile(call: BackwardCall, config: configs.BackwardTile) -> list[Launch]:
         "num_warps": config.num_warps,
         **call.gradient_options,
     }
-    grid = (triton.cdiv(rows, config.rows),)
+    grid = (cdiv(rows, config.rows),)
     return [
         Launch(group_norm_nchw_backward_tile_kernel, grid, arguments, options),
         *fold_parameters(call, parts, 1),
@@ -97,12 +97,12 @@ def _shared(call: BackwardCall, config: configs.BackwardShared) -> list[Launch]:
     sample, itemsize = call.sample, call.x.element_size()
     vec = call.channel_vec
     members = config.members(sample, itemsize)
-    parts = triton.cdiv(sample.hw, config.part_positions(itemsize))
+    parts = cdiv(sample.hw, config.part_positions(itemsize))
     resident = multiprocessor_count(call.x.device) * config.programs_per_sm
     rows = call.n * sample.groups
     # A team that is not resident is refused by the device.
     teams = max(1, min(rows, resident // members))
-    depth = triton.next_power_of_2(2 * triton.cdiv(config.lag, config.pieces))
+    depth = next_power_of_2(2 * cdiv(config.lag, config.pieces))
     partial = call.wanted_parts(parts)
     arguments = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
@@ -118,7 +118,7 @@ def _shared(call: BackwardCall, config: configs.BackwardShared) -> list[Launch]:
         "CHUNKS": config.chunks,
         "PIECES": config.pieces,
         "EVEN": sample.hw % config.part_positions(itemsize) == 0 and sample.channels % config.channels == 0,
-        "SLOTS": triton.next_power_of_2(members),
+        "SLOTS": next_power_of_2(members),
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(vec, call.x, call.dy) else 0,
@@ -141,17 +141,17 @@ def _blocks(call: BackwardCall, config: configs.BackwardBlocks) -> list[Launch]:
     splits, members = config.splits(sample, itemsize), config.members(sample, itemsize)
     blocks = config.bundle_blocks(sample)
     bundle_groups = min(blocks * config.columns, sample.c) // sample.channels
-    bundles = triton.cdiv(sample.groups, bundle_groups)
+    bundles = cdiv(sample.groups, bundle_groups)
     units = call.n * bundles
     resident = multiprocessor_count(call.x.device) * config.programs_per_sm
     teams = max(1, min(units, resident // members))
-    depth = triton.next_power_of_2(triton.cdiv(config.lag, config.pieces))
+    depth = next_power_of_2(cdiv(config.lag, config.pieces))
     overlap = min(blocks, configs.most_touched(config.columns, sample.channels))
     partial = call.wanted_parts(splits)
     pairs = teams * depth * bundle_groups * (splits * overlap + 1)
     arguments = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
-        mailbox(call.x.device, triton.cdiv(pairs, 2)),
+        mailbox(call.x.device, cdiv(pairs, 2)),
         units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
         bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, config.columns // group,
         call.scale_stride, *dropout_arguments(call.epilogue),
@@ -165,9 +165,9 @@ def _blocks(call: BackwardCall, config: configs.BackwardBlocks) -> list[Launch]:
         "PIECES": config.pieces,
         "EVEN": whole and sample.hw % config.slab_rows(itemsize) == 0,
         "LABELS": configs.most_touched(sample.channels, group),
-        "SPAN": triton.next_power_of_2(min(bundle_groups, configs.most_touched(sample.channels, config.columns))),
+        "SPAN": next_power_of_2(min(bundle_groups, configs.most_touched(sample.channels, config.columns))),
         "OVERLAP": overlap,
-        "SLOTS": triton.next_power_of_2(splits * overlap),
+        "SLOTS": next_power_of_2(splits * overlap),
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead,

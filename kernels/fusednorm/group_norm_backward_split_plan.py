@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import triton
-
 from fusednorm import group_norm_backward_configs as configs
 from fusednorm._group_norm_nchw_backward_split_kernels import (
     group_norm_nchw_backward_apply_kernel,
@@ -18,14 +16,15 @@ from fusednorm.group_norm_backward_call import BackwardCall
 from fusednorm.group_norm_backward_fold_plan import fold_groups, fold_parameters
 from fusednorm.group_norm_forward_call import empty_statistics
 from fusednorm.group_norm_launch import vector_width
+from fusednorm.integers import cdiv
 from fusednorm.launch import Launch, dependent, dropout_arguments
 
 
 def split_launches(call: BackwardCall, config: configs.BackwardSplit) -> list[Launch]:
     sample, itemsize = call.sample, call.x.element_size()
     vec = call.channel_vec
-    parts = triton.cdiv(sample.hw, config.part_positions(itemsize))
-    blocks = triton.cdiv(sample.channels, config.channels)
+    parts = cdiv(sample.hw, config.part_positions(itemsize))
+    blocks = cdiv(sample.channels, config.channels)
     walk = (
         parts, blocks, config.pieces, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
         *dropout_arguments(call.epilogue),
@@ -49,8 +48,8 @@ def columns_launches(call: BackwardCall, config: configs.BackwardColumns) -> lis
     sample = call.sample
     vec = vector_width(call.x.element_size(), sample.c)
     slab_rows = config.pieces * config.chunks * config.rows(vec)
-    splits = triton.cdiv(sample.hw, slab_rows)
-    blocks = triton.cdiv(sample.c, config.columns)
+    splits = cdiv(sample.hw, slab_rows)
+    blocks = cdiv(sample.c, config.columns)
     walk = (
         splits, blocks, config.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
         call.scale_stride, *dropout_arguments(call.epilogue),

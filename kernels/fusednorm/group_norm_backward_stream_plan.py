@@ -1,7 +1,5 @@
 """Launches of the backward pass of GroupNorm that streams channels-last samples twice."""
 
-import triton
-
 from fusednorm._group_norm_nhwc_backward_stream_kernels import (
     group_norm_nhwc_backward_stream_apply_kernel,
     group_norm_nhwc_backward_stream_sums_kernel,
@@ -11,6 +9,7 @@ from fusednorm.group_norm_backward_configs import BackwardStream, most_touched
 from fusednorm.group_norm_backward_fold_plan import fold_groups, fold_parameters
 from fusednorm.group_norm_forward_call import empty_statistics
 from fusednorm.group_norm_launch import stream_walk
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, can_prefetch, dependent, dropout_arguments
 
 
@@ -22,7 +21,7 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     parts = call.parts(walk.splits)
     sum_g, sum_g_xhat = empty_statistics(call.x, sample)
     piece = walk.positions * config.apply_chunks
-    programs = triton.cdiv(sample.hw, piece * config.apply_pieces)
+    programs = cdiv(sample.hw, piece * config.apply_pieces)
     epilogue = (call.scale_stride, *dropout_arguments(call.epilogue))
     sums = (
         *call.inputs, call.affine_parameters, call.mean, call.rstd, parts[0], parts[1], sample.hw, walk.units,
@@ -44,7 +43,7 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     sums_options = {
         **options,
         "POSITIONS": walk.positions,
-        "COLUMNS": walk.vec * int(triton.next_power_of_2(walk.units)),
+        "COLUMNS": walk.vec * next_power_of_2(walk.units),
         "CHUNKS": config.chunks,
         "WHOLE": sample.hw % walk.step == 0,
         "EARLY": call.early,

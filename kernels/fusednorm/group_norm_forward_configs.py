@@ -12,9 +12,8 @@ From the smallest groups to the largest, contiguous and (channels-last):
 from dataclasses import dataclass
 from math import gcd
 
-from triton import next_power_of_2
-
 from fusednorm.group_norm_launch import Sample, vector_width
+from fusednorm.integers import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import triton
-
 from fusednorm import group_norm_forward_configs as configs
 from fusednorm._group_norm_nchw_held_kernels import group_norm_nchw_held_kernel
 from fusednorm._group_norm_nchw_rolling_kernels import group_norm_nchw_rolling_kernel
@@ -12,6 +10,7 @@ from fusednorm._group_norm_nhwc_shared_kernels import group_norm_nhwc_held_kerne
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options
 from fusednorm.group_norm_forward_launch import with_room
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import (
     Launch,
     can_prefetch,
@@ -32,10 +31,10 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
         case configs.ForwardRolling() if call.residual is not None or not _in_words(call):
             return fitted(call, configs.ForwardHeld(config.num_warps, config.programs_per_sm))
         case configs.ForwardHeld():
-            chunks = triton.cdiv(sample.group_length, config.block)
+            chunks = cdiv(sample.group_length, config.block)
             return with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
         case configs.ForwardRolling():
-            chunks = triton.cdiv(sample.group_length, config.block)
+            chunks = cdiv(sample.group_length, config.block)
             return with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
         case configs.ForwardShared():
             slabs = 1 if config.lag == 0 else 2
@@ -43,7 +42,7 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
             return with_room(config, slabs * config.chunks * 8 * held, extra, multiprocessors, members)
         case configs.ForwardBlock():
             tile = configs.block_tile(sample, config.block_groups, config.num_warps, size)
-            chunks = triton.cdiv(sample.hw, tile.rows)
+            chunks = cdiv(sample.hw, tile.rows)
             return with_room(config, chunks * tile.vec * held, extra, multiprocessors, 1)
         case configs.ForwardSharedBlock():
             tile = configs.block_tile(sample, config.block_groups, config.num_warps, size)
@@ -66,7 +65,7 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
     rows, sample = call.n * call.sample.groups, call.sample
     multiprocessors = multiprocessor_count(call.x.device)
     writers = _writers(rows, config.writers, multiprocessors)
-    chunks = triton.cdiv(sample.group_length, config.block)
+    chunks = cdiv(sample.group_length, config.block)
     arguments = (
         *call.tensors, *call.statistics, writers, config.ahead_per_sm * multiprocessors if writers == 1 else 0,
         call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
@@ -87,7 +86,7 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
 def rolling_launch(call: ForwardCall, config: configs.ForwardRolling) -> Launch:
     """Persistent programs, a group after another each."""
     rows, sample, out = call.n * call.sample.groups, call.sample, call.out
-    chunks = triton.cdiv(sample.group_length, config.block)
+    chunks = cdiv(sample.group_length, config.block)
     programs = min(rows, multiprocessor_count(call.x.device) * config.programs_per_sm)
     arguments = (
         call.x, call.weight, call.bias, call.scale, call.shift, out.y, *call.statistics,
@@ -109,8 +108,8 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
     rows, sample = call.n * call.sample.groups, call.sample
     slab = config.chunks * config.block
     members = config.members(sample)
-    slots = triton.next_power_of_2(members)
-    depth = triton.next_power_of_2(max(2, 2 * config.lag))
+    slots = next_power_of_2(members)
+    depth = next_power_of_2(max(2, 2 * config.lag))
     programs = min(rows, multiprocessor_count(call.x.device) * config.programs_per_sm // members) * members
     arguments = (
         *call.tensors, *call.statistics, mailbox(call.x.device, depth * programs), rows, members,
@@ -135,7 +134,7 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
 def block_launch(call: ForwardCall, config: configs.ForwardBlock) -> Launch:
     """A program for each block of columns of a sample, or for each share of one."""
     sample = call.sample
-    blocks = triton.cdiv(sample.groups, config.block_groups)
+    blocks = cdiv(sample.groups, config.block_groups)
     units = call.n * blocks
     writers = _writers(units, config.writers, multiprocessor_count(call.x.device))
     tile = configs.block_tile(sample, config.block_groups, config.num_warps, call.x.element_size())
@@ -145,7 +144,7 @@ def block_launch(call: ForwardCall, config: configs.ForwardBlock) -> Launch:
     )  # fmt: skip
     options = {
         **block_options(call, config, tile),
-        "CHUNKS": triton.cdiv(sample.hw, tile.rows),
+        "CHUNKS": cdiv(sample.hw, tile.rows),
         "FULL": sample.hw // tile.rows,
         "SHARED": writers > 1,
         # Shared groups are few: a program has its multiprocessor to itself.
@@ -158,17 +157,17 @@ def block_launch(call: ForwardCall, config: configs.ForwardBlock) -> Launch:
 def shared_block_launch(call: ForwardCall, config: configs.ForwardSharedBlock) -> Launch:
     """Persistent programs, `config.members` for each of as many blocks of columns as are under way."""
     sample = call.sample
-    blocks = triton.cdiv(sample.groups, config.block_groups)
+    blocks = cdiv(sample.groups, config.block_groups)
     units = call.n * blocks
     tile = configs.block_tile(sample, config.block_groups, config.num_warps, call.x.element_size())
     members = config.members(sample, call.x.element_size())
-    depth = triton.next_power_of_2(max(2, 2 * config.lag))
+    depth = next_power_of_2(max(2, 2 * config.lag))
     programs = min(units, multiprocessor_count(call.x.device) * config.programs_per_sm // members) * members
     options = {
         **block_options(call, config, tile),
         "CHUNKS": config.chunks,
         "FULL": config.chunks if sample.hw % (config.chunks * tile.rows) == 0 else 0,
-        "SLOTS": triton.next_power_of_2(members),
+        "SLOTS": next_power_of_2(members),
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": 0 if INTERPRETED else config.ahead,
@@ -176,7 +175,7 @@ def shared_block_launch(call: ForwardCall, config: configs.ForwardSharedBlock) -
         **epilogue_options(call.epilogue),
     }
     # A pair of words for each group of a block, where a slot of the mailbox is four.
-    box = mailbox(call.x.device, -(-depth * programs * int(options["GROUPS"]) // 2))
+    box = mailbox(call.x.device, -(-depth * programs * next_power_of_2(config.block_groups) // 2))
     arguments = (
         *call.tensors, *call.statistics, box, units, members, sample.hw, sample.c // tile.vec,
         sample.groups, sample.channels, blocks, config.block_groups, call.eps,
@@ -233,6 +232,6 @@ def block_options(
         "ROWS": tile.rows,
         "EVEN": columns == tile.vectors * tile.vec and sample.c % columns == 0,
         "KEEP": tile.keep,
-        "GROUPS": triton.next_power_of_2(config.block_groups),
+        "GROUPS": next_power_of_2(config.block_groups),
         "num_warps": config.num_warps,
     }

@@ -14,8 +14,6 @@ from functools import lru_cache
 from math import lcm
 from typing import TypeVar
 
-from triton import next_power_of_2
-
 from fusednorm import group_norm_tables as tables
 from fusednorm.group_norm_forward_configs import (
     Forward,
@@ -41,6 +39,7 @@ from fusednorm.group_norm_launch import (
     stream_warps,
     vector_width,
 )
+from fusednorm.integers import next_power_of_2
 from fusednorm.launch import registers_for
 
 MAX_PROGRAM_BYTES = 256 * 1024
@@ -176,7 +175,7 @@ def _sweep_units(vec: int) -> int:
 
 
 def _warps(elements: int, a_thread: int) -> int:
-    return min(16, max(1, int(next_power_of_2(elements // (32 * a_thread)))))
+    return min(16, max(1, next_power_of_2(elements // (32 * a_thread))))
 
 
 def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import torch
-import triton
 from torch import Tensor
 
 from fusednorm import group_norm_forward_configs as configs
@@ -35,6 +34,7 @@ from fusednorm.group_norm_forward_held_plan import (
 from fusednorm.group_norm_forward_split_plan import pieces_launches
 from fusednorm.group_norm_forward_stream_plan import stream_launches
 from fusednorm.group_norm_launch import Sample
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, dependent, dropout_arguments
 from fusednorm.results import Forward
 from fusednorm.waiting import may_wait
@@ -105,8 +105,8 @@ def plan_statistics(
 
 def fold_tile(splits: int, columns: int) -> dict[str, int]:
     """The tile in which one group's partial results are folded, as wide as its columns where they fit."""
-    block_columns = min(64, triton.next_power_of_2(columns))
-    block_splits = min(launch.FOLD_BLOCK // block_columns, triton.next_power_of_2(splits))
+    block_columns = min(64, next_power_of_2(columns))
+    block_splits = min(launch.FOLD_BLOCK // block_columns, next_power_of_2(splits))
     return {
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
@@ -121,7 +121,7 @@ def _tile(call: ForwardCall, config: configs.ForwardTile) -> list[Launch]:
         call.eps, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {"ROWS": config.rows, **call.contiguous_options(config.units, config.num_warps)}
-    return [Launch(group_norm_nchw_tile_kernel, (triton.cdiv(rows, config.rows),), arguments, options)]
+    return [Launch(group_norm_nchw_tile_kernel, (cdiv(rows, config.rows),), arguments, options)]
 
 
 def _sweep(call: ForwardCall, config: configs.ForwardSweep) -> list[Launch]:
@@ -136,14 +136,14 @@ def _sweep(call: ForwardCall, config: configs.ForwardSweep) -> list[Launch]:
 def _split(call: ForwardCall, config: configs.ForwardSplit) -> list[Launch]:
     parts, partial = _group_parts(call.x, call.sample, call.residual, config)
     splits = parts.shape[2]
-    programs = triton.cdiv(call.group_units, config.program_units)
+    programs = cdiv(call.group_units, config.program_units)
     arguments = (
         *call.tensors, parts[0], parts[1], *call.statistics, call.group_units, *call.channel_walk,
         splits, config.split_units, programs, config.program_units,
         call.eps, *dropout_arguments(call.epilogue),
     )  # fmt: skip
     options = {
-        "BLOCK_SPLITS": min(launch.FOLD_BLOCK, triton.next_power_of_2(splits)),
+        "BLOCK_SPLITS": min(launch.FOLD_BLOCK, next_power_of_2(splits)),
         "WIDE": call.sample.group_length >= launch.WIDE_GROUP,
         "RESIDUAL_OTHER": lies_otherwise(call.residual, False),
         **dependent(call.early),
@@ -159,7 +159,7 @@ def _group_parts(
     """Moments of parts of contiguous groups, [2, N, splits, groups], and what computes them."""
     vec = launch.vector_width(x.element_size(), sample.group_length)
     group_units = sample.group_length // vec
-    splits = triton.cdiv(group_units, config.split_units)
+    splits = cdiv(group_units, config.split_units)
     parts = x.new_empty((2, x.shape[0], splits, sample.groups), dtype=torch.float32)
     arguments = (
         x, residual, parts[0], parts[1], group_units, sample.groups, sample.channels, splits, config.split_units
@@ -183,8 +183,8 @@ def _columns(call: ForwardCall, config: configs.ForwardColumns) -> list[Launch]:
         mean, rstd = empty_statistics(call.x, sample)
     else:
         mean, rstd = out.mean, out.rstd
-    blocks = triton.cdiv(sample.c, config.width)
-    runs = triton.cdiv(sample.hw, config.run_rows)
+    blocks = cdiv(sample.c, config.width)
+    runs = cdiv(sample.hw, config.run_rows)
     tile = _column_tile(sample, call.x.element_size(), config)
     arguments = (
         *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
@@ -223,8 +223,8 @@ def _column_statistics(
     config: configs.ForwardColumns,
 ) -> list[Launch]:
     """Channel moments over splits of the positions, folded to mean and rstd of groups."""
-    splits = triton.cdiv(sample.hw, config.split_rows)
-    blocks = triton.cdiv(sample.c, config.width)
+    splits = cdiv(sample.hw, config.split_rows)
+    blocks = cdiv(sample.c, config.width)
     tile = _column_tile(sample, x.element_size(), config)
     parts = x.new_empty((2, x.shape[0], splits, sample.c), dtype=torch.float32)
     arguments = (

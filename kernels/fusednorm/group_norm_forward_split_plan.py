@@ -1,7 +1,6 @@
 """Launches of the forward pass of GroupNorm that reads contiguous groups twice, in pieces."""
 
 import torch
-import triton
 from torch import Tensor
 
 from fusednorm import group_norm_forward_configs as configs
@@ -14,6 +13,7 @@ from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options
 from fusednorm.group_norm_forward_held_plan import parameters_mode, piece_walk
 from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, dependent, dropout_arguments, registers_for
 
 
@@ -27,7 +27,7 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
     sample, size = call.sample, call.x.element_size()
     block = 32 * config.num_warps * 16 // size
     piece = config.chunks * block
-    splits = triton.cdiv(sample.group_length, piece)
+    splits = cdiv(sample.group_length, piece)
     parts = call.x.new_empty((2, call.n, splits, sample.groups), dtype=torch.float32)
     grid = (call.n * sample.groups * splits,)
     options = {
@@ -62,7 +62,7 @@ def _fold(call: ForwardCall, parts: Tensor, mean: Tensor, rstd: Tensor, split_le
     splits, groups = parts.shape[2], call.sample.groups
     arguments = (parts[0], parts[1], mean, rstd, groups, 1, splits, split_length, length, call.eps)
     options = {
-        "BLOCK_SPLITS": min(FOLD_BLOCK, triton.next_power_of_2(splits)),
+        "BLOCK_SPLITS": min(FOLD_BLOCK, next_power_of_2(splits)),
         "BLOCK_COLUMNS": 1,
         "num_warps": FOLD_NUM_WARPS,
         **dependent(call.early),

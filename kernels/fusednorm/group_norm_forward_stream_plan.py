@@ -1,7 +1,6 @@
 """Launches of the forward pass of GroupNorm that reads channels-last samples twice, all columns side by side."""
 
 import torch
-import triton
 
 from fusednorm._group_norm_nhwc_stream_kernels import (
     group_norm_nhwc_stream_apply_kernel,
@@ -12,6 +11,7 @@ from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options
 from fusednorm.group_norm_forward_configs import ForwardStream
 from fusednorm.group_norm_launch import StreamWalk, stream_walk
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, dependent, dropout_arguments
 
 _FOLD_CHANNELS = 512
@@ -36,7 +36,7 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
         x, call.residual, out.y, out.residual_out, coefficients, sample.hw, walk.units, call.n,
         *dropout_arguments(call.epilogue),
     )  # fmt: skip
-    slots = triton.next_power_of_2(walk.splits)
+    slots = next_power_of_2(walk.splits)
     return [
         Launch(
             group_norm_nhwc_stream_moments_kernel,
@@ -50,14 +50,14 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             fold,
             {
                 "SPLITS": slots,
-                "BLOCK_CHANNELS": min(_FOLD_CHANNELS, triton.next_power_of_2(sample.channels)),
+                "BLOCK_CHANNELS": min(_FOLD_CHANNELS, next_power_of_2(sample.channels)),
                 "num_warps": max(1, min(4, slots // 64)),
                 **dependent(call.early),
             },
         ),
         Launch(
             group_norm_nhwc_stream_apply_kernel,
-            (call.n * triton.cdiv(sample.hw, piece),),
+            (call.n * cdiv(sample.hw, piece),),
             apply,
             {
                 **_tile_options(config, walk),
@@ -82,10 +82,10 @@ def _moments_options(call: ForwardCall, config: ForwardStream, walk: StreamWalk)
         "WHOLE": sample.hw % walk.step == 0,
         "KEEP": walk.keep(sample),
         "GROUPS": _slots(sample.groups),
-        "RUNS": triton.next_power_of_2(walk.positions * sample.channels * walk.keep(sample) // walk.vec),
+        "RUNS": next_power_of_2(walk.positions * sample.channels * walk.keep(sample) // walk.vec),
     }
 
 
 def _slots(count: int) -> int:
     """Elements of a tile of that many; a tile to gather from has more than one."""
-    return max(2, int(triton.next_power_of_2(count)))
+    return max(2, next_power_of_2(count))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import gcd
 
-from triton import next_power_of_2
+from fusednorm.integers import next_power_of_2
 
 MAX_PARTS = 65536
 """Partial results of one sample that are aimed at, so that folding them stays a small part of the work."""
@@ -65,7 +65,7 @@ def column_width(sample: Sample, itemsize: int) -> int:
     vec = vector_width(itemsize, sample.c)
     widths = [max(vec, size // itemsize) for size in (256, 128, 64, 32)]
     if sample.c * itemsize < 32:
-        widths = [int(next_power_of_2(sample.c))]
+        widths = [next_power_of_2(sample.c)]
     return min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
 
 

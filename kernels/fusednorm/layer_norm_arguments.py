@@ -2,13 +2,13 @@
 
 import sys
 
-import triton
 from torch import Tensor
 
 from fusednorm import layer_norm_configs as configs
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import UnsupportedShapeError
+from fusednorm.integers import cdiv
 
 MAX_HEADS = 65535
 """They are a launch's second axis."""
@@ -56,7 +56,7 @@ def grid(programs: int, x: Tensor) -> tuple[int, ...]:
 
 def tile_programs(x: Tensor, config: configs.ForwardTile | configs.BackwardTile) -> int:
     """Programs of a tile kernel over x, for each head."""
-    tiles: int = triton.cdiv(x.shape[0], config.rows)
+    tiles: int = cdiv(x.shape[0], config.rows)
     return max(1, min(tiles, most_programs(x, config)))
 
 

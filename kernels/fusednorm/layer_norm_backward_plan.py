@@ -1,7 +1,6 @@
 """The launches of a backward pass of LayerNorm or RMSNorm over checked tensors."""
 
 import torch
-import triton
 from torch import Tensor
 
 from fusednorm import layer_norm_configs as configs
@@ -15,6 +14,7 @@ from fusednorm._layer_norm_backward_slab_kernels import (
 from fusednorm._layer_norm_fold_kernel import fold_partials_kernel
 from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import multiprocessor_count, since_hopper
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import (
     Launch,
     can_prefetch,
@@ -96,15 +96,15 @@ def plan_backward(
                     cols, x.element_size(), multiprocessors, residual is not None
                 )
                 launches += forward_launches(x, None, None, eps, residual, Epilogue(), outputs, is_rms, statistics)
-            members = triton.cdiv(cols, config.block_n)
+            members = cdiv(cols, config.block_n)
             resident = multiprocessors * config.programs_per_sm
             most_partials = resident // members
             groups = min(rows, most_partials)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, groups)
-            depth = triton.next_power_of_2(2 * config.lag)
+            depth = next_power_of_2(2 * config.lag)
             options |= {
                 "EVEN": cols % config.block_n == 0,
-                "SLOTS": triton.next_power_of_2(members),
+                "SLOTS": next_power_of_2(members),
                 "DEPTH": depth,
                 "LAG": config.lag,
                 "AHEAD": config.ahead if can_prefetch(vec, x, dy) else 0,
@@ -119,10 +119,10 @@ def plan_backward(
             )  # fmt: skip
             launches += [Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options)]
         case configs.BackwardSlab():
-            slabs = triton.cdiv(cols, config.block_n)
+            slabs = cdiv(cols, config.block_n)
             resident = multiprocessors * config.programs_per_sm
             most_partials = max(1, resident // slabs)
-            tiles = min(triton.cdiv(rows, config.rows), most_partials)
+            tiles = min(cdiv(rows, config.rows), most_partials)
             partials, dweight_partial, dbias_partial = _partials(x, weight, bias, tiles)
             constants = x.new_empty((rows, 4), dtype=torch.float32)
             rows_arguments = (
@@ -149,7 +149,7 @@ def plan_backward(
         launches.append(
             Launch(
                 fold_partials_kernel,
-                (triton.cdiv(size, tile["BLOCK_N"]), len(folds)),
+                (cdiv(size, tile["BLOCK_N"]), len(folds)),
                 (dweight_partial, dbias_partial, out.dweight, out.dbias, partials, size),
                 tile | dependent(early_fold),
             )
@@ -164,7 +164,7 @@ def _partials(
     of weight and of bias.
     """
     # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
-    room = triton.cdiv(programs, 4) * 4
+    room = cdiv(programs, 4) * 4
     both = x.new_empty(((weight is not None) + (bias is not None), room, *x.shape[1:]), dtype=torch.float32)
     count = programs
     if x.ndim == 3 and not has_heads(weight, bias):

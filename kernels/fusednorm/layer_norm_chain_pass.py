@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from fusednorm._layer_norm_chain_kernels import layer_norm_chain_held_kernel, layer_norm_chain_sweep_kernel
@@ -11,6 +10,7 @@ from fusednorm.checks import as_rows, check_eps, check_parameter, check_tensor
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
+from fusednorm.integers import cdiv
 from fusednorm.launch import Launch, can_prefetch, run, vector_units
 from fusednorm.layer_norm_arguments import row_strides
 from fusednorm.layer_norm_configs import ForwardSweep
@@ -108,7 +108,7 @@ def plan_chain(x: Tensor, weights: Parameters, biases: Parameters, eps: float, y
                 "EVEN": cols == config.chunks * config.block_n,
             }
             options["PREFETCH"] = config.rows == 1 and can_prefetch(vec, x)
-            programs = triton.cdiv(rows, config.rows)
+            programs = cdiv(rows, config.rows)
             arguments = (*tensors, HELD_AHEAD_PER_SM * multiprocessors, rows, *sizes)
             return [Launch(layer_norm_chain_held_kernel, (programs,), arguments, options)]
         case ForwardSweep():

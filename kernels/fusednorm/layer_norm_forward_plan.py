@@ -3,7 +3,6 @@
 import sys
 
 import torch
-import triton
 from torch import Tensor
 
 from fusednorm import layer_norm_configs as configs
@@ -20,6 +19,7 @@ from fusednorm._layer_norm_forward_row_kernels import layer_norm_forward_row_ker
 from fusednorm._layer_norm_forward_shared_kernels import layer_norm_forward_shared_kernel
 from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import multiprocessor_count, since_hopper
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import (
     ByRows,
     Launch,
@@ -123,10 +123,10 @@ def forward_launches(
             return [Launch(layer_norm_forward_sweep_kernel, grid(rows, x), arguments, options, _row_a_program(x))]
         case configs.ForwardShared():
             slab = config.chunks * config.block_n
-            members = triton.cdiv(cols, slab)
+            members = cdiv(cols, slab)
             resident = multiprocessor_count(x.device) * config.programs_per_sm
-            programs = min(rows, resident // members) * members
-            depth = triton.next_power_of_2(2 * config.lag)
+            sharing = min(rows, resident // members) * members
+            depth = next_power_of_2(2 * config.lag)
             del options["HEADS"]
             options |= {
                 "FULL": 0 if cols % slab else config.chunks,
@@ -138,9 +138,9 @@ def forward_launches(
                 "AHEAD": config.ahead if can_prefetch(vec, x, residual) else 0,
                 **resident_options(config),
             }
-            box = mailbox(x.device, depth * programs)
+            box = mailbox(x.device, depth * sharing)
             arguments = (*tensors, box, rows, members, *sizes)
-            return [Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)]
+            return [Launch(layer_norm_forward_shared_kernel, (sharing,), arguments, options)]
 
 
 def _in_parts(
@@ -165,15 +165,15 @@ def _in_parts(
     prefetches = can_prefetch(vec, x, residual)
 
     piece = config.chunks * config.block_n
-    part = piece * triton.cdiv(cols, piece * layer_norm_launch.MAX_PARTS)
-    parts = triton.cdiv(cols, part)
-    slots = triton.next_power_of_2(parts)
+    part = piece * cdiv(cols, piece * layer_norm_launch.MAX_PARTS)
+    parts = cdiv(cols, part)
+    slots = next_power_of_2(parts)
     parts_a_program = layer_norm_launch.choose_parts_a_program(rows * parts)
     of_parts = x.new_empty((rows, parts, 4), dtype=torch.float32)
     of_rows = None if y is None else x.new_empty((rows, 4), dtype=torch.float32)
     statistics = Launch(
         layer_norm_forward_parts_kernel,
-        (rows * triton.cdiv(parts, parts_a_program),),
+        (rows * cdiv(parts, parts_a_program),),
         (
             x, residual, mean, rstd, of_rows, of_parts, counters(x.device, rows),
             parts, parts_a_program, part // vec, cols // vec, *units, eps,
@@ -195,12 +195,12 @@ def _in_parts(
 
     block = 256 * config.slab_num_warps
     slab = config.slab_chunks * block
-    row_tiles = triton.cdiv(rows, config.rows)
+    row_tiles = cdiv(rows, config.rows)
     return [
         statistics,
         Launch(
             layer_norm_forward_slabs_kernel,
-            (triton.cdiv(cols, slab) * row_tiles,),
+            (cdiv(cols, slab) * row_tiles,),
             (
                 x, residual, weight, bias, y, residual_out, of_rows, rows, row_tiles, cols // vec, *units,
                 *dropout_arguments(epilogue),
@@ -221,7 +221,7 @@ def _in_parts(
 
 def _slots(cols: int, slab: int, config: configs.ForwardShared) -> dict[str, object]:
     """How the moments of programs that share a row are merged: a lane for each, all of equal weight or not."""
-    slots = triton.next_power_of_2(triton.cdiv(cols, slab))
+    slots = next_power_of_2(cdiv(cols, slab))
     return {"SLOTS": slots, "EQUAL_SLABS": cols == slab * slots and slots <= 32 * config.num_warps}
 
 

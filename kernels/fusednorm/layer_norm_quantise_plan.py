@@ -1,6 +1,5 @@
 """The launch of a LayerNorm or RMSNorm forward pass into float8 over checked tensors."""
 
-import triton
 from torch import Tensor
 
 from fusednorm._layer_norm_quantise_kernels import (
@@ -11,6 +10,7 @@ from fusednorm.checks import Epilogue
 from fusednorm.device import multiprocessor_count
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
+from fusednorm.integers import cdiv
 from fusednorm.launch import Launch, can_prefetch, dropout_arguments, vector_units
 from fusednorm.layer_norm_arguments import row_strides, shared_options
 from fusednorm.layer_norm_configs import ForwardSweep
@@ -61,7 +61,7 @@ def plan_quantise(
                 "EVEN": cols == config.chunks * config.block_n,
             }
             options["PREFETCH"] = config.rows == 1 and can_prefetch(vec, x, residual)
-            programs = triton.cdiv(rows, config.rows)
+            programs = cdiv(rows, config.rows)
             arguments = (*tensors, HELD_AHEAD_PER_SM * multiprocessors, rows, *sizes)
             return [Launch(layer_norm_quantise_held_kernel, (programs,), arguments, options)]
         case ForwardSweep():
