@@ -18,7 +18,7 @@ def main() -> None:
     told: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: told.put(number))
-    ray.init(num_cpus=2 * replicas, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2 * replicas, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     deploy(replicas)
     print(f"ready on http://127.0.0.1:{PORT}", flush=True)
