@@ -32,7 +32,7 @@ from normserve.routes.operations import Operations
 from normserve.routes.page import Page
 from normserve.routes.status import Status
 from normserve.settings import Settings
-from normserve.siblings import Place, Siblings
+from normserve.siblings import Siblings
 from normserve.slabs import SlabPool
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
@@ -43,11 +43,14 @@ class Service:
     """What lives as long as the server does."""
 
     def __init__(
-        self, settings: Settings, make_backend: Callable[[], Backend] | None = None, place: Place | None = None
+        self,
+        settings: Settings,
+        make_backend: Callable[[], Backend] | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.settings = settings
-        self.siblings = Siblings(place)
-        self.metrics = Metrics(None if place is None else place.index)
+        self.siblings = siblings or Siblings(None)
+        self.metrics = Metrics(self.siblings.process)
         self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
@@ -91,15 +94,15 @@ class Service:
 
 
 def create_app(
-    settings: Settings, make_backend: Callable[[], Backend] | None = None, place: Place | None = None
+    settings: Settings, make_backend: Callable[[], Backend] | None = None, siblings: Siblings | None = None
 ) -> FastAPI:
     """The application; `app.state.entrance` is what a server calls, `app.state.service` what it works with.
 
     Args:
         make_backend: called on the thread that will own the device; chosen by the settings if not given.
-        place: in a fleet, if this is a process of one.
+        siblings: the others, if this is one process of several.
     """
-    service = Service(settings, make_backend, place)
+    service = Service(settings, make_backend, siblings)
     app = FastAPI(
         title="normserve",
         version=__version__,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from normserve.limits import Permit
 from normserve.metrics import RequestRecord
-from normserve.transport import Reception, Sending
+from normserve.transport import PlainSending, Reception, Sending
 
 
 @dataclass(slots=True)
@@ -26,6 +26,6 @@ class Exchange:
     headers: Mapping[bytes, bytes]
     record: RequestRecord
     reception: Reception
-    sending: Sending
+    sending: Sending | PlainSending
     permit: Permit | None = None
     client_left: bool = False

@@ -4,7 +4,7 @@ A scrape runs on the event loop and holds up every request: prometheus_client's 
 that has seen every operation, this one takes one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from normserve.instruments import Counter, Family, Gauge, Histogram
 
@@ -57,16 +57,19 @@ def process_up() -> Family[Gauge]:
     return Family("normserve_process_up", doc, ("process",), Gauge)
 
 
-def merged(texts: Mapping[int, bytes], count: int) -> bytes:
-    """The text of a fleet of `count` processes from those that answered, by index, each with its own label."""
+def merged(texts: Mapping[str, bytes], expected: Iterable[str]) -> bytes:
+    """The text of all processes from those that answered, by name, each with its own label.
+
+    Args: expected: the names of those that are to be there.
+    """
     families: dict[bytes, list[bytes]] = {}
     for _, text in sorted(texts.items()):
         for block in text.split(b"# HELP ")[1:]:
             doc, kind, series = block.split(b"\n", 2)
             families.setdefault(b"# HELP %b\n%b\n" % (doc, kind), []).append(series)
     up = process_up()
-    for index in range(count):
-        up(str(index)).set(index in texts)
+    for name in expected:
+        up(name).set(name in texts)
     told = [part for head, series in families.items() for part in (head, *series)]
     return b"".join([*told, Exposition([up], {}).render()])
 

@@ -250,14 +250,14 @@ class _State:
 class Metrics:
     """The server's metrics."""
 
-    def __init__(self, process: int | None = None) -> None:
-        """Args: process: its index, where the server is one of a fleet; a label of every series."""
+    def __init__(self, process: str | None = None) -> None:
+        """Args: process: its name, where there are several; a label of every series."""
         make = _Registrar()
         self._requests = _Requests(make)
         self._launches = _Launches(make)
         self._state = _State(make)
         self.catalogue = tuple(make.families)
-        self._exposition = Exposition(self.catalogue, {} if process is None else {"process": str(process)})
+        self._exposition = Exposition(self.catalogue, {} if process is None else {"process": process})
 
     def watch_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
         """Report what has been admitted; asked at each scrape."""

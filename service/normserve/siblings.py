@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from normserve.exposition import merged
+
 log = logging.getLogger(__name__)
 
 # One that starts or hangs must not hold up a scrape for longer than Prometheus waits.
@@ -47,10 +49,15 @@ class Place:
 
 
 class Siblings:
-    """The other processes; none where there is no fleet."""
+    """The other processes; none where there is no fleet.
+
+    Attributes:
+        process: what this one's metrics are labelled with.
+    """
 
     def __init__(self, place: Place | None) -> None:
         self.place = place
+        self.process: str | None = None if place is None else str(place.index)
 
     def sent(self, scope: Mapping[str, Any]) -> bool:
         """Whether a request comes from a sibling."""
@@ -60,6 +67,13 @@ class Siblings:
         """What the others answer to a GET, by index; without those that do not."""
         answers = await self._everybody("GET", path, headers or {}, b"", _ANSWER_S)
         return {index: answer.content for index, answer in answers.items() if answer.is_success}
+
+    async def exposition(self, scope: Mapping[str, Any], own: bytes) -> bytes:
+        """The metrics' text that answers a scrape: of every process, unless it is a sibling that asks."""
+        if self.place is None or self.sent(scope):
+            return own
+        texts = {str(index): text for index, text in (await self.ask("/metrics")).items()}
+        return merged({str(self.place.index): own} | texts, [str(index) for index in range(self.place.count)])
 
     @contextlib.asynccontextmanager
     async def changing_layers(self, scope: Mapping[str, Any]) -> AsyncIterator["LayerJournal | None"]:

@@ -11,6 +11,7 @@ import sys
 from normserve.app import create_app
 from normserve.logs import configure_logging
 from normserve.server import serve
+from normserve.siblings import Siblings
 
 
 def main() -> int:
@@ -19,7 +20,7 @@ def main() -> int:
     configure_logging(settings.log_level)
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.setblocking(False)
-    return serve(settings, create_app(settings, place=place), channel)
+    return serve(settings, create_app(settings, siblings=Siblings(place)), channel)
 
 
 if __name__ == "__main__":

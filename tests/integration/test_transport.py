@@ -172,13 +172,12 @@ def test_client_that_leaves_within_its_body(plain, http_of, until, received):
 
 
 def test_idle_connections_hold_no_slab(plain, http_of):
-    connections = [Connection(plain.address) for _ in range(20)]
-    for connection in connections:
-        connection.sendall(head("/v1/layer_norm", LENGTH) + BODY)
-        assert_normalised(connection.answer())
-    assert samples(http_of)['normserve_slab_bytes{state="used"}'] == 0
-    for connection in connections:
-        connection.close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            connection = stack.enter_context(Connection(plain.address))
+            connection.sendall(head("/v1/layer_norm", LENGTH) + BODY)
+            assert_normalised(connection.answer())
+        assert samples(http_of)['normserve_slab_bytes{state="used"}'] == 0
 
 
 @pytest.fixture(scope="module")

@@ -75,8 +75,8 @@ def test_labels_that_all_carry_come_first(families):
 
 
 def test_a_family_stands_once_for_all_processes(families):
-    texts = {index: Exposition(families, {"process": str(index)}).render() for index in (2, 0)}
-    merged_text = merged(texts, 3)
+    texts = {name: Exposition(families, {"process": name}).render() for name in "20"}
+    merged_text = merged(texts, "012")
     samples, kinds = read(merged_text)
     assert merged_text.count(b"# TYPE sent_total ") == 1
     assert kinds["took_seconds"] == "histogram"

@@ -121,7 +121,7 @@ def test_the_process_is_told_of(metrics):
 
 
 def test_a_process_of_a_fleet_says_which_it_is():
-    samples = [sample for family in scraped(Metrics(3)) for sample in family.samples]
+    samples = [sample for family in scraped(Metrics("3")) for sample in family.samples]
     assert {sample.labels["process"] for sample in samples} == {"3"}
 
 

@@ -92,7 +92,7 @@ class OverloadedError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """The server is starting, leaving, or out of device memory; it stayed so through all retries."""
+    """The server is starting, leaving, gone from behind a proxy, or out of device memory, through all retries."""
 
     retryable = True
 
@@ -132,11 +132,17 @@ _BY_STATUS: dict[int, type[ApiError]] = {
     504: DeadlineExceededError,
 }
 
+# Without one of the server's own codes these are a proxy's, whose server went away with the request.  To ask again
+# is safe: operations change nothing, and to register a layer twice is to register it.
+_FROM_BETWEEN = (500, 502)
+
 
 def api_error(status: int, headers: Mapping[str, str], body: bytes) -> ApiError:
     """Make the error of an answer with a status of 400 or above, whoever on the way sent it."""
     problem = _read_problem(body)
     default = ServerFailureError if status >= 500 else ApiError
+    if status in _FROM_BETWEEN and not problem.get("code"):
+        default = UnavailableError
     kind = _BY_CODE.get(str(problem.get("code"))) or _BY_STATUS.get(status, default)
     return kind(status, problem, headers.get("x-request-id", ""), _seconds(headers.get("retry-after")))
 

@@ -13,7 +13,7 @@ from normserve.codec import npy
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine import Engine
 from normserve.exchange import Exchange
-from normserve.exposition import CONTENT_TYPE, merged
+from normserve.exposition import CONTENT_TYPE
 from normserve.jobs import Op
 from normserve.layers import LayerRegistry
 from normserve.metrics import Metrics
@@ -62,10 +62,8 @@ class Status:
     async def scrape(self, request: Request) -> Response:
         """Every metric, as Prometheus reads it; in a fleet, of every process."""
         _note(request, "metrics")
-        own, place = self.metrics.render(), self.siblings.place
-        if place is not None and not self.siblings.sent(request.scope):
-            own = merged({place.index: own} | await self.siblings.ask("/metrics"), place.count)
-        return Response(own, headers={"content-type": CONTENT_TYPE})
+        text = await self.siblings.exposition(request.scope, self.metrics.render())
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def info(self, request: Request) -> JSONResponse:
         """Versions, backend, device, limits and the measured copy bandwidth."""

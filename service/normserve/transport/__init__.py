@@ -1,13 +1,15 @@
 """HTTP/1.1 between a socket and the application: bodies arrive in slabs, responses leave as views.
 
 `listen` makes uvicorn's `http` argument: a factory of `Connection`.  What a request's body and response did on
-the wire lies in the request's ASGI state, as `reception` and `sending`.
+the wire lies in the request's ASGI state, as `reception` and `sending`; `PlainAsgi` puts the like there under any
+other server.
 """
 
+from normserve.transport.asgi import PlainAsgi, PlainSending
 from normserve.transport.connection import Connection, listen
 from normserve.transport.http import Manners
 from normserve.transport.patience import Patience
 from normserve.transport.reception import Reception
 from normserve.transport.sending import Sending
 
-__all__ = ["Connection", "Manners", "Patience", "Reception", "Sending", "listen"]
+__all__ = ["Connection", "Manners", "Patience", "PlainAsgi", "PlainSending", "Reception", "Sending", "listen"]

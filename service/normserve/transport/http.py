@@ -18,7 +18,7 @@ from normserve.errors import (
     RequestTimeoutError,
 )
 from normserve.transport.patience import HeaderWatch, Patience, SendWatch
-from normserve.transport.reception import Reception
+from normserve.transport.reception import Reception, announced_bytes
 from normserve.transport.sending import Sending, unread_bytes
 
 _MAX_HEADER_BYTES = 64 * 1024
@@ -181,7 +181,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _attend(self, cycle: RequestResponseCycle) -> None:
         """Follow a request's body and response."""
-        reception = Reception(_announced_bytes(self.headers), functools.partial(self._begin_body, cycle))
+        reception = Reception(announced_bytes(self.headers), functools.partial(self._begin_body, cycle))
         sending = Sending(self.transport, self.loop)
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._end_response, sending)
@@ -238,14 +238,3 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._unanswered or not self.cycle.response_started:
             self.transport.write(self._manners.refuse(error))
         self.transport.close()
-
-
-def _announced_bytes(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """A body's length as its header says; the parser has refused what contradicts itself."""
-    length = 0
-    for name, value in headers:
-        if name == b"content-length":
-            length = int(value)
-        elif name == b"transfer-encoding":
-            return None
-    return length

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from normserve.errors import NormserveError, RequestTimeoutError
 
@@ -136,3 +136,14 @@ class Reception:
         self.is_filling = False
         self._memory = memoryview(b"")
         self._make_room = self._arrival = None
+
+
+def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """A body's length as its header says; the parser has refused what contradicts itself."""
+    length = 0
+    for name, value in headers:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            return None
+    return length

@@ -21,7 +21,9 @@ SUCCESS = tensors_answer(y=X)
     [
         problem_answer(429, "overloaded", **{"retry-after": "0"}),
         problem_answer(503, "draining"),
-        httpx.Response(503, content=b"<html>bad gateway"),
+        httpx.Response(503, content=b"<html>no server"),
+        httpx.Response(502, content=b"<html>bad gateway"),
+        httpx.Response(500, content=b"Internal Server Error"),
         httpx.ConnectError("refused"),
         httpx.ConnectTimeout("too slow"),
         httpx.ReadError("reset"),
@@ -48,7 +50,6 @@ def test_what_may_succeed_later_is_repeated_whole(connect, failure):
         (415, "unsupported_media_type", api.InvalidRequestError),
         (422, "invalid_shape", api.InvalidRequestError),
         (500, "device_failure", api.ServerFailureError),
-        (502, "", api.ServerFailureError),
         (504, "deadline_exceeded", api.DeadlineExceededError),
     ],
 )
