@@ -10,7 +10,7 @@ import triton.language as tl
 from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_gradients import gained_gradient, load_gained_affine
 from fusednorm._group_norm_nhwc_blocks import load_statistic
-from fusednorm._group_norm_nhwc_positions import load_positions, places, position_mask
+from fusednorm._group_norm_nhwc_positions import load_positions, places, position_mask, turns_of
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair
 from fusednorm._row_moments import widened
@@ -136,9 +136,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     at = position * c + column
     tile = positions * c
     step_positions = positions * CHUNKS
-    steps = tl.cdiv(hw, step_positions)
-    turns = tl.cdiv(steps - split, splits)
-    left = (hw - (split + (turns - 1) * splits).to(tl.int64) * step_positions).to(tl.int32)
+    turns, left = turns_of(split, hw, splits, step_positions)
     whole = turns
     if not WHOLE:
         whole = turns - (left < step_positions).to(tl.int32)

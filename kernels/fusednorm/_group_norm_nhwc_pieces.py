@@ -58,7 +58,7 @@ def load_rows(
 
 
 @triton.jit
-def _runs(value, KEEP: tl.constexpr):
+def runs_of(value, KEEP: tl.constexpr):
     """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
     return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
 
@@ -72,7 +72,7 @@ def run_moments(
     A thread's sums are about a pivot, the mean of its first values; with n positions a thread, what cancels is
     n * 2^-24 of the result at worst.
     """
-    first = _runs(chunk_of(chunks, residuals, 0, FAST), KEEP)
+    first = runs_of(chunk_of(chunks, residuals, 0, FAST), KEEP)
     lanes: tl.constexpr = first.shape[0]
     width: tl.constexpr = first.shape[2]
     row = row_of_lane(ROWS, lanes // ROWS)
@@ -80,7 +80,7 @@ def run_moments(
     sum_1 = tl.zeros(pivot.shape, tl.float32)
     sum_2 = tl.zeros(pivot.shape, tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = _runs(chunk_of(chunks, residuals, i, FAST), KEEP) - pivot[:, :, None]
+        d = runs_of(chunk_of(chunks, residuals, i, FAST), KEEP) - pivot[:, :, None]
         if i >= FULL:
             d = tl.where((row + i * ROWS < rows)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)

@@ -17,6 +17,14 @@ def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def turns_of(split, hw, splits, step):
+    """How many steps of `step` positions a split takes of a sample, and the positions of the last of them."""
+    steps = tl.cdiv(hw, step)
+    turns = tl.cdiv(steps - split, splits)
+    return turns, tl.minimum(hw - (split + (turns - 1) * splits) * step, step)
+
+
+@triton.jit
 def load_positions(
     ptr, start, at, positions, step, left, position,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,

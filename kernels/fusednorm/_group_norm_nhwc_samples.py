@@ -7,16 +7,11 @@ which lies in one group.
 import triton
 import triton.language as tl
 
-from fusednorm._group_norm_nhwc_positions import load_positions, places, position_mask
+from fusednorm._group_norm_nhwc_pieces import runs_of
+from fusednorm._group_norm_nhwc_positions import load_positions, places, position_mask, turns_of
 from fusednorm._reductions import rounded_product, sum_pair
 from fusednorm._row_pieces import chunk_of
 from fusednorm.epilogue import activate_to, dropout_keep
-
-
-@triton.jit
-def runs_of(value, KEEP: tl.constexpr):
-    """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
-    return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
 
 
 @triton.jit
@@ -33,14 +28,6 @@ def _add_tiles(
         sum_1 += tl.sum(d, 2)
         sum_2 += tl.sum(d * d, 2)
     return sum_1, sum_2
-
-
-@triton.jit
-def turns_of(split, hw, splits, step):
-    """How many steps of `step` positions a split takes of a sample, and the positions of the last of them."""
-    steps = tl.cdiv(hw, step)
-    turns = tl.cdiv(steps - split, splits)
-    return turns, tl.minimum(hw - (split + (turns - 1) * splits) * step, step)
 
 
 @triton.jit

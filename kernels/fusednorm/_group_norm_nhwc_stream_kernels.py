@@ -8,8 +8,8 @@ import triton.language as tl
 
 from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_affine import load_masked_affine
-from fusednorm._group_norm_nhwc_positions import places
-from fusednorm._group_norm_nhwc_samples import load_sample_piece, split_moments, turns_of, write_sample_piece
+from fusednorm._group_norm_nhwc_positions import places, turns_of
+from fusednorm._group_norm_nhwc_samples import load_sample_piece, split_moments, write_sample_piece
 
 
 @triton.jit(do_not_specialize=["hw", "units", "groups", "channels", "splits"])

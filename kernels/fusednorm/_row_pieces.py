@@ -80,6 +80,21 @@ def write_sums(
 
 
 @triton.jit
+def _distance(
+    chunks, residuals, i: tl.constexpr, mean, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Chunk i of h less `mean`, or h for RMSNorm; 0 past the piece's end."""
+    d = chunk_of(chunks, residuals, i, FAST)
+    if not IS_RMS:
+        d = d - mean
+        if i >= FULL:
+            col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
+    return d
+
+
+@triton.jit
 def piece_moments(
     chunks, residuals, piece_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
@@ -90,7 +105,6 @@ def piece_moments(
     of its own, no lane is far from its pivot for its own spread.  For RMSNorm both are 0 and the squares about 0.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
-    col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     count = tl.zeros((lanes, 1), tl.float32)
     first_count = tl.zeros((lanes, 1), tl.float32)
     mean = tl.zeros((lanes, 1), tl.float32)
@@ -109,11 +123,8 @@ def piece_moments(
         # What the shift is about must be what is returned: contracted into the subtraction, it would be unrounded.
         mean = rounded_product(first, 1.0 / tl.maximum(first_count, 1.0), FAST)
     for i in tl.static_range(len(chunks)):
-        d = chunk_of(chunks, residuals, i, FAST)
+        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
         if not IS_RMS:
-            d = d - mean
-            if i >= FULL:
-                d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
             shift += tl.sum(d, 1, keep_dims=True)
         square += tl.sum(d * d, 1, keep_dims=True)
     if not IS_RMS:
@@ -242,7 +253,6 @@ def _whole_moments(
 
     For narrow accesses, which make every element a lane of its own: merging as many moments would cost more.
     """
-    col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     n = piece_cols.to(tl.float32)
     mean = 0.0
     if not IS_RMS:
@@ -253,11 +263,8 @@ def _whole_moments(
     shifts = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
     squares = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = chunk_of(chunks, residuals, i, FAST)
+        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
         if not IS_RMS:
-            d = d - mean
-            if i >= FULL:
-                d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
             shifts += d
         squares += d * d
     if IS_RMS:

@@ -1,4 +1,4 @@
-"""`torch.library` operators with fakes and derivatives: what torch.compile, export and whoever watches torch see.
+"""`torch.library` operators with fakes and derivatives: what torch.compile, export and others who trace torch see.
 
 `fusednorm::<op>` and `fusednorm::<op>_backward` for `layer_norm`, `rms_norm` and `group_norm` stay whole in a
 traced graph.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included; so they do in

@@ -16,7 +16,7 @@ from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
-from normserve.transport import PlainSending, Reception, Sending
+from normserve.transport import Departure, Reception
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class _Outgoing:
 
 def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     reception: Reception = scope["state"]["reception"]
-    sending: Sending | PlainSending = scope["state"]["sending"]
+    sending: Departure = scope["state"]["sending"]
     transport = "unix" if scope["client"] is None else "tcp"
     record = RequestRecord(transport=transport, began=reception.began)
     return Exchange(_request_id(headers), headers, record, reception, sending)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from normserve.limits import Permit
 from normserve.metrics import RequestRecord
-from normserve.transport import PlainSending, Reception, Sending
+from normserve.transport import Departure, Reception
 
 
 @dataclass(slots=True)
@@ -26,6 +26,6 @@ class Exchange:
     headers: Mapping[bytes, bytes]
     record: RequestRecord
     reception: Reception
-    sending: Sending | PlainSending
+    sending: Departure
     permit: Permit | None = None
     client_left: bool = False

@@ -5,11 +5,11 @@ the wire lies in the request's ASGI state, as `reception` and `sending`; `PlainA
 other server.
 """
 
-from normserve.transport.asgi import PlainAsgi, PlainSending
+from normserve.transport.asgi import PlainAsgi
 from normserve.transport.connection import Connection, listen
 from normserve.transport.http import Manners
 from normserve.transport.patience import Patience
 from normserve.transport.reception import Reception
-from normserve.transport.sending import Sending
+from normserve.transport.sending import Departure
 
-__all__ = ["Connection", "Manners", "Patience", "PlainAsgi", "PlainSending", "Reception", "Sending", "listen"]
+__all__ = ["Connection", "Departure", "Manners", "Patience", "PlainAsgi", "Reception", "listen"]

@@ -6,12 +6,12 @@ them; so it is for servers that somebody else chose.
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.errors import ClientLeftError
 from normserve.transport.reception import Reception, announced_bytes
+from normserve.transport.sending import Departure
 
 
 class PlainAsgi:
@@ -75,25 +75,15 @@ class _Body:
                 reception.complete()
 
 
-class PlainSending:
-    """One response on its way into a server that does not say what becomes of it.
+class PlainSending(Departure):
+    """One response on its way into a server that takes its bytes and does not say what becomes of them.
 
-    Attributes:
-        on_departure: never called: such a server cancels the call of a client that has left.
-        is_delivered: the server took the last byte; None until then.
+    `on_departure` is never called: such a server cancels the call of a client that has left.
     """
 
     def __init__(self, send: Send) -> None:
+        super().__init__()
         self._send = send
-        self._began = 0.0
-        self._ended = 0.0
-        self.on_departure: Callable[[], None] | None = None
-        self.is_delivered: bool | None = None
-
-    @property
-    def seconds(self) -> float:
-        """From the first byte of the response to the moment when the server had the last one."""
-        return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
 
     async def send(self, message: Message) -> None:
         """Hand a message on, its body as the bytes that ASGI promises: a server may pickle it."""

@@ -11,21 +11,15 @@ from collections.abc import Callable
 _JOIN_BYTES = 16 * 1024
 
 
-class Sending:
-    """Takes the transport's place in uvicorn's cycle and gathers what it writes: header and body leave together.
+class Departure:
+    """A response on its way, as the routes see it.
 
     Attributes:
         on_departure: called if the client leaves before its response is complete.
-        is_delivered: the last byte went to the kernel while the client was there; None until one or the other.
+        is_delivered: the last byte was taken while the client was there; None until one or the other.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._was_closing = False
-        self._is_closed = False
-        self._held: list[bytes | memoryview] = []
-        self._held_bytes = 0
+    def __init__(self) -> None:
         self._began = 0.0
         self._ended = 0.0
         self.on_departure: Callable[[], None] | None = None
@@ -33,8 +27,24 @@ class Sending:
 
     @property
     def seconds(self) -> float:
-        """From the first byte of the response to the moment when the kernel had the last one."""
+        """From the first byte of the response to the moment when the last one was taken."""
         return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
+
+
+class Sending(Departure):
+    """Takes the transport's place in uvicorn's cycle and gathers what it writes: header and body leave together.
+
+    The kernel takes the bytes.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport = transport
+        self._loop = loop
+        self._was_closing = False
+        self._is_closed = False
+        self._held: list[bytes | memoryview] = []
+        self._held_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Send, or hold for what follows; nothing is held longer than the running step of the loop."""

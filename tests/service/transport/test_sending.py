@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from normserve.transport import Sending
+from normserve.transport.sending import Sending
 
 
 class Wire:
