@@ -11,6 +11,19 @@ import triton.language as tl
 from fusednorm._early_start import await_previous, let_next_start
 
 
+@triton.jit
+def _slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
+    """What dz of a group's columns is multiplied by, weight * (1 + scale), float32."""
+    mask = column < group_columns
+    slope = tl.full(column.shape, 1.0, tl.float32)
+    if weight_ptr is not None:
+        slope = tl.load(weight_ptr + first_column + column, mask=mask, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + scale_at + first_column + column, mask=mask, other=0.0)
+        slope *= 1.0 + scale.to(tl.float32)
+    return slope
+
+
 @triton.jit(do_not_specialize=["groups", "group_columns", "splits", "scale_stride"])
 def group_norm_fold_sums_kernel(
     dz_part_ptr,
@@ -29,7 +42,6 @@ def group_norm_fold_sums_kernel(
 ):
     """Sums of g = slope * dz and of g * x_hat over one group a program, from sums over channels."""
     let_next_start(EARLY)
-    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns
@@ -39,21 +51,21 @@ def group_norm_fold_sums_kernel(
     column = tl.arange(0, BLOCK_COLUMNS)[None, :]
     sum_g = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
     sum_g_xhat = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
+    slope = _slope(weight_ptr, scale_ptr, sample * scale_stride, first_column, column, group_columns)
+    await_previous(EARLY)
     for first in range(0, group_columns, BLOCK_COLUMNS):
         column_mask = first + column < group_columns
         c = first_column + first + column
-        weight = tl.full((1, BLOCK_COLUMNS), 1.0, tl.float32)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + c, mask=column_mask, other=0.0).to(tl.float32)
-        if scale_ptr is not None:
-            scale = tl.load(scale_ptr + sample * scale_stride + c, mask=column_mask, other=0.0)
-            weight *= 1.0 + scale.to(tl.float32)
+        if first > 0:
+            slope = _slope(
+                weight_ptr, scale_ptr, sample * scale_stride, first_column, first + column, group_columns
+            )
         for first_split in range(0, splits, BLOCK_SPLITS):
             s = first_split + split
             mask = (s < splits) & column_mask
             at = base + s.to(tl.int64) * columns + c
-            sum_g += weight * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
-            sum_g_xhat += weight * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
+            sum_g += slope * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
+            sum_g_xhat += slope * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
     tl.store(sum_g_ptr + row, tl.sum(tl.sum(sum_g, 1), 0))
     tl.store(sum_g_xhat_ptr + row, tl.sum(tl.sum(sum_g_xhat, 1), 0))
 

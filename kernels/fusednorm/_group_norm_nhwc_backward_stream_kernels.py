@@ -10,7 +10,13 @@ import triton.language as tl
 from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_gradients import gained_gradient, load_gained_affine
 from fusednorm._group_norm_nhwc_blocks import load_statistic
-from fusednorm._group_norm_nhwc_positions import load_positions, places, position_mask, turns_of
+from fusednorm._group_norm_nhwc_positions import (
+    load_masked_positions,
+    places,
+    position_mask,
+    stored_mask,
+    turns_of,
+)
 from fusednorm._prefetch import prefetch
 from fusednorm._reductions import sum_pair
 from fusednorm._row_moments import widened
@@ -19,14 +25,18 @@ from fusednorm._row_pieces import chunk_of
 
 @triton.jit
 def _load(
-    dy_ptr, x_ptr, residual_ptr, start, at, positions, tile, left, position,
+    dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """`load_positions` of dy, x and residual, which lie alike."""
+    """`load_masked_positions` of dy, x and residual, which lie alike."""
     return (
-        load_positions(dy_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, EVICT),
-        load_positions(x_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, EVICT),
-        load_positions(residual_ptr, start, at, positions, tile, left, position, CHUNKS, WHOLE, IDLE, EVICT),
+        load_masked_positions(
+            dy_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
+        ),
+        load_masked_positions(x_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT),
+        load_masked_positions(
+            residual_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
+        ),
     )
 
 
@@ -51,7 +61,7 @@ def _add(
         centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
         if not WHOLE:
             # z of what is not there may be infinite, and 0 * inf would spoil a sum.
-            centred = tl.where(position_mask(position, positions, left, i, WHOLE, IDLE), centred, 0.0)
+            centred = tl.where(position_mask(position, positions, left, i, WHOLE), centred, 0.0)
         dz = gained_gradient(
             widened(tiles[0][i], FAST), centred, scale, offset, sample, sample_at + i * tile,
             seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN, FAST,
@@ -88,8 +98,10 @@ def _of_all_positions(
 
 
 @triton.jit(
-    do_not_specialize=["hw", "units", "groups", "channels", "splits", "scale_stride", "seed", "dropout_threshold"]
-)
+    do_not_specialize=[
+        "hw", "units", "groups", "channels", "splits", "scale_stride", "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
 def group_norm_nhwc_backward_stream_sums_kernel(
     dy_ptr,
     x_ptr,
@@ -128,35 +140,38 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     With PREFETCH the step after is asked into L2 meanwhile.
     """
     let_next_start(EARLY)
-    program = tl.program_id(0)
-    sample = (program // splits).to(tl.int64)
-    split = program % splits
     c = units * VEC
     position, column, positions = places(units, LANES, VEC)
     at = position * c + column
     tile = positions * c
     step_positions = positions * CHUNKS
+    stride = (splits * step_positions).to(tl.int64) * c
+    first_column = (tl.arange(0, LANES)[:, None] % units) * VEC
+    first_group = first_column // channels
+    place = column // channels - first_group
+    there = tl.full(position.shape, True, tl.int1)
+    program = tl.program_id(0)
+    sample = (program // splits).to(tl.int64)
+    split = program % splits
     turns, left = turns_of(split, hw, splits, step_positions)
     whole = turns
     if not WHOLE:
         whole = turns - (left < step_positions).to(tl.int32)
     inside = split.to(tl.int64) * step_positions * c
     base = sample * hw * c
-    stride = (splits * step_positions).to(tl.int64) * c
-
-    first_column = (tl.arange(0, LANES)[:, None] % units) * VEC
-    first_group = first_column // channels
-    place = column // channels - first_group
+    if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if whole > 0:
+            # Parameters and statistics come from memory, too, and what follows waits for them.
+            _ask(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
     mean = load_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    there = tl.full(position.shape, True, tl.int1)
     slope, offset = load_gained_affine(parameters, column, sample * scale_stride + column, there, GAIN)
     scale = slope * rstd
     sums = tl.zeros((LANES, VEC), tl.float32)
     sums_centred = tl.zeros((LANES, VEC), tl.float32)
     for turn in range(0, whole):
         tiles = _load(
-            dy_ptr, x_ptr, residual_ptr, base + inside, at, positions, tile, 0, position,
+            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, 0,
             CHUNKS, True, IDLE, "",
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -170,7 +185,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole < turns:
             tiles = _load(
-                dy_ptr, x_ptr, residual_ptr, base + inside, at, positions, tile, left, position,
+                dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
                 CHUNKS, False, IDLE, "",
             )  # fmt: skip
             sums, sums_centred = _add(
@@ -180,9 +195,9 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     sums *= 1.0 / GAIN
     sums_centred *= rstd * (1.0 / GAIN)
     of_column, of_column_xhat, here = _of_all_positions(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE, FAST)
-    at = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
-    tl.store(dz_part_ptr + at, of_column, mask=here)
-    tl.store(dz_xhat_part_ptr + at, of_column_xhat, mask=here)
+    of_part = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
+    tl.store(dz_part_ptr + of_part, of_column, mask=here)
+    tl.store(dz_xhat_part_ptr + of_part, of_column_xhat, mask=here)
 
 
 @triton.jit(
@@ -257,11 +272,11 @@ def group_norm_nhwc_backward_stream_apply_kernel(
         inside = start_position * c
         left = tl.minimum(hw - start_position, piece_positions).to(tl.int32)
         tiles = _load(
-            dy_ptr, x_ptr, residual_ptr, base + inside, at, positions, tile, left, position,
+            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
             CHUNKS, WHOLE, IDLE, "evict_first",
         )  # fmt: skip
-        outsides = load_positions(
-            dresidual_out_ptr, base + inside, at, positions, tile, left, position,
+        outsides = load_masked_positions(
+            dresidual_out_ptr, base + inside, at, position, positions, units, tile, left,
             CHUNKS, WHOLE, IDLE, "evict_first",
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -278,5 +293,5 @@ def group_norm_nhwc_backward_stream_apply_kernel(
                 dx += widened(outsides[i], FAST)
             tl.store(
                 dx_ptr + base + inside + i * tile + at, dx.to(dx_ptr.dtype.element_ty),
-                mask=position_mask(position, positions, left, i, WHOLE, IDLE), eviction_policy="evict_first",
+                mask=stored_mask(position, positions, units, left, i, WHOLE, IDLE), eviction_policy="evict_first",
             )  # fmt: skip

@@ -1,8 +1,10 @@
 """Whole positions of channels-last samples, as the kernels that stream them walk them.
 
 A tile is [LANES, VEC], a lane for each thread and VEC neighbouring columns (channels), a vector, what it loads at
-once.  `units` lanes side by side are all columns of a position, the next ones those of the next position; lanes
-that are too few for one more position idle.  A lane keeps its columns for the whole walk.
+once.  `units` lanes side by side are all columns of a position, the next ones those of the next position.  A lane
+keeps its columns for the whole walk.
+
+Lanes that are too few for one more position idle: they share the place of the last one's.
 """
 
 import triton
@@ -13,7 +15,9 @@ import triton.language as tl
 def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
     """Each lane's position, [LANES, 1], its columns, [LANES, VEC], and the positions of a tile."""
     lane = tl.arange(0, LANES)[:, None]
-    return lane // units, (lane % units) * VEC + tl.arange(0, VEC)[None, :], LANES // units
+    positions = LANES // units
+    position = tl.minimum(lane // units, positions - 1)
+    return position, (lane % units) * VEC + tl.arange(0, VEC)[None, :], positions
 
 
 @triton.jit
@@ -26,27 +30,55 @@ def turns_of(split, hw, splits, step):
 
 @triton.jit
 def load_positions(
-    ptr, start, at, positions, step, left, position,
-    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
+    ptr, start, column, c, position, positions, left,
+    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS tiles from ptr + start on, `step` elements apart, as they lie in memory; none where ptr is None.
+    """CHUNKS tiles of positions of c columns from ptr + start on, as they lie in memory; none where ptr is None.
 
-    Unless they are WHOLE, positions from `left` on are masked; where some lanes IDLE, these are.
+    Unless they are WHOLE, `left` positions exist, 1 or more, and the last one stands for those that do not.
+    Nothing is masked: ptxas puts a masked load behind the arithmetic of the one before it.
     """
     tiles = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
-            mask = position_mask(position, positions, left, i, WHOLE, IDLE)
+            if WHOLE:
+                at = start + i * (positions * c) + (position * c + column)
+            else:
+                at = start + tl.minimum(position + i * positions, left - 1) * c + column
+            tiles = tiles + (tl.load(ptr + at, eviction_policy=EVICT),)
+    return tiles
+
+
+@triton.jit
+def load_masked_positions(
+    ptr, start, at, position, positions, units, step, left,
+    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """CHUNKS tiles from ptr + start on, `step` elements apart; what does not exist, or where lanes idle, is 0.
+
+    One load at a time, that is, and fewer registers: for what was asked into L2 before, more programs are faster.
+    """
+    tiles = ()
+    if ptr is not None:
+        for i in tl.static_range(CHUNKS):
+            mask = stored_mask(position, positions, units, left, i, WHOLE, IDLE)
             tiles = tiles + (tl.load(ptr + start + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
     return tiles
 
 
 @triton.jit
-def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
-    """Which lanes of tile i exist, [LANES, 1]; a constant mask is folded away."""
-    mask = tl.full(position.shape, True, tl.int1)
+def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr):
+    """Which lanes' positions of tile i exist, [LANES, 1]; a constant mask is folded away."""
+    if WHOLE:
+        return tl.full(position.shape, True, tl.int1)
+    else:
+        return position + i * positions < left
+
+
+@triton.jit
+def stored_mask(position, positions, units, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
+    """Which lanes' positions of tile i exist and are no idle lane's."""
+    mask = position_mask(position, positions, left, i, WHOLE)
     if IDLE:
-        mask = position < positions
-    if not WHOLE:
-        mask = mask & (position + i * positions < left)
+        mask = mask & (tl.arange(0, position.shape[0])[:, None] < positions * units)
     return mask

@@ -27,7 +27,6 @@ def group_norm_nhwc_stream_moments_kernel(
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
-    IDLE: tl.constexpr,
     KEEP: tl.constexpr,
     GROUPS: tl.constexpr,
     RUNS: tl.constexpr,
@@ -39,7 +38,7 @@ def group_norm_nhwc_stream_moments_kernel(
     program = tl.program_id(0).to(tl.int64)
     mean, square = split_moments(
         x_ptr, residual_ptr, program // splits, (program % splits).to(tl.int32), splits, hw, units, channels,
-        VEC, LANES, CHUNKS, WHOLE, IDLE, KEEP, GROUPS, RUNS, FAST,
+        VEC, LANES, CHUNKS, WHOLE, KEEP, GROUPS, RUNS, FAST,
     )  # fmt: skip
     group = tl.arange(0, GROUPS)
     tl.store(mean_part_ptr + program * groups + group, mean, mask=group < groups)
@@ -83,6 +82,8 @@ def group_norm_nhwc_stream_fold_kernel(
     counts = tl.where(present, (turns - 1) * step + left, 0).to(tl.float32) * channels
     total = hw.to(tl.float32) * channels
     at = (sample * splits + split) * groups + group
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    slope, offset = _affine(parameters, sample, group, channels, 0, scale_stride, BLOCK_CHANNELS)
     await_previous(EARLY)
     # About the first split's mean, which lies among the values.
     pivot = tl.load(mean_part_ptr + sample * splits * groups + group)
@@ -96,16 +97,24 @@ def group_norm_nhwc_stream_fold_kernel(
     if mean_ptr is not None:
         tl.store(mean_ptr + program, mean)
         tl.store(rstd_ptr + program, rstd)
+    coefficients = coefficient_ptr + sample * (groups * channels) + group * channels
     for start in range(0, channels, BLOCK_CHANNELS):
+        if start > 0:
+            slope, offset = _affine(parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS)
         within = start + tl.arange(0, BLOCK_CHANNELS)
-        channel = group * channels + within
         of_group = within < channels
-        parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-        slope, offset = load_masked_affine(parameters, channel, sample * scale_stride + channel, of_group)
-        coefficient = coefficient_ptr + sample * (groups * channels) + channel
-        tl.store(coefficient, mean + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
-        tl.store(coefficient + columns, rstd * slope, mask=of_group)
-        tl.store(coefficient + 2 * columns, offset + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
+        tl.store(coefficients + within, mean + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
+        tl.store(coefficients + columns + within, rstd * slope, mask=of_group)
+        tl.store(coefficients + 2 * columns + within, offset, mask=of_group)
+
+
+@triton.jit
+def _affine(parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS: tl.constexpr):
+    """`load_masked_affine` of the channels of a group from `start` on, [BLOCK_CHANNELS] each."""
+    within = start + tl.arange(0, BLOCK_CHANNELS)
+    channel = group * channels + within
+    slope, offset = load_masked_affine(parameters, channel, sample * scale_stride + channel, within < channels)
+    return slope + tl.zeros((BLOCK_CHANNELS,), tl.float32), offset + tl.zeros((BLOCK_CHANNELS,), tl.float32)
 
 
 @triton.jit(do_not_specialize=["hw", "units", "samples", "seed", "dropout_threshold"])
@@ -138,8 +147,8 @@ def group_norm_nhwc_stream_apply_kernel(
     c = units * VEC
     first = (program // samples).to(tl.int64) * (positions * CHUNKS)
     left = tl.minimum(hw - first, positions * CHUNKS).to(tl.int32)
-    tiles = load_sample_piece(x_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE, IDLE)
-    residuals = load_sample_piece(residual_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE, IDLE)
+    tiles = load_sample_piece(x_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
+    residuals = load_sample_piece(residual_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
     await_previous(EARLY)
     _, column, _ = places(units, LANES, VEC)
     coefficients = coefficient_ptr + sample * c + column

@@ -8,7 +8,7 @@ from fusednorm.group_norm_backward_call import BackwardCall
 from fusednorm.group_norm_backward_configs import BackwardStream, most_touched
 from fusednorm.group_norm_backward_fold_plan import fold_groups, fold_parameters
 from fusednorm.group_norm_forward_call import empty_statistics
-from fusednorm.group_norm_launch import stream_walk
+from fusednorm.group_norm_launch import filling, stream_walk
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, can_prefetch, dependent, dropout_arguments
 
@@ -17,7 +17,8 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     """Sums of interleaved parts of each sample, their fold to groups, dx, and the parameters' gradients."""
     call, launches = call.with_statistics()
     sample = call.sample
-    walk = stream_walk(sample, call.x.element_size(), config.num_warps, config.chunks, config.splits)
+    splits = filling(config.splits, call.n, config.num_warps, call.x.device)
+    walk = stream_walk(sample, call.x.element_size(), config.num_warps, config.chunks, splits)
     parts = call.parts(walk.splits)
     sum_g, sum_g_xhat = empty_statistics(call.x, sample)
     piece = walk.positions * config.apply_chunks
@@ -32,12 +33,10 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
         call.out.dx, sample.hw, walk.units, sample.groups, sample.channels, call.n, config.apply_pieces, *epilogue,
     )  # fmt: skip
     options = {
-        "VEC": walk.vec,
-        "LANES": walk.lanes,
+        **walk.tile(config.num_warps),
         "IDLE": walk.idle,
         "LABELS": most_touched(sample.channels, walk.vec),
         "PREFETCH": can_prefetch(sample.c, *call.inputs),
-        "num_warps": config.num_warps,
         **call.gradient_options,
     }
     sums_options = {

@@ -10,7 +10,7 @@ from fusednorm._group_norm_nhwc_stream_kernels import (
 from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options
 from fusednorm.group_norm_forward_configs import ForwardStream
-from fusednorm.group_norm_launch import StreamWalk, stream_walk
+from fusednorm.group_norm_launch import filling, stream_walk
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, dependent, dropout_arguments
 
@@ -21,7 +21,8 @@ _FOLD_CHANNELS = 512
 def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
     """Moments of interleaved parts of each sample, their fold to coefficients of each channel, and y."""
     sample, x, out = call.sample, call.x, call.out
-    walk = stream_walk(sample, x.element_size(), config.num_warps, config.chunks, config.splits)
+    splits = filling(config.splits, call.n, config.num_warps, call.x.device)
+    walk = stream_walk(sample, x.element_size(), config.num_warps, config.chunks, splits)
     parts = call.x.new_empty((2, call.n, walk.splits, sample.groups), dtype=torch.float32)
     coefficients = call.x.new_empty((3, call.n, sample.c), dtype=torch.float32)
     piece = walk.positions * config.apply_chunks
@@ -42,7 +43,14 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             group_norm_nhwc_stream_moments_kernel,
             (call.n * walk.splits,),
             moments,
-            {**_moments_options(call, config, walk), "FAST": not INTERPRETED, "EARLY": call.early},
+            {
+                **walk.tile(config.num_warps),
+                **walk.moments(sample),
+                "CHUNKS": config.chunks,
+                "WHOLE": sample.hw % walk.step == 0,
+                "FAST": not INTERPRETED,
+                "EARLY": call.early,
+            },
         ),
         Launch(
             group_norm_nhwc_stream_fold_kernel,
@@ -60,7 +68,8 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             (call.n * cdiv(sample.hw, piece),),
             apply,
             {
-                **_tile_options(config, walk),
+                **walk.tile(config.num_warps),
+                "IDLE": walk.idle,
                 "CHUNKS": config.apply_chunks,
                 "WHOLE": sample.hw % piece == 0,
                 **dependent(call.early),
@@ -68,24 +77,3 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             },
         ),
     ]
-
-
-def _tile_options(config: ForwardStream, walk: StreamWalk) -> dict[str, object]:
-    return {"VEC": walk.vec, "LANES": walk.lanes, "IDLE": walk.idle, "num_warps": config.num_warps}
-
-
-def _moments_options(call: ForwardCall, config: ForwardStream, walk: StreamWalk) -> dict[str, object]:
-    sample = call.sample
-    return {
-        **_tile_options(config, walk),
-        "CHUNKS": config.chunks,
-        "WHOLE": sample.hw % walk.step == 0,
-        "KEEP": walk.keep(sample),
-        "GROUPS": _slots(sample.groups),
-        "RUNS": next_power_of_2(walk.positions * sample.channels * walk.keep(sample) // walk.vec),
-    }
-
-
-def _slots(count: int) -> int:
-    """Elements of a tile of that many; a tile to gather from has more than one."""
-    return max(2, next_power_of_2(count))

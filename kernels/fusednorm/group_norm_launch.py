@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from math import gcd
 
+import torch
+
+from fusednorm.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
 
 MAX_PARTS = 65536
@@ -22,6 +25,9 @@ STREAM_FROM = 3 << 19
 
 STREAM_BYTES, MAX_STREAM_SPLITS = 32 << 10, 512
 """Of x for each program that takes sums of a streamed sample, and the most of these for one sample."""
+
+STREAM_LEAST_WARPS = 7
+"""On a multiprocessor, of the programs that take sums of streamed samples, however few samples there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,17 @@ def stream_splits(sample: Sample, itemsize: int) -> int:
     return max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))
 
 
+def filling(splits: int, samples: int, num_warps: int, device: torch.device) -> int:
+    """`splits`, doubled until the programs of all samples have STREAM_LEAST_WARPS warps on each multiprocessor.
+
+    Not more than that: parts have to be folded.
+    """
+    least = multiprocessor_count(device) * STREAM_LEAST_WARPS
+    while samples * splits * num_warps < least:
+        splits *= 2
+    return splits
+
+
 @dataclass(frozen=True, slots=True)
 class StreamWalk:
     """How programs of `lanes` lanes walk a streamed sample: `units` vectors of `vec` columns a position.
@@ -106,9 +123,19 @@ class StreamWalk:
     def idle(self) -> bool:
         return self.lanes % self.units != 0
 
-    def keep(self, sample: Sample) -> int:
-        """Runs in which a lane's columns are kept apart, each of which lies in one group."""
-        return self.vec // gcd(self.vec, sample.channels)
+    def tile(self, num_warps: int) -> dict[str, object]:
+        """Constexprs of the kernels that walk a sample, and their warps."""
+        return {"VEC": self.vec, "LANES": self.lanes, "num_warps": num_warps}
+
+    def moments(self, sample: Sample) -> dict[str, int]:
+        """Constexprs of those that take moments of its groups: tiles of these, and of runs of a group in a tile.
+
+        A lane's columns are kept apart as runs each of which lies in one group.
+        """
+        keep = self.vec // gcd(self.vec, sample.channels)
+        runs = self.positions * sample.channels * keep // self.vec
+        # A tile to gather from has more than one element.
+        return {"KEEP": keep, "GROUPS": max(2, next_power_of_2(sample.groups)), "RUNS": next_power_of_2(runs)}
 
 
 def stream_walk(sample: Sample, itemsize: int, num_warps: int, chunks: int, splits: int) -> StreamWalk:

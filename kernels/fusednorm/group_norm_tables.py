@@ -102,9 +102,16 @@ BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] =
 # Splits that make one turn of the resident programs, or two, of the samples that were measured.
 FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
     2: (
-        (320, 4096, ForwardStream(4, chunks=4, apply_chunks=4, splits=120)),  # 0.60 (16x320x64x64)
-        (512, 4096, ForwardStream(4, chunks=4, apply_chunks=8, splits=128)),  # 0.65 (8x512x64x64)
-        (960, 16384, ForwardStream(8, chunks=4, apply_chunks=4, splits=256)),  # 0.56 (2x960x128x128)
+        (128, 2**29, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.64 (4x128x512x512)
+        (256, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=49)),  # 0.66 (32x256x56x56)
+        (256, 65536, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.63 (4x256x256x256)
+        (
+            320,
+            4096,
+            ForwardStream(4, chunks=2, apply_chunks=8, splits=80),
+        ),  # 0.64 (16x320x64x64), 0.60 (2x320x64x64)
+        (512, 4096, ForwardStream(4, chunks=4, apply_chunks=8, splits=128)),  # 0.66 (8x512x64x64)
+        (960, 16384, ForwardStream(8, chunks=4, apply_chunks=4, splits=320)),  # 0.63 (2x960x128x128)
     ),
     4: (),
 }
@@ -118,14 +125,14 @@ BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardStream], ...]] = {
             BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
         ),  # 0.55
         (128, 2**29, BackwardStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),  # 0.57-0.58
-        (256, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=16)),  # 0.53
+        (256, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=12)),  # 0.55
         (
             256,
             65536,
             BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=160),
         ),  # 0.55
-        (320, 4096, BackwardStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),  # 0.55
-        (512, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),  # 0.57
+        (320, 4096, BackwardStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),  # 0.56
+        (512, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),  # 0.58
         (
             512,
             16384,

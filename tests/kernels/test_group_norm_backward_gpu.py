@@ -26,7 +26,7 @@ BLOCKS = [
     ((3, 512, 32, 32), 32, BackwardBlocks(64, 4, 1, 4, 3, 2, 0)),
     ((7, 320, 32, 32), 32, BackwardBlocks(64, 2, 2, 4, 4, 2, 1)),
     ((2, 960, 40, 40), 32, BackwardBlocks(120, 2, 4, 4, 3, 1, 1)),
-    ((16, 320, 64, 64), 32, BackwardBlocks(64, 2, 2, 4, 3, 1, 1)),  # many turns, vectors and blocks across groups
+    ((16, 320, 64, 64), 32, BackwardBlocks(64, 2, 4, 4, 3, 1, 1)),  # many turns, vectors and blocks across groups
     ((40, 320, 17, 19), 32, BackwardBlocks(120, 2, 1, 4, 3, 3, 2)),
     ((3, 128, 50, 50), 32, BackwardBlocks(32, 4, 2, 8, 2, 2, 1)),
     ((2, 256, 30, 30), 1, BackwardBlocks(128, 2, 4, 4, 4, 2, 1)),

@@ -1,6 +1,7 @@
 """Which configuration is chosen for a sample, where the tables alone do not say it."""
 
 import pytest
+import torch
 from fusednorm import group_norm_tables as tables
 from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardColumns, BackwardShared, BackwardStream
 from fusednorm.group_norm_backward_launch import choose_backward, split_backward
@@ -12,7 +13,7 @@ from fusednorm.group_norm_forward_configs import (
     ForwardTile,
 )
 from fusednorm.group_norm_forward_launch import choose_forward
-from fusednorm.group_norm_launch import Sample
+from fusednorm.group_norm_launch import Sample, filling
 
 MULTIPROCESSORS = 132
 GROUPS = 32
@@ -81,6 +82,11 @@ def test_groups_larger_than_the_device_are_read_twice():
         sample = Sample(1, 64, 2**24, last)
         assert not isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardShared | ForwardSharedBlock)
         assert not isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardShared | BackwardBlocks)
+
+
+@pytest.mark.parametrize(("samples", "splits"), [(1, 320), (2, 160), (3, 80), (64, 80)])
+def test_few_samples_are_cut_finer_until_they_keep_the_device_busy(samples, splits):
+    assert filling(80, samples, 4, torch.device("meta")) == splits
 
 
 @pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])
