@@ -34,7 +34,7 @@ FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
         (491520, ForwardShared(6, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.78 (2x960x128x128)
         (524288, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.83 (4x256x256x256)
         (2**22, ForwardShared(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.69-0.78 (4x128x512x512)
-        (2**31, ForwardShared(10, num_warps=8, programs_per_sm=2, lag=1, ahead=1)),  # 0.71 (1x128x20x256x256)
+        (2**31, ForwardShared(10, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.73 (1x128x20x256x256)
     ),
     4: (
         (12288, ForwardHeld(8, programs_per_sm=2, writers=2)),
@@ -70,7 +70,7 @@ BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
         ),  # 0.71 (4x128x512x512)
         (4, 1048576, BackwardShared(1, 2, 4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.72
         (4, 1310720, BackwardShared(1, 2, 5, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.67
-        (8, 3136, BackwardShared(8, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.56 (32x256x56x56)
+        (8, 3136, BackwardShared(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.69 (32x256x56x56)
         (8, 65536, BackwardShared(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.74 (4x256x256x256)
         (10, 4096, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.75 (16x320x64x64)
         (16, 4096, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.74 (8x512x64x64)
@@ -102,7 +102,8 @@ BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] =
 # Splits that make one turn of the resident programs, or two, of the samples that were measured.
 FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
     2: (
-        (128, 2**29, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.64 (4x128x512x512)
+        (128, 262144, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.64 (4x128x512x512)
+        (128, 2**29, ForwardStream(4, chunks=8, apply_chunks=8, splits=512)),  # 0.64 (1x128x1024x1024)
         (256, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=49)),  # 0.66 (32x256x56x56)
         (256, 65536, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.63 (4x256x256x256)
         (
