@@ -87,7 +87,15 @@ BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
         ),  # 0.71 (2x960x128x128)
         (40, 256, BackwardShared(8, 2, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.77 (2x1280x16x16)
     ),
-    4: (),
+    4: (
+        (4, 262144, BackwardShared(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.76
+        (8, 3136, BackwardShared(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.74
+        (8, 65536, BackwardShared(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.75
+        (10, 4096, BackwardShared(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.81 (16x320x64x64)
+        (16, 4096, BackwardShared(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.76
+        (16, 16384, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.75
+        (30, 16384, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.69
+    ),
 }
 
 # Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
