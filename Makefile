@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu bench-peers plots load image test-image
+.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu bench-peers plots load image test-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -33,6 +33,9 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/shellcheck .ci/containers .ci/run docker/*.sh
+	$(BIN)/yamllint --strict docker
 
 # test-gpu and bench run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be
 # installed.  On a terminal bench wants rich, too.
@@ -80,6 +83,10 @@ load: .venv/.dev
 # TARGET=gpu for the other image.
 image:
 	docker/build-image.sh
+
+# What is in it, as dist/normserve-$(TARGET).cdx.json.
+sbom:
+	docker/make-sbom.sh
 
 test-image:
 	TARGET=cpu docker/build-image.sh

@@ -96,10 +96,6 @@ def test_manifests_are_valid(dev_tool, rendered, release, tmp_path):
     assert said.count(" passed for resource ") == len(known)
 
 
-def test_yaml_is_tidy(dev_tool):
-    run(dev_tool("yamllint"), "--strict", str(K8S))
-
-
 def test_every_file_is_used():
     """One that no kustomization names would be read by nobody, and rot."""
     for folder in K8S.iterdir():
