@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu bench-peers plots load image test-image sbom
+.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu bench-peers plots load image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -87,6 +87,10 @@ image:
 # What is in it, as dist/normserve-$(TARGET).cdx.json.
 sbom:
 	docker/make-sbom.sh
+
+# The GPU image with the kernels that it compiles on the GPU which this needs.
+warm-image:
+	docker/warm-image.sh
 
 test-image:
 	TARGET=cpu docker/build-image.sh

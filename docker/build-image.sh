@@ -17,7 +17,9 @@ revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 created=$(git log -1 --format=%cI 2>/dev/null || echo unknown)
 flags=(--file docker/Dockerfile --target "${STAGE:-$TARGET}")
 [[ -n ${STAGE:-} ]] || flags+=(--tag "localhost/normserve:$TARGET")
-flags+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "CREATED=$created")
+# Not by arguments of the build: buildah 1.28 would take labels that they are part of from its cache.
+label=org.opencontainers.image
+flags+=(--label "$label.version=$version" --label "$label.revision=$revision" --label "$label.created=$created")
 # The OCI format, their default, has no place for a HEALTHCHECK.
 [[ ${ENGINE##*/} == docker ]] || flags+=(--format docker)
 # Buildah alone makes one layer of a stage unless told otherwise.

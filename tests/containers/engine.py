@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Sequence
+from datetime import datetime
 
 # No systemd keeps a schedule of health checks where tests run; they ask for each themselves.
 CAREFUL = (
@@ -10,10 +11,10 @@ CAREFUL = (
 )
 
 
-def podman(*arguments: str, check: bool = True) -> str:
+def podman(*arguments: str) -> str:
     """What it prints to stdout."""
     done = subprocess.run(["podman", *arguments], capture_output=True, text=True, check=False)
-    assert not check or done.returncode == 0, f"podman {' '.join(arguments)}: {done.stderr}"
+    assert done.returncode == 0, f"podman {' '.join(arguments)}: {done.stderr}"
     return done.stdout.strip()
 
 
@@ -32,10 +33,18 @@ class Container:
     @property
     def log(self) -> str:
         """Everything it has written, stdout and stderr together."""
-        done = subprocess.run(
-            ["podman", "logs", self.id], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
-        )
-        return done.stdout
+        return self._logs()
+
+    def _logs(self, *flags: str) -> str:
+        command = ["podman", "logs", *flags, self.id]
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+        ).stdout
+
+    def said(self, text: str) -> float:
+        """When it first wrote a line that has this text, by `time.time`."""
+        line = next(each for each in self._logs("--timestamps").splitlines() if text in each)
+        return datetime.fromisoformat(line.split()[0]).timestamp()
 
     def is_healthy(self) -> bool:
         """What the image's own check says."""

@@ -41,7 +41,7 @@ class Asked:
     """One request.
 
     Attributes:
-        began: when its first byte was sent, by `time.monotonic`.
+        began: when its first byte was sent, by `time.time`.
         ended: when its fate was known.
         said: what went wrong with it, for people.
     """
@@ -75,21 +75,20 @@ class Load:
         for each in self._running:
             each.result()
 
-    def count(self) -> Counter[Ending]:
-        """Requests by how they ended."""
-        return Counter(each.ending for each in list(self.asked))
+    def count(self, across: float | None = None) -> Counter[Ending]:
+        """Requests by how they ended; only those that were under way at a moment, if one is given."""
+        asked = list(self.asked)
+        return Counter(each.ending for each in asked if across is None or each.began < across < each.ended)
 
-    def lost(self) -> list[Asked]:
+    def lost(self, drained: float) -> list[Asked]:
         """Requests that were, or may have been, admitted and that nobody answered.
 
-        Until the first refusal everything was admitted; what began after it and met a closed connection was not.
+        Args: drained: when the server began to refuse: of what came later a closed connection is the refusal.
         """
-        refusals = [each.ended for each in self.asked if each.ending in (Ending.REFUSED, Ending.UNREACHED)]
-        end = min(refusals, default=float("inf"))
         return [
             each
             for each in self.asked
-            if each.ending is Ending.BROKEN or (each.ending is Ending.CLOSED and each.began < end)
+            if each.ending is Ending.BROKEN or (each.ending is Ending.CLOSED and each.began < drained)
         ]
 
     def _ask_on(self) -> None:
@@ -104,14 +103,14 @@ class Load:
         connection.close()
 
     def _ask(self, connection: http.client.HTTPConnection) -> Asked:
-        began = time.monotonic()
+        began = time.time()
         try:
             if connection.sock is None:
                 connection.connect()
         except OSError as error:
-            return Asked(Ending.UNREACHED, began, time.monotonic(), repr(error))
+            return Asked(Ending.UNREACHED, began, time.time(), repr(error))
         ending, said = self._exchange(connection)
-        return Asked(ending, began, time.monotonic(), said)
+        return Asked(ending, began, time.time(), said)
 
     def _exchange(self, connection: http.client.HTTPConnection) -> tuple[Ending, str]:
         # A refusal may have come before the body was sent.
@@ -136,8 +135,3 @@ class Load:
         if may_come_back and json.loads(content)["code"] in ("draining", "overloaded"):
             return Ending.REFUSED, said
         return Ending.BROKEN, said
-
-
-def spans(asked: list[Asked], moment: float) -> int:
-    """How many of these were answered that had begun before a moment and ended after it."""
-    return sum(each.ending is Ending.ANSWERED and each.began < moment < each.ended for each in asked)

@@ -205,6 +205,18 @@ def test_pod_meets_the_restricted_standard(pod, container):
     assert all("emptyDir" in volume for volume in pod["volumes"])
 
 
+def test_baked_kernels_are_put_where_the_container_looks_for_them(pod, container, overlay):
+    baking = pod.get("initContainers", [])
+    assert len(baking) == {"cpu": 0, "gpu": 1}[overlay]
+    for each in baking:
+        cache = str(Path(re.search(r"TRITON_CACHE_DIR=(\S+)", DOCKERFILE)[1]).parent)
+        (mount,) = each["volumeMounts"]
+        assert each["image"] == container["image"]
+        assert each["command"][-2:] == [f"{cache}/.", f"{mount['mountPath']}/"]
+        assert {"name": mount["name"], "mountPath": cache} in container["volumeMounts"]
+        assert each["securityContext"] == container["securityContext"]
+
+
 def test_user_is_that_of_the_image(pod):
     (user,) = set(re.findall(r"^USER (\d+:\d+)$", DOCKERFILE, re.MULTILINE))
     context = pod["securityContext"]

@@ -71,12 +71,6 @@ def test_pythons_of_the_image_and_of_the_project_agree():
     assert [f">={version}" for version in images] == [PROJECT["requires-python"]]
 
 
-def test_version_is_written_once():
-    """build-image.sh hands it on; tests/containers looks at what came of it."""
-    assert set(re.findall(r"^ARG VERSION=(.*)$", DOCKERFILE, re.MULTILINE)) == {"unknown"}
-    assert PROJECT["version"] not in DOCKERFILE
-
-
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
 def test_compose_files_are_valid(name):
     beside_python = Path(sys.executable).with_name("check-jsonschema")
