@@ -35,3 +35,9 @@ def test_kernels_are_found_where_they_were_written_and_nowhere_else(monkeypatch,
     cache.rename(elsewhere)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(elsewhere))
     assert compile_elsewhere(COMPILE) == [False]
+
+
+def test_a_kernel_that_is_not_there_needs_a_folder_to_write_to(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/no-folder-can-be-made-here")
+    refused = COMPILE.replace("inspect(launch)", "try: inspect(launch)\nexcept OSError: hits.append('refused')")
+    assert compile_elsewhere(refused) == ["refused"]
