@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu bench bench-serve bench-serve-gpu bench-peers plots load image test-image
+.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots load image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -33,6 +33,9 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/shellcheck .ci/containers .ci/run docker/*.sh
+	$(BIN)/yamllint --strict docker
 
 # test-gpu and bench run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be
 # installed.  On a terminal bench wants rich, too.
@@ -40,6 +43,18 @@ ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
 	$(ON_GPU) pytest tests/kernels tests/service/test_triton_backend.py
+
+.venv/ray/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv/ray
+	.venv/ray/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[ray]' pytest pytest-timeout safetensors
+	@touch $@
+
+# Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
+# nobody else's, which root may make.
+test-ray: .venv/ray/.done
+	unshare --net --pid --fork --mount-proc --kill-child sh -c 'ip link set lo up && exec "$$@"' sh \
+		.venv/ray/bin/python -m pytest tests/integration/test_ray.py
 
 SUITE ?= first
 
@@ -80,6 +95,14 @@ load: .venv/.dev
 # TARGET=gpu for the other image.
 image:
 	docker/build-image.sh
+
+# What is in it, as dist/normserve-$(TARGET).cdx.json.
+sbom:
+	docker/make-sbom.sh
+
+# The GPU image with the kernels that it compiles on the GPU which this needs.
+warm-image:
+	docker/warm-image.sh
 
 test-image:
 	TARGET=cpu docker/build-image.sh

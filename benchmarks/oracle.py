@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from fusednorm import reference
 from fusednorm.checks import FLOAT8
-from fusednorm.epilogue import dropout_threshold
+from fusednorm.dropout import dropout_threshold
 from fusednorm.reference_chain import layer_norm_chain
 from fusednorm.reference_epilogue import philox_words
 from fusednorm.reference_float8 import quantised_rows

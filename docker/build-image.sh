@@ -2,6 +2,7 @@
 # Build localhost/normserve:$TARGET, TARGET being cpu (the default) or gpu.
 #
 #   ENGINE        docker, podman or buildah; the first that works if not given
+#   STAGE         of the Dockerfile, if another one of that target's is wanted; it gets no name
 #   BUILD_FLAGS   further flags for its build, as --build-arg TORCH_INDEX=…
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,8 +13,13 @@ ENGINE=${ENGINE:-$(working_engine docker podman buildah)}
 
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
-flags=(--file docker/Dockerfile --target "$TARGET" --tag "localhost/normserve:$TARGET")
-flags+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
+# Of the commit and not of the build: the same sources give the same image.
+created=$(git log -1 --format=%cI 2>/dev/null || echo unknown)
+flags=(--file docker/Dockerfile --target "${STAGE:-$TARGET}")
+[[ -n ${STAGE:-} ]] || flags+=(--tag "localhost/normserve:$TARGET")
+# Not by arguments of the build: buildah 1.28 would take labels that they are part of from its cache.
+label=org.opencontainers.image
+flags+=(--label "$label.version=$version" --label "$label.revision=$revision" --label "$label.created=$created")
 # The OCI format, their default, has no place for a HEALTHCHECK.
 [[ ${ENGINE##*/} == docker ]] || flags+=(--format docker)
 # Buildah alone makes one layer of a stage unless told otherwise.

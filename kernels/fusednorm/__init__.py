@@ -7,30 +7,36 @@ applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in pl
 `LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need,
 `warmup_group_norm` what samples of a shape need.  `allow_waiting` switches off kernels whose programs wait for one
 another.
+
+Where Triton is not installed there are only the types and errors, `fusednorm.reference` and `fusednorm.traffic`.
 """
 
-from fusednorm.autograd import (
-    Added,
-    add_group_norm,
-    add_layer_norm,
-    add_rms_norm,
-    group_norm,
-    layer_norm,
-    rms_norm,
-)
+from importlib.util import find_spec
+
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
-from fusednorm.group_norm_passes import group_norm_backward, group_norm_forward
-from fusednorm.layer_norm_chain_pass import layer_norm_chain
-from fusednorm.layer_norm_passes import (
-    layer_norm_backward,
-    layer_norm_forward,
-    rms_norm_backward,
-    rms_norm_forward,
-)
-from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.results import Backward, Forward
-from fusednorm.waiting import allow_waiting
-from fusednorm.warming import warmup, warmup_group_norm
+
+if find_spec("triton") is not None:
+    from fusednorm.autograd import (
+        Added,
+        add_group_norm,
+        add_layer_norm,
+        add_rms_norm,
+        group_norm,
+        layer_norm,
+        rms_norm,
+    )
+    from fusednorm.group_norm_passes import group_norm_backward, group_norm_forward
+    from fusednorm.layer_norm_chain_pass import layer_norm_chain
+    from fusednorm.layer_norm_passes import (
+        layer_norm_backward,
+        layer_norm_forward,
+        rms_norm_backward,
+        rms_norm_forward,
+    )
+    from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
+    from fusednorm.waiting import allow_waiting
+    from fusednorm.warming import warmup, warmup_group_norm
 
 __all__ = [
     "Added",

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fusednorm.device import INTERPRETED
-from fusednorm.epilogue import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = torch.float8_e4m3fn
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1

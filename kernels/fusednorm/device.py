@@ -4,9 +4,14 @@ from functools import cache
 from statistics import median
 
 import torch
-from triton import knobs
 
-INTERPRETED: bool = bool(knobs.runtime.interpret)
+try:
+    from triton import knobs
+except ModuleNotFoundError:
+    # `fusednorm.reference` runs without.
+    INTERPRETED = False
+else:
+    INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import)."""
 
 

@@ -2,19 +2,13 @@
 
 The jit functions here are called by every kernel; `reference` has their meaning in plain torch.  A tensor
 stands left of a constexpr in every product: the other way round the interpreter makes a constexpr of it.
-
-Dropout's mask is a pure function of (seed, row, position in the row), so it is the same on every device, in
-forward and backward, and for any batch.  It is Philox-4x32 with seven rounds, the fewest that pass BigCrush
-(Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC'11, table 2), with the counter
-(position // 4, row low, row high, 0) and the key (seed low, seed high); word position % 4 decides the
-element, which is kept when the word is at least `dropout_threshold(p)`.
+Dropout's mask is what `fusednorm.dropout` says.
 """
 
 import triton
 import triton.language as tl
 
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
-PHILOX_ROUNDS = 7
+from fusednorm.dropout import PHILOX_ROUNDS
 
 _ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -22,11 +16,6 @@ _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _GELU_CUBIC = tl.constexpr(0.044715)
-
-
-def dropout_threshold(p: float) -> int:
-    """The smallest random word that keeps its element: P(word >= threshold) = 1 - p, to 2^-32."""
-    return min(round(p * 2**32), 2**32 - 1)
 
 
 @triton.jit

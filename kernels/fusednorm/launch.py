@@ -10,7 +10,7 @@ import torch
 from fusednorm import prepared
 from fusednorm.checks import Epilogue
 from fusednorm.device import since_hopper
-from fusednorm.epilogue import dropout_threshold
+from fusednorm.dropout import dropout_threshold
 
 MAX_VEC = 8
 REGISTERS_PER_SM = 65536

@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.epilogue import ACTIVATIONS, PHILOX_ROUNDS, dropout_threshold
+from fusednorm.checks import ACTIVATIONS
+from fusednorm.dropout import PHILOX_ROUNDS, dropout_threshold
 from fusednorm.errors import KernelInputError
 
 _WORD = 0xFFFFFFFF
@@ -53,7 +54,7 @@ def activation_derivative(z: Tensor, activation: str) -> Tensor:
 
 
 def philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four random words, int64 in [0, 2^32), of each (row, quad); see `epilogue` for the definition.
+    """The four random words, int64 in [0, 2^32), of each (row, quad); see `dropout` for the definition.
 
     Args:
         seed: int64.

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fusednorm.epilogue import ACTIVATIONS
+from fusednorm.checks import ACTIVATIONS
 
 from benchmarks.variants import VARIANTS
 

@@ -96,10 +96,6 @@ def test_manifests_are_valid(dev_tool, rendered, release, tmp_path):
     assert said.count(" passed for resource ") == len(known)
 
 
-def test_yaml_is_tidy(dev_tool):
-    run(dev_tool("yamllint"), "--strict", str(K8S))
-
-
 def test_every_file_is_used():
     """One that no kustomization names would be read by nobody, and rot."""
     for folder in K8S.iterdir():
@@ -207,6 +203,18 @@ def test_pod_meets_the_restricted_standard(pod, container):
     assert pod["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     assert all("emptyDir" in volume for volume in pod["volumes"])
+
+
+def test_baked_kernels_are_put_where_the_container_looks_for_them(pod, container, overlay):
+    baking = pod.get("initContainers", [])
+    assert len(baking) == {"cpu": 0, "gpu": 1}[overlay]
+    for each in baking:
+        cache = str(Path(re.search(r"TRITON_CACHE_DIR=(\S+)", DOCKERFILE)[1]).parent)
+        (mount,) = each["volumeMounts"]
+        assert each["image"] == container["image"]
+        assert each["command"][-2:] == [f"{cache}/.", f"{mount['mountPath']}/"]
+        assert {"name": mount["name"], "mountPath": cache} in container["volumeMounts"]
+        assert each["securityContext"] == container["securityContext"]
 
 
 def test_user_is_that_of_the_image(pod):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -69,8 +71,16 @@ def test_pythons_of_the_image_and_of_the_project_agree():
     assert [f">={version}" for version in images] == [PROJECT["requires-python"]]
 
 
-def test_image_carries_the_version_of_the_project():
-    assert set(re.findall(r"^ARG VERSION=(.*)$", DOCKERFILE, re.MULTILINE)) == {PROJECT["version"]}
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_compose_files_are_valid(name):
+    beside_python = Path(sys.executable).with_name("check-jsonschema")
+    done = subprocess.run(
+        [beside_python, "--builtin-schema", "vendor.compose-spec", DOCKER / name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The application on Ray Serve: two replicas on the CPU, one of which is killed under load.
 
 Ray listens on the machine's own address and takes ports by its own lights, so it is best run where nothing else
-is: `unshare -n bash -c 'ip link set lo up; pytest tests/integration/test_ray.py'`.
+is: `make test-ray`.
 """
 
 import contextlib

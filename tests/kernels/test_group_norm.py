@@ -8,7 +8,7 @@ import fusednorm.group_norm_passes as ours
 import pytest
 import torch
 from fusednorm import group_norm_backward_launch, group_norm_forward_launch, reference
-from fusednorm.epilogue import ACTIVATIONS
+from fusednorm.checks import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 from tests.kernels.group_norm_cases import (

@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 import triton.language as tl
 from fusednorm import _layer_norm_forward_row_kernels as row_kernels
 from fusednorm import layer_norm_launch, reference
+from fusednorm.checks import ACTIVATIONS
 from fusednorm.device import INTERPRETED
-from fusednorm.epilogue import ACTIVATIONS
 from fusednorm.layer_norm_configs import BackwardTile, ForwardParts
 
 from tests.kernels.accuracy import assert_close_to_oracle

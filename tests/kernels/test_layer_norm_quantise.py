@@ -7,8 +7,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, reference
-from fusednorm.checks import FLOAT8
-from fusednorm.epilogue import ACTIVATIONS
+from fusednorm.checks import ACTIVATIONS, FLOAT8
 
 from tests.kernels.accuracy import assert_float8_close_to_oracle
 from tests.kernels.test_layer_norm import DTYPES, make_case

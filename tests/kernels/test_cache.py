@@ -1,0 +1,43 @@
+"""Triton's cache of compiled kernels, as an image brings it: one process fills it, others find everything there."""
+
+from tests.kernels.compiled import compile_elsewhere
+
+COMPILE = """
+import json
+import torch
+from fusednorm.inspection import inspect
+from fusednorm.layer_norm_chain_pass import plan_chain
+from triton import knobs
+
+hits = []
+knobs.compilation.listener = lambda *, cache_hit, **about: hits.append(cache_hit)
+x, w = (torch.empty(shape, device="meta") for shape in ((64, 256), (256,)))
+(launch,) = plan_chain(x, (w, w), (w, w), 1e-5, x)
+inspect(launch)
+print(json.dumps(hits))
+"""
+
+
+def listing(folder):
+    return {(path, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def test_kernels_are_found_where_they_were_written_and_nowhere_else(monkeypatch, tmp_path):
+    """Why what an image brings is copied to the same folder of a pod's volume, and may be read-only."""
+    cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    assert compile_elsewhere(COMPILE) == [False]
+    filled = listing(cache)
+    assert filled
+    assert compile_elsewhere(COMPILE) == [True]
+    assert listing(cache) == filled
+
+    cache.rename(elsewhere)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(elsewhere))
+    assert compile_elsewhere(COMPILE) == [False]
+
+
+def test_a_kernel_that_is_not_there_needs_a_folder_to_write_to(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/no-folder-can-be-made-here")
+    refused = COMPILE.replace("inspect(launch)", "try: inspect(launch)\nexcept OSError: hits.append('refused')")
+    assert compile_elsewhere(refused) == ["refused"]
