@@ -107,12 +107,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._left_unread = unread_bytes(self.transport) > 0
 
     def data_received(self, data: bytes | memoryview) -> None:
+        had_begun = self._header_began
         if self._reading_header:
             self._header_bytes += len(data)
-        elif not self._unanswered:
-            # Be it only empty lines: they end the wait for a next request, and begin that for its header.
-            self._header_watch.start()
         super().data_received(data)  # type: ignore[arg-type]
+        # Most headers come whole, and need no watch.  Empty lines do: they end the wait for a next request, and
+        # begin that for its header.
+        if (self._header_began and not had_begun) or not self._unanswered:
+            self._header_watch.start()
         if self._reading_header and self._header_bytes > _MAX_HEADER_BYTES:
             self._refuse_long_header()
 
@@ -130,20 +132,23 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._reading_header = self._header_began = True
-        self._header_watch.start()
 
     def on_headers_complete(self) -> None:
         self._reading_header = self._header_began = False
-        self._header_bytes = 0
+        came, self._header_bytes = self._header_bytes, 0
         self._header_watch.stop()
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False
-        if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > _MAX_HEADER_BYTES:
+        # Of another request's read it may have more than came since.
+        if came > _MAX_HEADER_BYTES // 2 and self._header_length() > _MAX_HEADER_BYTES:
             self._refuse_long_header()
             return
         super().on_headers_complete()
         # uvicorn has made a task of the application by now, which has not run yet.
         self._attend(self.cycle)
+
+    def _header_length(self) -> int:
+        return sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
 
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
@@ -182,7 +187,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _attend(self, cycle: RequestResponseCycle) -> None:
         """Follow a request's body and response."""
         reception = Reception(announced_bytes(self.headers), functools.partial(self._begin_body, cycle))
-        sending = Sending(self.transport, self.loop)
+        sending = Sending(self.transport, self.loop, cycle)
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._end_response, sending)
         cycle.scope["state"].update(reception=reception, sending=sending)
