@@ -45,7 +45,7 @@ def made_on(slabs):
 def read(slabs: SlabPool, nbytes: int) -> memoryview:
     reader = BodyReader(Limits(max_requests=4, max_bytes=64 * MIB), slabs, 64 * MIB, 5.0, 5.0)
     exchange = SimpleNamespace(reception=Reception(nbytes), permit=None)
-    return asyncio.run(reader.read(SimpleNamespace(state=SimpleNamespace(exchange=exchange))))
+    return asyncio.run(reader.read(exchange))
 
 
 def test_memory_that_takes_long_to_make_is_made_beside_the_loop(slabs, made_on):

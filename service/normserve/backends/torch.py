@@ -77,6 +77,7 @@ class TorchBackend:
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         return ResidentParameters(view(weight).clone(), None if bias is None else view(bias).clone())
 
+    @torch.inference_mode()
     def run(self, batch: Batch) -> Execution:
         job = batch.jobs[0]
         began = time.perf_counter()

@@ -154,7 +154,7 @@ class TritonBackend:
                 for name, tensor in job.tensors.items()
             }
             inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
-            launch(fusednorm, job.spec, inputs | parameters)
+            launch(fusednorm, job.spec, {**inputs, **parameters})
         torch.cuda.current_stream().synchronize()
 
     def translate(self, error: Exception) -> NormserveError | None:

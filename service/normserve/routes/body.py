@@ -3,8 +3,6 @@
 import asyncio
 from dataclasses import dataclass
 
-from starlette.requests import Request
-
 from normserve.errors import OverloadedError, TooLargeError
 from normserve.exchange import Exchange
 from normserve.limits import Limits, Permit
@@ -31,7 +29,7 @@ class BodyReader:
     pause_s: float
     total_s: float
 
-    async def read(self, request: Request) -> memoryview:
+    async def read(self, exchange: Exchange) -> memoryview:
         """Take a permit, and only then let the body come.
 
         Raises:
@@ -40,12 +38,12 @@ class BodyReader:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client went away.
         """
-        exchange: Exchange = request.state.exchange
         announced = exchange.reception.announced
         self.require_short(announced or 0)
         exchange.permit = permit = self.limits.acquire(announced or 0)
         room = _Room(self, permit, announced)
-        await room.prepare()
+        if self.slabs.source.is_slow:
+            await room.prepare()
         body = await exchange.reception.into(room.make, pause_s=self.pause_s, total_s=self.total_s)
         if announced is None:
             self.require_short(len(body))
@@ -77,7 +75,7 @@ class _Room:
             OverloadedError: there is none.
         """
         slabs = self.reader.slabs
-        if not slabs.source.is_slow or self.announced is None or self.announced < _LONG_BYTES:
+        if self.announced is None or self.announced < _LONG_BYTES:
             return
         self.slab = slabs.take_idle(self.announced)
         if self.slab is None:
