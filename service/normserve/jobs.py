@@ -103,6 +103,7 @@ class NormJob:
     Attributes:
         tensors: by their names in the API; with a layer, neither weight nor bias.
         layer: the registered parameters, if the request named some.
+        may_overwrite: nobody reads the tensors after the job; results may be written over them.
         nbytes: of all tensors that came with the request.
         rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
     """
@@ -110,6 +111,7 @@ class NormJob:
     spec: NormSpec
     tensors: Mapping[str, HostTensor]
     layer: Layer | None = None
+    may_overwrite: bool = False
     nbytes: int = field(init=False)
     rows: int = field(init=False)
 

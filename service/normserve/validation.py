@@ -16,8 +16,12 @@ from normserve.jobs import Layer, Layout, NormJob, NormSpec, Op, Pass
 from normserve.tensors import DType, HostTensor
 
 
-def make_job(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None) -> NormJob:
+def make_job(
+    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
+) -> NormJob:
     """Check that tensors, spec and layer fit one another, and make them one job.
+
+    Args: may_overwrite: the tensors' memory is the job's own.
 
     Raises:
         InvalidRequestError: by what does not fit; the detail says what was expected and what came.
@@ -26,7 +30,7 @@ def make_job(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | N
     if layer is not None:
         of_layer = _LayerFacts(layer.name, layer.op, layer.eps, layer.num_groups, layer.activation, layer.size)
     described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
-    return NormJob(_checked(spec, of_layer, described), dict(tensors), layer)
+    return NormJob(_checked(spec, of_layer, described), dict(tensors), layer, may_overwrite)
 
 
 class _LayerFacts(NamedTuple):

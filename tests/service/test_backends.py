@@ -269,11 +269,33 @@ class TestBackend:
         whole = cpu.layer_norm_forward(x, activation="silu", stats=stats)
         monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
         monkeypatch.setattr(rows, "_PIECE_ELEMENTS", 48)
-        pieces = cpu.layer_norm_forward(x, activation="silu", stats=stats, empty_like=lambda _: memory)
+        pieces = cpu.layer_norm_forward(x, activation="silu", stats=stats, memory_like=lambda _: memory)
         assert pieces.y.data_ptr() == memory.data_ptr()
         for got, want in zip(pieces, whole, strict=True):
             assert (got is None) == (want is None)
             assert got is None or torch.equal(got, want)
+
+    @pytest.mark.parametrize("has_residual", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+    def test_large_results_are_written_over_what_came_where_that_is_allowed(
+        self, backend, op, dtype, has_residual, monkeypatch
+    ):
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr(rows, "_PIECE_ELEMENTS", 48)
+        sent = torch.randn(7, 24).to(dtype)
+        names = ("x", "residual") if has_residual else ("x",)
+        results = {}
+        for may_overwrite in (False, True):
+            tensors = {name: host(sent) for name in names}
+            job = NormJob(NormSpec(op, Pass.FORWARD, eps=1e-5), tensors, None, may_overwrite)
+            (results[may_overwrite],) = backend.run(Batch((job,))).outputs
+            y = results[may_overwrite]["y"]
+            assert (bytes(tensors["x"].data) == bytes(y.data)) == may_overwrite
+            assert torch.equal(back(tensors["x"]), sent) == (not may_overwrite)
+        assert results[False].keys() == results[True].keys()
+        for name, kept in results[False].items():
+            assert bytes(kept.data) == bytes(results[True][name].data)
 
     def test_more_is_computed_where_it_came_in_when_there_is_one_core(self, monkeypatch):
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})

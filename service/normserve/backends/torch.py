@@ -28,7 +28,7 @@ from normserve.backends.tensors import (
 from normserve.backends.warmup import warm_up_batches
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs import Batch, Execution, NormJob, NormSpec, Op, Pass
+from normserve.jobs import Batch, Execution, NormJob, Op, Pass
 from normserve.slabs import SlabPool
 from normserve.tensors import HostTensor
 
@@ -85,7 +85,7 @@ class TorchBackend:
         if job.layer is not None:
             tensors |= parameters_of(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(cpu, job.spec, tensors, self._result_memory(job.spec))
+        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch))
         computed = time.perf_counter()
         ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
         shares = split(batch, ordered)
@@ -116,11 +116,16 @@ class TorchBackend:
             return {}
         return {"resident": pages * resource.getpagesize()}
 
-    def _result_memory(self, spec: NormSpec) -> dict[str, Any]:
-        takes_memory = (spec.op, spec.direction) == (Op.LAYER_NORM, Pass.FORWARD)
-        return {"empty_like": self._empty_like} if takes_memory else {}
+    def _result_memory(self, batch: Batch) -> dict[str, Any]:
+        """Where rows go, if they are many: over what came, which is in the cache, or into a slab."""
+        spec = batch.jobs[0].spec
+        if spec.op is Op.GROUP_NORM or spec.direction is Pass.BACKWARD:
+            return {}
+        # Of several jobs the rows are gathered in new memory.
+        is_own = len(batch.jobs) > 1 or batch.jobs[0].may_overwrite
+        return {"memory_like": _same if is_own else self._slab_like}
 
-    def _empty_like(self, tensor: Tensor) -> Tensor:
+    def _slab_like(self, tensor: Tensor) -> Tensor:
         """A tensor in a slab, which goes home when the result has been sent."""
         slab = self._slabs.take(tensor.nbytes)[: tensor.nbytes]
         return torch.frombuffer(slab, dtype=tensor.dtype).view(tensor.shape)
@@ -131,6 +136,10 @@ class TorchBackend:
             return view(batch.jobs[0].tensors[name])
         rows = rows_of(batch, name)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _copy_bandwidth() -> float:

@@ -128,7 +128,7 @@ class _Head:
         body_format = self.body_format or sniffed_format(body)
         answer_format = self.accepted.choose(body_format)
         tensors = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
-        job = make_job(self.spec, tensors, layer)
+        job = make_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
         _require_expressible(answer_format, job)
         return job, answer_format
 
