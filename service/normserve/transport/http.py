@@ -21,6 +21,9 @@ from normserve.transport.patience import HeaderWatch, Patience, SendWatch
 from normserve.transport.reception import Reception, announced_bytes
 from normserve.transport.sending import Sending, unread_bytes
 
+# Read at once while a header is expected: enough for it and a small body, and little enough that of a large body,
+# whose first bytes come along and must be copied, most goes straight to its place.
+HEAD_BYTES = 16 * 1024
 _MAX_HEADER_BYTES = 64 * 1024
 _UNIX_BUFFER_BYTES = 4 * 2**20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -191,6 +194,9 @@ class HttpProtocol(HttpToolsProtocol):
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._end_response, sending)
         cycle.scope["state"].update(reception=reception, sending=sending)
+        if (reception.announced or 0) > HEAD_BYTES:
+            # The rest of the body is not read before there is a place for it.
+            self.flow.pause_reading()
         self._reception, self._sending = reception, sending
         self._unanswered[sending] = cycle, reception
 
