@@ -156,6 +156,22 @@ class TestWholeResponses:
         assert wire.writes[0][:2] == [HEAD + b"\r\n", b"head"]
         assert wire.writes[0][2] is body
 
+    def test_very_large_one_lets_others_have_a_turn(self, wire, sending, loop):
+        body = memoryview(bytearray(range(256)) * (5 * 2**12))
+        turns = []
+
+        async def respond():
+            responding = asyncio.create_task(sending.respond(200, HEADERS, [b"head", body], len(body) + 4))
+            while not responding.done():
+                await asyncio.sleep(0)
+                turns.append(len(wire.writes))
+
+        loop.run_until_complete(respond())
+        assert b"".join(piece for write in wire.writes for piece in write) == HEAD + b"\r\nhead" + body
+        assert 1 in turns
+        assert 2 in turns
+        assert max(sum(map(len, write)) for write in wire.writes) <= 2 * 2**20
+
     def test_large_one_is_complete_when_the_kernel_has_it(self, wire, sending, cycle, loop):
         async def respond():
             wire.writelines = lambda buffers: cycle.flow.taken.clear()
