@@ -10,7 +10,7 @@ import torch
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.tensors import TORCH_DTYPES
+from normserve.backends.tensors import TORCH_DTYPES, channels_first
 from normserve.jobs import NormSpec, Op, Pass
 
 
@@ -74,6 +74,12 @@ def call_of(
         given.append(spec.num_groups)
     named = {name: tensor for name, tensor in tensors.items() if name not in leading}
     return functools.partial(function, *given, **named, **options, **of_library)
+
+
+def destinations(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:
+    """Tensors in payload order as the library's functions take them, to write their results to."""
+    named = {name: channels_first(spec, name, tensor) for name, tensor in results.items()}
+    return Forward(**named) if spec.direction is Pass.FORWARD else Backward(**named)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -81,6 +81,15 @@ def results_of(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...
     return results
 
 
+def results_to_write(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]] | None:
+    """`results_of`, where the library can write them as they go; None where there are none, or one is converted."""
+    residual = job.tensors.get("residual")
+    # The library's sum has the residual's dtype, the API's has x's.
+    if not rows or (residual is not None and residual.dtype is not job.x.dtype):
+        return None
+    return results_of(job, rows)
+
+
 def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
     return tensor.movedim(-1, 1) if spec.layout is Layout.NHWC and name in _LAID_OUT_AS_X else tensor

@@ -15,7 +15,7 @@ Buffers = Sequence[bytes | memoryview]
 
 # Up to here one write with a copy is cheaper than a gathering one.
 _JOIN_BYTES = 16 * 1024
-# Of a write: to a client that reads as fast, the kernel takes 16 MiB in one call of 5 ms, which everybody waits for.
+# Of a write: to a client that reads as fast the kernel takes 16 MiB in one call of 5 ms, and everybody waits.
 _PORTION_BYTES = 2 * 2**20
 
 
