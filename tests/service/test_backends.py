@@ -9,6 +9,7 @@ from normserve.backends.cpu import rows
 from normserve.backends.torch import TorchBackend
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
 
 from .fake_jobs import layer
@@ -296,6 +297,21 @@ class TestBackend:
         assert results[False].keys() == results[True].keys()
         for name, kept in results[False].items():
             assert bytes(kept.data) == bytes(results[True][name].data)
+
+    @pytest.mark.parametrize("scratch_bytes", [0, 2**20])
+    def test_many_rows_are_gathered_in_a_slab_that_goes_home(self, scratch_bytes, monkeypatch):
+        monkeypatch.setattr("normserve.backends.torch._SCRATCH_BYTES", scratch_bytes)
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 0)
+        slabs = SlabPool(max_idle_bytes=0)
+        jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.bfloat16, 8, [1, 2, 5])
+        backend = TorchBackend(1, slabs)
+        together = backend.run(Batch(tuple(jobs)))
+        assert (slabs.used_bytes > 0) == (scratch_bytes == 0)
+        for job, outputs in zip(jobs, together.outputs, strict=True):
+            (alone,) = backend.run(Batch((job,))).outputs
+            assert bytes(outputs["y"].data) == bytes(alone["y"].data)
+        del together, outputs, alone
+        assert slabs.used_bytes == 0
 
     def test_more_is_computed_where_it_came_in_when_there_is_one_core(self, monkeypatch):
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})

@@ -12,8 +12,9 @@ from normserve.backends.cpu.epilogue import activate_, summed, through_activatio
 # Of one piece, so that its float32 intermediates stay in a core's cache.
 _PIECE_ELEMENTS = 128 * 1024
 
-# Of a result that torch may write into memory of its own: malloc has as much at hand, and nothing is copied.
-_WHOLE_ELEMENTS = 1024 * 1024
+# Of a result that torch may write into memory of its own: malloc has as much at hand, and nothing is copied.  More
+# would come and go, and the process's size with it.
+_WHOLE_ELEMENTS = 128 * 1024
 
 
 def layer_norm_forward(
