@@ -74,6 +74,15 @@ class NormSpec:
     seed: int | None = None
     out_dtype: DType | None = None
     stats: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every request looks things up by its spec.
+        said = (self.op, self.direction, self.eps, self.num_groups, self.layout, self.activation)
+        object.__setattr__(self, "_hash", hash((*said, self.dropout, self.seed, self.out_dtype, self.stats)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,15 +181,18 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Jobs of one class, run as one launch."""
+    """Jobs of one class, run as one launch.
+
+    Attributes:
+        nbytes: of all tensors that came with it.
+    """
 
     jobs: tuple[NormJob, ...]
     lane: Lane = Lane.SMALL
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that came with it."""
-        return sum([job.nbytes for job in self.jobs])
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum([job.nbytes for job in self.jobs]))
 
 
 class Execution(NamedTuple):

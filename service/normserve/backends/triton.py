@@ -108,7 +108,7 @@ class TritonBackend:
         else:
             packed_s = time.perf_counter() - began
             compute = functools.partial(_compute_in_place, batch.jobs[0])
-            flight = self._pipelines[batch.lane].start(None, compute, None, first=workplace)
+            flight = self._pipelines[batch.lane].start_one(compute, workplace)
             # While the device is at it.
             shares = workplace.shares()
             kernel_bytes = workplace.kernel_bytes(shares)
