@@ -80,10 +80,14 @@ class Sending(Departure):
         if nbytes <= _JOIN_BYTES:
             self._transport.write(b"".join([*whole, *buffers]))
         else:
-            for portion in _portions([b"".join(whole), *buffers]):
+            for number, portion in enumerate(_portions([b"".join(whole), *buffers])):
+                # Others have their turn between, though the kernel took all of it.  None after the last: the client
+                # may read it and leave before this goes on.
+                if number:
+                    await asyncio.sleep(0)
+                    if cycle.disconnected:
+                        return
                 self._transport.writelines(portion)
-                # Others have their turn, whether the kernel took all of it or not.
-                await asyncio.sleep(0)
                 if not await self._can_write(cycle):
                     return
         cycle.response_complete = True
