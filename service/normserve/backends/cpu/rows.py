@@ -14,7 +14,7 @@ _PIECE_ELEMENTS = 128 * 1024
 
 # Of a result that torch may write into memory of its own: malloc has as much at hand, and nothing is copied.  More
 # would come and go, and the process's size with it.
-_WHOLE_ELEMENTS = 128 * 1024
+_WHOLE_ELEMENTS = 256 * 1024
 
 
 def layer_norm_forward(
