@@ -11,7 +11,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -89,7 +89,7 @@ class EngineAlone:
                 result = await self._engine.submit(again, _FAR)
                 moved += job.nbytes + sum(tensor.nbytes for tensor in result.tensors.values())
                 # Without its tensors: their slabs go home for the next one.
-                results.append((time.perf_counter() - asked, replace(result, tensors={})))
+                results.append((time.perf_counter() - asked, result._replace(tensors={})))
                 del result
                 done += 1
 

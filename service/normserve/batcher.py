@@ -26,7 +26,7 @@ class Batcher:
         self._last_start = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        return sum([len(queue) for queue in self._lanes.values()])
 
     def __contains__(self, job: NormJob) -> bool:
         return any(job in queue for queue in self._lanes.values())

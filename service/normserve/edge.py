@@ -7,8 +7,8 @@ whose body nobody will read, gives permits back and tells the metrics.
 import asyncio
 import hmac
 import logging
+import random
 import re
-import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,12 +16,14 @@ from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
-from normserve.transport import Departure, Reception
+from normserve.transport import Buffers, Departure, Headers, Reception
 
 log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
 _GUARDED = "/v1/"
+
+_names = random.Random()
 
 # An unread body up to this long is read and dropped, so that the connection can be used again.
 _SMALL_BODY_BYTES = 64 * 1024
@@ -47,6 +49,7 @@ class Edge:
         scope["state"]["exchange"] = exchange
         incoming = _Incoming(headers, receive, exchange)
         outgoing = _Outgoing(send, incoming, exchange)
+        exchange.respond = outgoing.respond
         try:
             self._authorise(scope["path"], headers)
             await self._app(scope, incoming.receive, outgoing.send)
@@ -95,10 +98,10 @@ class _Incoming:
     def __init__(self, headers: dict[bytes, bytes], receive: Receive, exchange: Exchange) -> None:
         self._receive = receive
         self._exchange = exchange
-        length = headers.get(b"content-length")
+        length = exchange.reception.announced
         # A client that waits for leave sends nothing once it is refused.
         self._awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
-        is_small = length is not None and int(length) <= _SMALL_BODY_BYTES
+        is_small = length is not None and length <= _SMALL_BODY_BYTES
         self.is_quick_to_drop = is_small and not self._awaits_leave
 
     @property
@@ -135,6 +138,15 @@ class _Outgoing:
         self._exchange = exchange
         self.started = False
 
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """A whole response, to a request that has been received whole."""
+        exchange = self._exchange
+        self.started = True
+        exchange.record.status = status
+        exchange.record.sent = nbytes
+        named = (*headers, (b"x-request-id", exchange.request_id.encode()))
+        await exchange.sending.respond(status, named, buffers, nbytes)
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             await self._start(message)
@@ -168,4 +180,7 @@ def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
 
 def _request_id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id", b"")
-    return given.decode() if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+    if given and _SANE_ID.fullmatch(given):
+        return given.decode()
+    # Names, no secrets: the system's source of those takes a call for each.
+    return f"{_names.getrandbits(128):032x}"

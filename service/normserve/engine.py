@@ -51,6 +51,7 @@ class Engine:
         self._replies = Replies(self._withdraw)
         self._arrivals: dict[NormJob, bool] = {}
         self._running = dict.fromkeys(Lane, 0)
+        self._launched = 0
         self._failure: NormserveError | None = None
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
@@ -133,12 +134,12 @@ class Engine:
             is_compiled = self._is_compiled(job)
             if not self._arrivals:
                 # When this turn of the loop ends: what else came in it shares the launch, and nobody has waited.
-                asyncio.get_running_loop().call_soon(self._admit)
+                reply.get_loop().call_soon(self._admit)
             self._arrivals[job] = is_compiled
             return await reply
         finally:
-            self._withdraw(job)
-            self._replies.forget(job)
+            if not self._replies.forget(job):
+                self._withdraw(job)
             # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
             del reply
 
@@ -182,8 +183,8 @@ class Engine:
             self._replies.refuse(arrivals, self._failure)
             return
         ready = [job for job, is_compiled in arrivals.items() if is_compiled]
-        if len(ready) == 1 and not self._batcher and self._batcher.lane_of(ready[0]) in self._free_lanes():
-            self._launch(Batch((ready[0],), self._batcher.lane_of(ready[0])))
+        if len(ready) == 1 and not self._batcher and self._has_room(lane := self._batcher.lane_of(ready[0])):
+            self._launch(Batch((ready[0],), lane))
         else:
             for job in ready:
                 self._batcher.add(job)
@@ -199,7 +200,7 @@ class Engine:
         self._replies.note_start(batch)
         reply = self._on_loop(functools.partial(self._finish, batch))
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
-        if batch.nbytes <= self._executor.backend.inline_bytes and not any(self._running.values()):
+        if not self._launched and batch.nbytes <= self._executor.backend.inline_bytes:
             outcome = self._executor.run_here(batch, reply)
             if outcome is not None:
                 self._conclude(batch, outcome)
@@ -207,18 +208,20 @@ class Engine:
         else:
             self._executor.run(batch, reply)
         self._running[batch.lane] += 1
+        self._launched += 1
 
     def _free_lanes(self) -> list[Lane]:
         """Of which lanes the device would take another batch now."""
-        if self._failure is not None:
-            return []
+        return [lane for lane in Lane if self._has_room(lane)]
+
+    def _has_room(self, lane: Lane) -> bool:
+        """Whether the device would take another batch of that lane now."""
         depth = self._executor.backend.depth
-        if sum(self._running.values()) >= depth.total:
-            return []
-        return [lane for lane, most in depth.lanes.items() if self._running[lane] < most]
+        return self._launched < depth.total and self._running[lane] < depth.lanes[lane] and self._failure is None
 
     def _finish(self, batch: Batch, outcome: Outcome) -> None:
         self._running[batch.lane] -= 1
+        self._launched -= 1
         self._conclude(batch, outcome)
         self._feed()
 

@@ -1,11 +1,11 @@
 """One request and its response, as they are accounted for from the first header to the last byte."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from normserve.limits import Permit
 from normserve.metrics import RequestRecord
-from normserve.transport import Departure, Reception
+from normserve.transport import Buffers, Departure, Headers, Reception
 
 
 @dataclass(slots=True)
@@ -18,6 +18,7 @@ class Exchange:
         record: what the metrics will be told.
         reception: the request's body on the wire.
         sending: the response on the wire.
+        respond: sends a whole response: status, headers, the body in pieces, their bytes.
         permit: once the request is admitted; the edge gives it back.
         client_left: the connection went before the response was complete.
     """
@@ -27,5 +28,6 @@ class Exchange:
     record: RequestRecord
     reception: Reception
     sending: Departure
+    respond: Callable[[int, Headers, Buffers, int], Awaitable[None]] = field(init=False)
     permit: Permit | None = None
     client_left: bool = False

@@ -5,7 +5,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from normserve.backends.base import Backend, InFlight
 from normserve.device import DeviceInfo
@@ -19,8 +20,7 @@ log = logging.getLogger(__name__)
 _SOON_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a piece of work: a value or an error, never both.
 
     Attributes:
@@ -140,7 +140,7 @@ class Executor:
 
     def _await_landing(self, outcome: Outcome, flight: InFlight, lane: Lane, reply: Reply) -> None:
         started = outcome.started
-        self._waiters[lane].put(_Work(flight.wait, lambda done: reply(replace(done, started=started)), lane))
+        self._waiters[lane].put(_Work(flight.wait, lambda done: reply(done._replace(started=started)), lane))
 
     def _answer(self, work: _Work) -> None:
         work.reply(self._attempt(work.do))

@@ -8,6 +8,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Generic, TypeVar
 
+import numpy as np
+
+# Up to here one by one is quicker.
+_FEW = 8
+
 
 class Counter:
     """A sum that only grows."""
@@ -56,6 +61,16 @@ class Histogram:
         """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count many values, in a fraction of the time that they take one by one."""
+        if len(values) < _FEW:
+            for value in values:
+                self.observe(value)
+            return
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.counts = [before + more for before, more in zip(self.counts, found.tolist(), strict=True)]
+        self.sum += sum(values)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
         """Each bound, infinity the last, with how many values were at most that."""

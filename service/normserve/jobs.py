@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
+from typing import NamedTuple
 
 from normserve.tensors import DType, HostTensor
 
@@ -19,7 +20,13 @@ class Op(Enum):
     RMS_NORM = "rms_norm"
     GROUP_NORM = "group_norm"
 
+    label: str
+    """The value; as quick to read as any attribute, which `value` is not."""
+
     __hash__ = object.__hash__
+
+    def __init__(self, name: str) -> None:
+        self.label = name
 
 
 class Pass(Enum):
@@ -28,7 +35,13 @@ class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
+    label: str
+    """The value; as quick to read as any attribute, which `value` is not."""
+
     __hash__ = object.__hash__
+
+    def __init__(self, name: str) -> None:
+        self.label = name
 
 
 class Layout(Enum):
@@ -61,6 +74,15 @@ class NormSpec:
     seed: int | None = None
     out_dtype: DType | None = None
     stats: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every request looks things up by its spec.
+        said = (self.op, self.direction, self.eps, self.num_groups, self.layout, self.activation)
+        object.__setattr__(self, "_hash", hash((*said, self.dropout, self.seed, self.out_dtype, self.stats)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,27 +112,27 @@ class NormJob:
     Attributes:
         tensors: by their names in the API; with a layer, neither weight nor bias.
         layer: the registered parameters, if the request named some.
+        may_overwrite: nobody reads the tensors after the job; results may be written over them.
         nbytes: of all tensors that came with the request.
+        rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
     """
 
     spec: NormSpec
     tensors: Mapping[str, HostTensor]
     layer: Layer | None = None
+    may_overwrite: bool = False
     nbytes: int = field(init=False)
+    rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", sum([tensor.nbytes for tensor in self.tensors.values()]))
+        shape = self.x.shape
+        object.__setattr__(self, "nbytes", sum([len(tensor.data) for tensor in self.tensors.values()]))
+        object.__setattr__(self, "rows", shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1]))
 
     @property
     def x(self) -> HostTensor:
         """The tensor to normalise."""
         return self.tensors["x"]
-
-    @property
-    def rows(self) -> int:
-        """How many independent units x holds along its outermost axis: rows, or samples of GroupNorm."""
-        shape = self.x.shape
-        return shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1])
 
     def batch_class(self) -> Hashable | None:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
@@ -159,19 +181,21 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Jobs of one class, run as one launch."""
+    """Jobs of one class, run as one launch.
+
+    Attributes:
+        nbytes: of all tensors that came with it.
+    """
 
     jobs: tuple[NormJob, ...]
     lane: Lane = Lane.SMALL
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that came with it."""
-        return sum(job.nbytes for job in self.jobs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum([job.nbytes for job in self.jobs]))
 
 
-@dataclass(frozen=True, slots=True)
-class Execution:
+class Execution(NamedTuple):
     """What a backend gives back for a batch: for each job its outputs, and where the launch's time went.
 
     Attributes:
@@ -189,8 +213,7 @@ class Execution:
     copy_out_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class NormResult:
+class NormResult(NamedTuple):
     """What one request gets back.
 
     Attributes:

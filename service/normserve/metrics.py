@@ -6,7 +6,7 @@ that a client chose.
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +18,8 @@ from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
 from normserve.exposition import AnyFamily, Exposition
 from normserve.instruments import Counter, Family, Gauge, Histogram
-from normserve.jobs import Batch, Execution
+from normserve.jobs import Batch, Execution, Op, Pass
+from normserve.tensors import DType
 
 UNMATCHED = "__unmatched__"
 NONE = "none"
@@ -29,6 +30,9 @@ CLIENT_LEFT = 499
 REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
 
 _I = TypeVar("_I", Counter, Gauge, Histogram)
+
+# What has ended is counted by so many: they are alike, and many values take a histogram little longer than one.
+_COUNTED_AT_ONCE = 64
 
 _KERNEL_LABELS = ("op", "pass", "dtype")
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
@@ -50,6 +54,8 @@ class RequestRecord:
         stages: seconds by stage, of those it went through.
         waiting_in: the stage that it is in, should it be cut off.
         received, sent: bytes of bodies.
+        began: its header was complete, by `time.perf_counter`.
+        seconds: from then to its end.
     """
 
     op: str = UNMATCHED
@@ -63,6 +69,7 @@ class RequestRecord:
     received: int = 0
     sent: int = 0
     began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
 
 
 class _Registrar:
@@ -122,6 +129,7 @@ class _Requests:
         self.cancelled = make.counter(
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
         )
+        self._ended: list[RequestRecord] = []
         # A rate sees the step from 0 to 1, and none from nothing to 1.
         for reason in REJECTIONS:
             self._rejected(reason)
@@ -131,25 +139,56 @@ class _Requests:
             self.cancelled(stage)
 
     def observe(self, record: RequestRecord) -> None:
-        elapsed = time.perf_counter() - record.began
-        labels = (record.op, record.direction, record.transport)
-        self._total(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc()
-        self._duration(*labels).observe(elapsed)
-        for stage, seconds in record.stages.items():
-            self._stage_duration(stage).observe(seconds)
-        if record.error is not None:
-            self._errors(record.error).inc()
-        if record.error in REJECTIONS:
-            self._rejected(record.error).inc()
-        if record.status == CLIENT_LEFT:
-            self.cancelled(record.waiting_in).inc()
-        elif record.status < 300 and "kernel" in record.stages:
-            self._bandwidth(*labels).observe((record.received + record.sent) / elapsed)
+        record.seconds = time.perf_counter() - record.began
+        self._ended.append(record)
+        if len(self._ended) >= _COUNTED_AT_ONCE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what has ended since the last time."""
+        alike: dict[Hashable, list[RequestRecord]] = {}
+        for record in self._ended:
+            labels = (record.op, record.direction, record.dtype, record.transport, record.status)
+            alike.setdefault((labels, record.error, record.waiting_in, *record.stages), []).append(record)
+        self._ended.clear()
+        for records in alike.values():
+            self._count(records)
+
+    def _count(self, records: Sequence[RequestRecord]) -> None:
+        """Count requests of the same labels, that went through the same stages."""
+        first, count = records[0], len(records)
+        labels = (first.op, first.direction, first.transport)
+        self._total(first.op, first.direction, first.dtype, first.transport, str(first.status)).inc(count)
+        self._duration(*labels).observe_all([record.seconds for record in records])
+        for stage in first.stages:
+            self._stage_duration(stage).observe_all([record.stages[stage] for record in records])
+        if first.error is not None:
+            self._errors(first.error).inc(count)
+        if first.error in REJECTIONS:
+            self._rejected(first.error).inc(count)
+        if first.status == CLIENT_LEFT:
+            self.cancelled(first.waiting_in).inc(count)
+        elif first.status < 300 and "kernel" in first.stages:
+            rates = [(record.received + record.sent) / record.seconds for record in records]
+            self._bandwidth(*labels).observe_all(rates)
 
 
 def _causes(error: type[NormserveError]) -> set[str]:
     """The codes of an error and of everything below it."""
     return {error.code}.union(*(_causes(each) for each in error.__subclasses__()))
+
+
+@dataclass(slots=True)
+class _Launch:
+    """What is counted of a launch: no more of it, so that its memory may go."""
+
+    requests: int
+    came: int
+    went: int
+    kernel_bytes: int
+    kernel_s: float
+    copy_in_s: float
+    copy_out_s: float
 
 
 class _Launches:
@@ -176,34 +215,61 @@ class _Launches:
             "compiles_total", "Classes of requests that nothing foresaw and whose kernels were compiled.", ()
         )
         self._compile_seconds = make.counter("compile_seconds_total", "Time that compiling those took.", ())
-        self._batch_requests = make.histogram(
+        batch_requests = make.histogram(
             "batch_requests", "Requests that shared a launch.", (), _BATCH_REQUESTS_BUCKETS
         )
-        self._batch_bytes = make.histogram(
+        batch_bytes = make.histogram(
             "batch_bytes", "Bytes of the tensors that came with a launch.", (), _BATCH_BYTES_BUCKETS
         )
+        self._batch_requests, self._batch_bytes = batch_requests(), batch_bytes()
+        self._ended: list[tuple[tuple[Op, Pass, DType], _Launch]] = []
 
     def observe_compile(self, seconds: float) -> None:
         self._compiles().inc()
         self._compile_seconds().inc(seconds)
 
     def observe(self, batch: Batch, execution: Execution) -> None:
+        went = [len(tensor.data) for outputs in execution.outputs for tensor in outputs.values()]
+        launch = _Launch(
+            len(batch.jobs),
+            batch.nbytes,
+            sum(went),
+            sum(execution.kernel_bytes),
+            execution.kernel_s,
+            execution.copy_in_s,
+            execution.copy_out_s,
+        )
         job = batch.jobs[0]
-        labels = (job.spec.op.value, job.spec.direction.value, job.x.dtype.value)
-        kernel_bytes = sum(execution.kernel_bytes)
-        self._bytes(*labels).inc(kernel_bytes)
-        self._seconds(*labels).inc(execution.kernel_s)
-        if kernel_bytes and execution.kernel_s > 0:
-            self._bandwidth(*labels).observe(kernel_bytes / execution.kernel_s)
-        came = sum(job.nbytes for job in batch.jobs)
-        went = sum(tensor.nbytes for outputs in execution.outputs for tensor in outputs.values())
-        self._batch_requests().observe(len(batch.jobs))
-        self._batch_bytes().observe(came)
-        for direction, nbytes, seconds in (("in", came, execution.copy_in_s), ("out", went, execution.copy_out_s)):
-            # What kernels read or write in the host's memory is not copied, and its time is the kernel's.
-            if seconds > 0:
-                self._transfer_bytes(direction).inc(nbytes)
-                self._transfer_seconds(direction).inc(seconds)
+        self._ended.append(((job.spec.op, job.spec.direction, job.x.dtype), launch))
+        if len(self._ended) >= _COUNTED_AT_ONCE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what has ended since the last time."""
+        alike: dict[tuple[Op, Pass, DType], list[_Launch]] = {}
+        for kind, launch in self._ended:
+            alike.setdefault(kind, []).append(launch)
+        self._ended.clear()
+        for (op, direction, dtype), launches in alike.items():
+            self._count((op.value, direction.value, dtype.value), launches)
+
+    def _count(self, labels: tuple[str, str, str], launches: Sequence[_Launch]) -> None:
+        """Count launches of the same labels."""
+        self._bytes(*labels).inc(sum([launch.kernel_bytes for launch in launches]))
+        self._seconds(*labels).inc(sum([launch.kernel_s for launch in launches]))
+        timed = [launch for launch in launches if launch.kernel_bytes and launch.kernel_s > 0]
+        if timed:
+            self._bandwidth(*labels).observe_all([launch.kernel_bytes / launch.kernel_s for launch in timed])
+        self._batch_requests.observe_all([launch.requests for launch in launches])
+        self._batch_bytes.observe_all([launch.came for launch in launches])
+        # What kernels read or write in the host's memory is not copied, and its time is the kernel's.
+        self._count_copies("in", [(each.came, each.copy_in_s) for each in launches if each.copy_in_s > 0])
+        self._count_copies("out", [(each.went, each.copy_out_s) for each in launches if each.copy_out_s > 0])
+
+    def _count_copies(self, direction: str, copies: Sequence[tuple[int, float]]) -> None:
+        if copies:
+            self._transfer_bytes(direction).inc(sum([nbytes for nbytes, _ in copies]))
+            self._transfer_seconds(direction).inc(sum([seconds for _, seconds in copies]))
 
 
 class _State:
@@ -300,5 +366,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The Prometheus text of everything."""
+        self._requests.settle()
+        self._launches.settle()
         self._state.refresh()
         return self._exposition.render()

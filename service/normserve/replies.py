@@ -45,11 +45,12 @@ class Replies:
         self._waiting[job] = _Waiting(future, submitted, deadline)
         return future
 
-    def forget(self, job: NormJob) -> None:
-        """The caller does not wait any more; an unknown job is fine."""
-        waiting = self._waiting.pop(job, None)
-        if waiting is not None and waiting.timer is not None:
+    def forget(self, job: NormJob) -> bool:
+        """The caller does not wait any more; whether the job had begun to run."""
+        waiting = self._waiting.pop(job)
+        if waiting.timer is not None:
             waiting.timer.cancel()
+        return waiting.is_running
 
     def is_awaited(self, job: NormJob) -> bool:
         """Whether anybody still waits for its result."""

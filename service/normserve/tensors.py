@@ -18,10 +18,15 @@ class DType(Enum):
     # Members are their own only equals; Enum's own hash is that of the name, computed in Python each time.
     __hash__ = object.__hash__
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 4 if self is DType.FLOAT32 else 2
+    label: str
+    """The value; as quick to read as any attribute, which `value` is not."""
+
+    itemsize: int
+    """Bytes of one element."""
+
+    def __init__(self, name: str) -> None:
+        self.label = name
+        self.itemsize = 4 if name == "float32" else 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The input contract of a job, once: which tensors, of which shapes and types, belong to which operation."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from normserve.errors import (
     InvalidParameterError,
@@ -15,32 +16,59 @@ from normserve.jobs import Layer, Layout, NormJob, NormSpec, Op, Pass
 from normserve.tensors import DType, HostTensor
 
 
-def make_job(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None) -> NormJob:
+def make_job(
+    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
+) -> NormJob:
     """Check that tensors, spec and layer fit one another, and make them one job.
+
+    Args: may_overwrite: the tensors' memory is the job's own.
 
     Raises:
         InvalidRequestError: by what does not fit; the detail says what was expected and what came.
     """
+    of_layer = None
+    if layer is not None:
+        of_layer = _LayerFacts(layer.name, layer.op, layer.eps, layer.num_groups, layer.activation, layer.size)
+    described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
+    return NormJob(_checked(spec, of_layer, described), dict(tensors), layer, may_overwrite)
+
+
+class _LayerFacts(NamedTuple):
+    """What is checked of a layer, without its parameters."""
+
+    name: str
+    op: Op
+    eps: float
+    num_groups: int
+    activation: str
+    size: int
+
+
+_Described = Mapping[str, tuple[DType, tuple[int, ...]]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _checked(
+    spec: NormSpec, layer: _LayerFacts | None, described: tuple[tuple[str, DType, tuple[int, ...]], ...]
+) -> NormSpec:
+    """The spec with what the layer says, once all fits.  Clients send the like again and again."""
+    tensors = {name: (dtype, shape) for name, dtype, shape in described}
     if layer is not None:
         spec = _with_layer(spec, layer)
-    _check_names(spec, tensors, layer)
-    x = tensors["x"]
-    size = _check_x(spec, x)
+    _check_names(spec, tensors, with_layer=layer is not None)
+    _, x_shape = tensors["x"]
+    size = _check_x(spec, x_shape)
     if layer is not None and layer.size != size:
         raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
     for name in ("residual", "dy", "dresidual_out"):
-        if name in tensors:
-            _check_shape(name, tensors[name], x.shape)
+        _check_shape(name, tensors, x_shape)
     for name in ("weight", "bias"):
-        if name in tensors:
-            _check_shape(name, tensors[name], (size,))
+        _check_shape(name, tensors, (size,))
     for name in ("scale", "shift"):
-        if name in tensors:
-            _check_shape(name, tensors[name], (x.shape[0], size))
+        _check_shape(name, tensors, (x_shape[0], size))
     for name in ("mean", "rstd"):
-        if name in tensors:
-            _check_statistics(name, tensors[name], spec, x)
-    return NormJob(spec, dict(tensors), layer)
+        _check_statistics(name, tensors, spec, x_shape)
+    return spec
 
 
 def tensor_names(op: Op, direction: Pass, *, with_layer: bool = False) -> tuple[str, ...]:
@@ -68,7 +96,7 @@ def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTen
     if len(weight.shape) != 1 or weight.shape[0] < 1:
         raise InvalidShapeError(f"weight must be [N] with N >= 1, got {list(weight.shape)}")
     if bias is not None:
-        _check_shape("bias", bias, weight.shape)
+        _check_shape("bias", {"bias": (bias.dtype, bias.shape)}, weight.shape)
     return weight, bias
 
 
@@ -82,21 +110,16 @@ def check_group_count(num_groups: int, channels: int) -> None:
         raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}")
 
 
-def _with_layer(spec: NormSpec, layer: Layer) -> NormSpec:
+def _with_layer(spec: NormSpec, layer: _LayerFacts) -> NormSpec:
     if layer.op is not spec.op:
         raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, not of {spec.op.value}")
-    return _replaced(spec, layer.eps, layer.num_groups, layer.activation)
+    return replace(spec, eps=layer.eps, num_groups=layer.num_groups, activation=layer.activation)
 
 
-@functools.lru_cache(maxsize=1024)
-def _replaced(spec: NormSpec, eps: float, num_groups: int, activation: str) -> NormSpec:
-    return replace(spec, eps=eps, num_groups=num_groups, activation=activation)
-
-
-def _check_names(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None) -> None:
+def _check_names(spec: NormSpec, tensors: _Described, *, with_layer: bool) -> None:
     backward = spec.direction is Pass.BACKWARD
-    known = tensor_names(spec.op, spec.direction, with_layer=layer is not None)
-    beside = " with a registered layer" if layer else ""
+    known = tensor_names(spec.op, spec.direction, with_layer=with_layer)
+    beside = " with a registered layer" if with_layer else ""
     _check_known(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
     for name in ("x", "dy") if backward else ("x",):
         if name not in tensors:
@@ -105,34 +128,34 @@ def _check_names(spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer
         raise MissingTensorError("mean and rstd must come together or not at all")
 
 
-def _check_known(tensors: Mapping[str, HostTensor], known: tuple[str, ...], what: str) -> None:
+def _check_known(tensors: Collection[str], known: tuple[str, ...], what: str) -> None:
     for name in tensors:
         if name not in known:
             raise UnexpectedTensorError(f"{what} takes {', '.join(known)}, got {name[:64]!r}")
 
 
-def _check_x(spec: NormSpec, x: HostTensor) -> int:
+def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
     """The length of a parameter vector, once x has the rank and the sizes that the operation needs."""
     if spec.op is not Op.GROUP_NORM:
-        if not x.shape or x.shape[-1] < 1:
-            raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(x.shape)}")
-        return x.shape[-1]
+        if not shape or shape[-1] < 1:
+            raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
+        return shape[-1]
     last = spec.layout is Layout.NHWC
     form = "[B, *spatial, C]" if last else "[B, C, *spatial]"
-    if len(x.shape) < 2 or 0 in x.shape[1:]:
-        raise InvalidShapeError(f"x must be {form} with no empty axis but B, got {list(x.shape)}")
-    channels = x.shape[-1] if last else x.shape[1]
+    if len(shape) < 2 or 0 in shape[1:]:
+        raise InvalidShapeError(f"x must be {form} with no empty axis but B, got {list(shape)}")
+    channels = shape[-1] if last else shape[1]
     check_group_count(spec.num_groups, channels)
     return channels
 
 
-def _check_shape(name: str, tensor: HostTensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise InvalidShapeError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+def _check_shape(name: str, tensors: _Described, shape: tuple[int, ...]) -> None:
+    if name in tensors and tensors[name][1] != shape:
+        raise InvalidShapeError(f"{name} must be {list(shape)}, got {list(tensors[name][1])}")
 
 
-def _check_statistics(name: str, tensor: HostTensor, spec: NormSpec, x: HostTensor) -> None:
-    shape = (x.shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x.shape[:-1]
-    _check_shape(name, tensor, shape)
-    if tensor.dtype is not DType.FLOAT32:
-        raise UnsupportedDtypeError(f"{name} must be float32, got {tensor.dtype.value}")
+def _check_statistics(name: str, tensors: _Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:
+    shape = (x_shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x_shape[:-1]
+    _check_shape(name, tensors, shape)
+    if name in tensors and tensors[name][0] is not DType.FLOAT32:
+        raise UnsupportedDtypeError(f"{name} must be float32, got {tensors[name][0].value}")

@@ -9,6 +9,7 @@ from normserve.backends.cpu import rows
 from normserve.backends.torch import TorchBackend
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
 
 from .fake_jobs import layer
@@ -269,11 +270,48 @@ class TestBackend:
         whole = cpu.layer_norm_forward(x, activation="silu", stats=stats)
         monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
         monkeypatch.setattr(rows, "_PIECE_ELEMENTS", 48)
-        pieces = cpu.layer_norm_forward(x, activation="silu", stats=stats, empty_like=lambda _: memory)
+        pieces = cpu.layer_norm_forward(x, activation="silu", stats=stats, memory_like=lambda _: memory)
         assert pieces.y.data_ptr() == memory.data_ptr()
         for got, want in zip(pieces, whole, strict=True):
             assert (got is None) == (want is None)
             assert got is None or torch.equal(got, want)
+
+    @pytest.mark.parametrize("has_residual", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+    def test_large_results_are_written_over_what_came_where_that_is_allowed(
+        self, backend, op, dtype, has_residual, monkeypatch
+    ):
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr(rows, "_PIECE_ELEMENTS", 48)
+        sent = torch.randn(7, 24).to(dtype)
+        names = ("x", "residual") if has_residual else ("x",)
+        results = {}
+        for may_overwrite in (False, True):
+            tensors = {name: host(sent) for name in names}
+            job = NormJob(NormSpec(op, Pass.FORWARD, eps=1e-5), tensors, None, may_overwrite)
+            (results[may_overwrite],) = backend.run(Batch((job,))).outputs
+            y = results[may_overwrite]["y"]
+            assert (bytes(tensors["x"].data) == bytes(y.data)) == may_overwrite
+            assert torch.equal(back(tensors["x"]), sent) == (not may_overwrite)
+        assert results[False].keys() == results[True].keys()
+        for name, kept in results[False].items():
+            assert bytes(kept.data) == bytes(results[True][name].data)
+
+    @pytest.mark.parametrize("scratch_bytes", [0, 2**20])
+    def test_many_rows_are_gathered_in_a_slab_that_goes_home(self, scratch_bytes, monkeypatch):
+        monkeypatch.setattr("normserve.backends.torch._SCRATCH_BYTES", scratch_bytes)
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 0)
+        slabs = SlabPool(max_idle_bytes=0)
+        jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.bfloat16, 8, [1, 2, 5])
+        backend = TorchBackend(1, slabs)
+        together = backend.run(Batch(tuple(jobs)))
+        assert (slabs.used_bytes > 0) == (scratch_bytes == 0)
+        for job, outputs in zip(jobs, together.outputs, strict=True):
+            (alone,) = backend.run(Batch((job,))).outputs
+            assert bytes(outputs["y"].data) == bytes(alone["y"].data)
+        del together, outputs, alone
+        assert slabs.used_bytes == 0
 
     def test_more_is_computed_where_it_came_in_when_there_is_one_core(self, monkeypatch):
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})

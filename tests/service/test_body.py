@@ -42,10 +42,26 @@ def made_on(slabs):
     return threads
 
 
-def read(slabs: SlabPool, nbytes: int) -> memoryview:
+class Chunked:
+    """Outgrows the memory that it was given twice."""
+
+    announced = None
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    async def into(self, make_room, *, pause_s, total_s):
+        for share in (8, 4):
+            make_room(self.nbytes // share)
+        room = make_room(self.nbytes)
+        room[: self.nbytes] = bytes(range(256)) * (self.nbytes // 256)
+        return room[: self.nbytes]
+
+
+def read(slabs: SlabPool, nbytes: int, reception: type = Reception) -> memoryview:
     reader = BodyReader(Limits(max_requests=4, max_bytes=64 * MIB), slabs, 64 * MIB, 5.0, 5.0)
-    exchange = SimpleNamespace(reception=Reception(nbytes), permit=None)
-    return asyncio.run(reader.read(SimpleNamespace(state=SimpleNamespace(exchange=exchange))))
+    exchange = SimpleNamespace(reception=reception(nbytes), permit=None)
+    return asyncio.run(reader.read(exchange))
 
 
 def test_memory_that_takes_long_to_make_is_made_beside_the_loop(slabs, made_on):
@@ -74,3 +90,27 @@ def test_no_memory_is_to_come_back_later(slabs, is_slow):
     with pytest.raises(OverloadedError):
         read(slabs, 8 * MIB)
     assert slabs.used_bytes == 0
+
+
+class TestChunkedBodies:
+    @pytest.mark.parametrize("nbytes", [512 * 1024, 8 * MIB])
+    def test_slow_memory_is_made_once_and_of_the_length_that_came(self, slabs, made_on, nbytes):
+        slabs.source = replace(slabs.source, is_slow=True)
+        body = read(slabs, nbytes, Chunked)
+        assert bytes(body) == bytes(range(256)) * (nbytes // 256)
+        assert len(made_on) == 1
+        assert (made_on[0] is threading.current_thread()) == (nbytes < MIB)
+        assert slabs.used_bytes == nbytes
+        del body
+        assert slabs.used_bytes == 0
+
+    def test_short_ones_need_none(self, slabs, made_on):
+        slabs.source = replace(slabs.source, is_slow=True)
+        assert len(read(slabs, 64 * 1024, Chunked)) == 64 * 1024
+        assert made_on == []
+
+    def test_quick_memory_is_made_as_they_grow(self, slabs, made_on):
+        body = read(slabs, 8 * MIB, Chunked)
+        assert bytes(body) == bytes(range(256)) * (8 * MIB // 256)
+        assert set(made_on) == {threading.current_thread()}
+        assert slabs.used_bytes >= 8 * MIB

@@ -20,6 +20,17 @@ def test_value_on_a_bound_is_within_it():
     assert list(histogram.cumulative()) == [(1.0, 2), (2.0, 4), (math.inf, 6)]
 
 
+@pytest.mark.parametrize("count", [0, 3, 100])
+def test_many_values_count_as_one_by_one(count):
+    values = [bound + step for bound in (0.5, 1.0, 2.0) for step in (-0.1, 0.0, 0.1)] * count
+    at_once, singly = Histogram((0.5, 1.0, 2.0)), Histogram((0.5, 1.0, 2.0))
+    at_once.observe_all(values)
+    for value in values:
+        singly.observe(value)
+    assert list(at_once.cumulative()) == list(singly.cumulative())
+    assert at_once.sum == pytest.approx(singly.sum)
+
+
 def test_members_are_told_apart_by_their_labels():
     family = Family("a", "doc", ("op", "code"), Counter)
     family("x", "200").inc()

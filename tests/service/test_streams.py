@@ -142,9 +142,9 @@ def test_stages_are_timed_without_their_waits(device, pipeline):
     assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
 
 
-def test_stage_that_is_none_takes_no_time_and_no_event(device):
+def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
     _, compute, _ = stages(device)
-    flight = Pipeline(device, apart=False).start(None, compute, None, first="x")
+    flight = Pipeline(device, apart=False).start_one(compute, "x")
     assert flight.value == "x>compute"
     assert device.log == [("in", "reaches", 1), ("in", "runs", "x"), ("in", "reaches", 2)]
     took = flight.wait()
@@ -229,3 +229,12 @@ def test_device_that_cannot_even_settle_raises_its_first_error(device, pipeline)
         stream.synchronize = broken
     with pytest.raises(RuntimeError, match="first"):
         pipeline.start(fail, fail, fail)
+
+
+def test_failed_stage_alone_settles_the_streams_as_well(device):
+    def fail(_):
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        Pipeline(device, apart=False).start_one(fail, "x")
+    assert ("host", "settles", device.streams[0].name) in device.log

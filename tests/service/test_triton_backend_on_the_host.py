@@ -8,6 +8,7 @@ import pytest
 import torch
 from normserve.backends import cpu, triton
 from normserve.backends.pinned import with_device_view
+from normserve.backends.tensors import channels_first, payload_order
 from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.slabs import PLAIN, SlabPool
 from normserve.tensors import DType, HostTensor
@@ -51,10 +52,14 @@ class HostStreams:
 
 
 class Writing:
-    """The CPU's functions, which write their results where the caller wants them."""
+    """The CPU's functions, which write their results where the caller wants them.
+
+    Attributes:
+        written: the pieces of memory that the results of each call went to.
+    """
 
     def __init__(self) -> None:
-        self.in_place = 0
+        self.written: list[set[int]] = []
 
     def __getattr__(self, name):
         function = getattr(cpu, name)
@@ -63,7 +68,8 @@ class Writing:
             result = function(*leading, **options)
             if out is None:
                 return result
-            self.in_place += 1
+            given = [there for there in out if there is not None]
+            self.written.append({there.untyped_storage().data_ptr() for there in given})
             for here, there in zip(result, out, strict=True):
                 if there is not None:
                     there.copy_(here)
@@ -120,7 +126,8 @@ def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library,
     weight = torch.randn(128)
     jobs = tuple(NormJob(FORWARD, {"x": host(x, slabs), "weight": host(weight, slabs)}) for x in given)
     execution = backend.run(Batch(jobs, lane)).wait()
-    assert library.in_place == (lane is Lane.SMALL and slabs.source is not PLAIN)
+    # The three results lie in one piece of memory, from where one copy takes them.
+    assert [len(pieces) for pieces in library.written] == [1]
     assert len(execution.outputs) == len(execution.kernel_bytes) == len(rows)
     assert min(execution.copy_in_s, execution.kernel_s, execution.copy_out_s) >= 0
     for x, outputs in zip(given, execution.outputs, strict=True):
@@ -130,6 +137,39 @@ def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library,
     assert slabs.used_bytes > 0
     del jobs, execution, outputs
     assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_one_result_is_written_in_place_or_where_the_library_likes(backend, slabs, library, lane):
+    home = host(torch.randn(3 if lane is Lane.SMALL else 1100, 128), slabs)
+    spec = replace(FORWARD, stats=False)
+    (outputs,) = backend.run(Batch((NormJob(spec, {"x": home}),), lane)).wait().outputs
+    assert len(library.written) == (lane is Lane.SMALL and slabs.source is not PLAIN)
+    right = torch.nn.functional.layer_norm(back(home), (128,))
+    torch.testing.assert_close(back(outputs["y"]), right)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_gradients_come_home_in_one_piece(backend, slabs, library, layout):
+    shape = (20, 8, 6, 40) if layout is Layout.NCHW else (20, 6, 40, 8)
+    given = {name: torch.randn(shape) for name in ("x", "dy", "residual")} | {"weight": torch.randn(8)}
+    spec = NormSpec(Op.GROUP_NORM, Pass.BACKWARD, 1e-5, 2, layout)
+    tensors = {name: host(tensor, slabs) for name, tensor in given.items()}
+    (outputs,) = backend.run(Batch((NormJob(spec, tensors),), Lane.LARGE)).wait().outputs
+    assert [len(pieces) for pieces in library.written] == [1]
+    first = {name: channels_first(spec, name, tensor).requires_grad_() for name, tensor in given.items()}
+    y = torch.nn.functional.group_norm(first["x"] + first["residual"], 2, first["weight"])
+    dx, dweight = torch.autograd.grad(y, (first["x"], first["weight"]), first["dy"].detach())
+    assert outputs.keys() == {"dx", "dweight"}
+    torch.testing.assert_close(back(outputs["dx"]), payload_order(spec, "dx", dx), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(back(outputs["dweight"]), dweight, rtol=1e-3, atol=1e-3)
+
+
+def test_converted_residual_is_not_written_as_it_goes(backend, slabs, library):
+    tensors = {"x": host(torch.randn(3, 128).bfloat16(), slabs), "residual": host(torch.randn(3, 128), slabs)}
+    (outputs,) = backend.run(Batch((NormJob(FORWARD, tensors),))).wait().outputs
+    assert library.written == []
+    assert outputs["residual_out"].dtype is DType.BFLOAT16
 
 
 def test_channels_last_and_a_registered_layer(backend, slabs):

@@ -13,6 +13,11 @@ def spec(op: Op = Op.LAYER_NORM, direction: Pass = Pass.FORWARD, **more: object)
     return NormSpec(op, direction, eps=1e-5, **more)
 
 
+def test_what_may_be_overwritten_is_said_by_who_owns_it():
+    assert not make_job(spec(), {"x": tensor(2, 4)}).may_overwrite
+    assert make_job(spec(), {"x": tensor(2, 4)}, may_overwrite=True).may_overwrite
+
+
 def test_job_counts_its_rows():
     assert make_job(spec(), {"x": tensor(2, 3, 4)}).rows == 6
     assert make_job(spec(), {"x": tensor(4)}).rows == 1

@@ -11,11 +11,18 @@ from types import ModuleType
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.launch import call_of
+from normserve.backends.launch import call_of, destinations
 from normserve.backends.parcels import Described, is_packed, pack, places_of, views
 from normserve.backends.pinned import PinnedMemory
-from normserve.backends.tensors import TORCH_DTYPES, channels_first, kernel_bytes_of, results_of, shape_of, split
-from normserve.jobs import Batch, NormSpec, Pass
+from normserve.backends.tensors import (
+    TORCH_DTYPES,
+    channels_first,
+    kernel_bytes_of,
+    results_to_write,
+    shape_of,
+    split,
+)
+from normserve.jobs import Batch, NormSpec
 from normserve.slabs import SlabPool, memory_of
 from normserve.tensors import HostTensor
 
@@ -44,12 +51,12 @@ class _Layout:
 
         def seen(tensors: Described) -> dict[str, Tensor]:
             return {
-                name: channels_first(self.spec, name, memory.piece(self.offsets[name], TORCH_DTYPES[dtype], shape))
+                name: memory.piece(self.offsets[name], TORCH_DTYPES[dtype], shape)
                 for name, (dtype, shape) in tensors.items()
             }
 
-        results = Forward if self.spec.direction is Pass.FORWARD else Backward
-        return call_of(library, self.spec, seen(self.came), {"out": results(**seen(self.goes))})
+        came = {name: channels_first(self.spec, name, tensor) for name, tensor in seen(self.came).items()}
+        return call_of(library, self.spec, came, {"out": destinations(self.spec, seen(self.goes))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +120,10 @@ class Workplaces:
             return self._layouts[key]
         if len(self._layouts) >= _MOST_LAYOUTS:
             self._layouts.clear()
-        goes = results_of(job, rows)
-        offsets, end = places_of(came | goes)
-        residual = job.tensors.get("residual")
-        # The library's sum has the residual's dtype, the API's has x's.
-        converted = residual is not None and residual.dtype is not job.x.dtype
-        fits = rows and not converted and end <= MOST_BYTES
-        layout = self._layouts[key] = _Layout(job.spec, came, goes, offsets, end) if fits else None
+        goes = results_to_write(job, rows)
+        layout = None
+        if goes is not None:
+            offsets, end = places_of(came | goes)
+            layout = _Layout(job.spec, came, goes, offsets, end) if end <= MOST_BYTES else None
+        self._layouts[key] = layout
         return layout

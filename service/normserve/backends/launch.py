@@ -1,8 +1,8 @@
 """From a spec and its tensors to a call of the kernel library, whichever library that is."""
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.tensors import TORCH_DTYPES
+from normserve.backends.tensors import TORCH_DTYPES, channels_first
 from normserve.jobs import NormSpec, Op, Pass
 
 
@@ -20,13 +20,17 @@ class ResidentParameters:
 
     weight: Tensor
     bias: Tensor | None
+    by_name: Mapping[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        both = {"weight": self.weight, "bias": self.bias}
+        object.__setattr__(self, "by_name", {name: each for name, each in both.items() if each is not None})
 
 
-def parameters_of(resident: object) -> dict[str, Tensor]:
+def parameters_of(resident: object) -> Mapping[str, Tensor]:
     """A layer's parameters by the names of the API."""
     assert isinstance(resident, ResidentParameters)
-    parameters = {"weight": resident.weight}
-    return parameters if resident.bias is None else parameters | {"bias": resident.bias}
+    return resident.by_name
 
 
 def launch(
@@ -40,7 +44,6 @@ def launch(
     Args:
         library: has the functions of `fusednorm`, on the tensors' device.
         tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
-
         of_library: further arguments that this library's function takes.
 
     Returns:
@@ -53,8 +56,8 @@ def launch(
         # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.
         tensors = {**tensors, "residual": residual.float()}
     result: Forward | Backward = call_of(library, spec, tensors, of_library)()
-    outputs = {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
-    if "residual_out" in outputs:
+    outputs = {name: tensor for name, tensor in zip(result._fields, result, strict=True) if tensor is not None}
+    if residual is not None and spec.direction is Pass.FORWARD:
         outputs["residual_out"] = outputs["residual_out"].to(x.dtype)
     # The API's dx is the gradient of x and of residual alike.
     outputs.pop("dresidual", None)
@@ -65,17 +68,31 @@ def call_of(
     library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
     """The call of the library's function that an operation is, on tensors that need no conversion."""
+    function, leading, options = _function_and_options(library, spec)
+    given: list[Any] = [tensors[name] for name in leading]
+    if spec.op is Op.GROUP_NORM:
+        given.append(spec.num_groups)
+    named = {name: tensor for name, tensor in tensors.items() if name not in leading}
+    return functools.partial(function, *given, **named, **options, **of_library)
+
+
+def destinations(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:
+    """Tensors in payload order as the library's functions take them, to write their results to."""
+    named = {name: channels_first(spec, name, tensor) for name, tensor in results.items()}
+    return Forward(**named) if spec.direction is Pass.FORWARD else Backward(**named)
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_and_options(
+    library: ModuleType, spec: NormSpec
+) -> tuple[Callable[..., Forward | Backward], tuple[str, ...], Mapping[str, Any]]:
+    """The library's function, the tensors that it wants first, and what it is told besides tensors."""
+    options = {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
     function = getattr(library, f"{spec.op.value}_{spec.direction.value}")
-    leading = [tensors["x"], *([spec.num_groups] if spec.op is Op.GROUP_NORM else [])]
-    options: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in ("x", "dy")}
-    options |= {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
-    if spec.direction is Pass.FORWARD:
-        options["out_dtype"] = None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        options["stats"] = spec.stats
-    else:
-        leading.insert(0, tensors["dy"])
-    options |= of_library
-    return functools.partial(function, *leading, **options)
+    if spec.direction is Pass.BACKWARD:
+        return function, ("dy", "x"), options
+    out_dtype = None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
+    return function, ("x",), options | {"out_dtype": out_dtype, "stats": spec.stats}
 
 
 def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -46,6 +46,40 @@ class Parcel:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Results in one piece of a device's memory, so that one copy takes them home.
+
+    Attributes:
+        buffer: flat, of bytes.
+        offsets: where in it each tensor begins.
+        described: what each is.
+    """
+
+    buffer: Tensor
+    offsets: Mapping[str, int]
+    described: Described
+
+    @classmethod
+    def empty(cls, described: Described, device: str) -> "Bundle":
+        """Room for such results."""
+        offsets, end = places_of(described)
+        return cls(torch.empty(end, dtype=torch.uint8, device=device), offsets, described)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The results, where they are."""
+        return {
+            name: _piece(self.buffer, self.offsets[name], TORCH_DTYPES[dtype], shape)
+            for name, (dtype, shape) in self.described.items()
+        }
+
+    def taken_home(self, slabs: SlabPool) -> dict[str, HostTensor]:
+        """Copies in a slab; they are complete when the stream of the device has come so far."""
+        slab = slabs.take(self.buffer.nbytes)[: self.buffer.nbytes]
+        torch.frombuffer(slab, dtype=torch.uint8).copy_(self.buffer, non_blocking=True)
+        return views(slab, self.offsets, self.described)
+
+
 def is_packed(batch: Batch) -> bool:
     """Whether its tensors are gathered in a slab; those of a large job alone stay where they lie."""
     return len(batch.jobs) > 1 or batch.nbytes <= _PACKED_BYTES

@@ -28,27 +28,23 @@ _OF_SAMPLES = ("scale", "shift")
 _LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx")
 
 
-def view(tensor: HostTensor) -> Tensor:
-    """The tensor as torch sees it: the same memory, unless its column-major order must be turned round."""
-    dtype = TORCH_DTYPES[tensor.dtype]
-    if not tensor.nbytes:
-        return torch.empty(tensor.shape, dtype=dtype)
+def view(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The tensor as torch sees it, in its own shape or another of as many elements: the same memory, unless its
+    column-major order must be turned round.
+    """
+    dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape if shape is None else shape
+    if not len(tensor.data):
+        return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(tensor.data, dtype=dtype)
     if tensor.fortran_order:
         axes = range(len(tensor.shape) - 1, -1, -1)
-        return flat.reshape(tensor.shape[::-1]).permute(*axes).contiguous()
-    return flat.reshape(tensor.shape)
+        return flat.view(tensor.shape[::-1]).permute(*axes).reshape(shape)
+    return flat.view(shape)
 
 
 def rows_of(batch: Batch, name: str) -> list[Tensor]:
     """Each job's tensor of that name, shaped so that they can be stacked along the first axis."""
-    return [_as_rows(job.spec, name, view(job.tensors[name])) for job in batch.jobs]
-
-
-def _as_rows(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    if spec.op is Op.GROUP_NORM or (len(tensor.shape) == 2 and name not in _STATISTICS):
-        return tensor
-    return tensor.reshape(-1) if name in _STATISTICS else tensor.reshape(-1, tensor.shape[-1])
+    return [view(job.tensors[name], shape_of(job, name, job.rows)) for job in batch.jobs]
 
 
 def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
@@ -85,6 +81,15 @@ def results_of(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...
     return results
 
 
+def results_to_write(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]] | None:
+    """`results_of`, where the library can write them as they go; None where there are none, or one is converted."""
+    residual = job.tensors.get("residual")
+    # The library's sum has the residual's dtype, the API's has x's.
+    if not rows or (residual is not None and residual.dtype is not job.x.dtype):
+        return None
+    return results_of(job, rows)
+
+
 def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
     return tensor.movedim(-1, 1) if spec.layout is Layout.NHWC and name in _LAID_OUT_AS_X else tensor
@@ -99,13 +104,17 @@ def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
 
 def host_tensor(tensor: Tensor) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
-    # Flat first: an axis of one element may have any stride.
-    flat = tensor.view(-1).view(torch.uint8).numpy()
-    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), flat.data)
+    if not tensor.numel():
+        return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(b""))
+    # numpy has no bfloat16.
+    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return HostTensor(DTYPES[tensor.dtype], array.shape, array.data.cast("B"))
 
 
 def split(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ...]:
     """Each job's share of a launch's outputs, which are in payload order; no copy."""
+    if len(batch.jobs) == 1:
+        return (_whole(batch.jobs[0], outputs),)
     counts = [job.rows for job in batch.jobs]
     total = sum(counts)
     shares = []
@@ -115,6 +124,14 @@ def split(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, Ho
         shares.append({name: _share(job, name, whole, start, stop, total) for name, whole in outputs.items()})
         start = stop
     return tuple(shares)
+
+
+def _whole(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    """A lone job's share: everything, in the shapes that came."""
+    if job.spec.op is Op.GROUP_NORM or len(job.x.shape) == 2:
+        return dict(outputs)
+    rows = job.rows
+    return {name: _share(job, name, whole, 0, rows, rows) for name, whole in outputs.items()}
 
 
 def _share(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, total: int) -> HostTensor:
@@ -157,8 +174,8 @@ def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
         return 0 if tensor is None else tensor.dtype.itemsize
 
     given = job.tensors.get
-    numel = job.x.nbytes // job.x.dtype.itemsize
-    came = sum(tensor.nbytes for name, tensor in job.tensors.items() if name in _OF_SAMPLES)
+    numel = len(job.x.data) // job.x.dtype.itemsize
+    came = sum([len(tensor.data) for name, tensor in job.tensors.items() if name in _OF_SAMPLES])
     if job.spec.direction is Pass.BACKWARD:
         # As many go as came: a gradient has its tensor's type.
         return 2 * came + backward_bytes(

@@ -4,7 +4,8 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from normserve.backends.tensors import (
 from normserve.backends.warmup import warm_up_batches
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs import Batch, Execution, NormJob, NormSpec, Op, Pass
+from normserve.jobs import Batch, Execution, NormJob, Op, Pass
 from normserve.slabs import SlabPool
 from normserve.tensors import HostTensor
 
@@ -38,6 +39,9 @@ _COPY_BYTES = 64 * 2**20
 _INLINE_BYTES = 32 * 1024
 # On one core the other thread would only take turns with this one.
 _INLINE_BYTES_ON_ONE_CORE = 2 * 1024 * 1024
+
+# Of rows that are gathered: as much torch's allocator has at hand.
+_SCRATCH_BYTES = 512 * 1024
 
 
 class TorchBackend:
@@ -77,6 +81,7 @@ class TorchBackend:
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         return ResidentParameters(view(weight).clone(), None if bias is None else view(bias).clone())
 
+    @torch.inference_mode()
     def run(self, batch: Batch) -> Execution:
         job = batch.jobs[0]
         began = time.perf_counter()
@@ -84,7 +89,7 @@ class TorchBackend:
         if job.layer is not None:
             tensors |= parameters_of(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(cpu, job.spec, tensors, self._result_memory(job.spec))
+        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch))
         computed = time.perf_counter()
         ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
         shares = split(batch, ordered)
@@ -115,21 +120,38 @@ class TorchBackend:
             return {}
         return {"resident": pages * resource.getpagesize()}
 
-    def _result_memory(self, spec: NormSpec) -> dict[str, Any]:
-        takes_memory = (spec.op, spec.direction) == (Op.LAYER_NORM, Pass.FORWARD)
-        return {"empty_like": self._empty_like} if takes_memory else {}
+    def _result_memory(self, batch: Batch) -> dict[str, Any]:
+        """Where rows go, if they are many: over what came, which is in the cache, or into a slab."""
+        spec = batch.jobs[0].spec
+        if spec.op is Op.GROUP_NORM or spec.direction is Pass.BACKWARD:
+            return {}
+        # Of several jobs the rows have been gathered in memory of their own.
+        is_own = len(batch.jobs) > 1 or batch.jobs[0].may_overwrite
+        return {"memory_like": _same if is_own else self._slab_like}
 
-    def _empty_like(self, tensor: Tensor) -> Tensor:
+    def _slab_like(self, tensor: Tensor) -> Tensor:
+        return self._slab(tensor.shape, tensor.dtype)
+
+    def _slab(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor in a slab, which goes home when the result has been sent."""
-        slab = self._slabs.take(tensor.nbytes)[: tensor.nbytes]
-        return torch.frombuffer(slab, dtype=tensor.dtype).view(tensor.shape)
+        nbytes = prod(shape) * dtype.itemsize
+        return torch.frombuffer(self._slabs.take(nbytes)[:nbytes], dtype=dtype).view(shape)
 
-    @staticmethod
-    def _gather(batch: Batch, name: str) -> Tensor:
+    def _gather(self, batch: Batch, name: str) -> Tensor:
         if name in PARAMETERS:
             return view(batch.jobs[0].tensors[name])
         rows = rows_of(batch, name)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        if len(rows) == 1:
+            return rows[0]
+        if sum([part.nbytes for part in rows]) <= _SCRATCH_BYTES:
+            return torch.cat(rows)
+        # New memory of some MiB for each batch comes and goes, and the process's size with it.
+        shape = (sum([len(part) for part in rows]), *rows[0].shape[1:])
+        return torch.cat(rows, out=self._slab(shape, rows[0].dtype))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _copy_bandwidth() -> float:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
 from normserve.backends.in_place import Workplace, Workplaces
-from normserve.backends.launch import ResidentParameters, launch, parameters_of
-from normserve.backends.parcels import Parcel, collected, parcel_of
+from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
+from normserve.backends.parcels import Bundle, Parcel, collected, parcel_of
 from normserve.backends.pinned import pinned_memory
 from normserve.backends.streams import Flight, Pipeline, StageSeconds
 from normserve.backends.tensors import (
@@ -24,6 +24,7 @@ from normserve.backends.tensors import (
     channels_first,
     kernel_bytes_of,
     payload_order,
+    results_to_write,
     shape_of,
     split,
     view,
@@ -107,7 +108,7 @@ class TritonBackend:
         else:
             packed_s = time.perf_counter() - began
             compute = functools.partial(_compute_in_place, batch.jobs[0])
-            flight = self._pipelines[batch.lane].start(None, compute, None, first=workplace)
+            flight = self._pipelines[batch.lane].start_one(compute, workplace)
             # While the device is at it.
             shares = workplace.shares()
             kernel_bytes = workplace.kernel_bytes(shares)
@@ -131,15 +132,23 @@ class TritonBackend:
         def copy_in(_: object) -> dict[str, Tensor]:
             return parcel.brought(lambda buffer: buffer.to(_DEVICE, non_blocking=True))
 
-        def compute(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        results = results_to_write(job, sum([each.rows for each in batch.jobs]))
+
+        def compute(tensors: dict[str, Tensor]) -> dict[str, Tensor] | Bundle:
             inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
             if job.layer is not None:
                 inputs |= parameters_of(job.layer.resident)
-            outputs = launch(fusednorm, job.spec, inputs)
-            return {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
+            if results is None or len(results) == 1:
+                outputs = launch(fusednorm, job.spec, inputs)
+                return {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
+            bundle = Bundle.empty(results, _DEVICE)
+            call_of(fusednorm, job.spec, inputs, {"out": destinations(job.spec, bundle.tensors())})()
+            return bundle
 
-        def copy_out(outputs: dict[str, Tensor]) -> dict[str, HostTensor]:
-            return collected(outputs, self._slabs)
+        def copy_out(outputs: dict[str, Tensor] | Bundle) -> dict[str, HostTensor]:
+            return (
+                outputs.taken_home(self._slabs) if isinstance(outputs, Bundle) else collected(outputs, self._slabs)
+            )
 
         # The batch and its parcel are held with the rest: the device reads their slabs.
         return self._pipelines[batch.lane].start(copy_in, compute, copy_out, first=(batch, parcel))
@@ -154,7 +163,7 @@ class TritonBackend:
                 for name, tensor in job.tensors.items()
             }
             inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
-            launch(fusednorm, job.spec, inputs | parameters)
+            launch(fusednorm, job.spec, {**inputs, **parameters})
         torch.cuda.current_stream().synchronize()
 
     def translate(self, error: Exception) -> NormserveError | None:

@@ -57,6 +57,16 @@ class _Header(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _Array(NamedTuple):
+    """What a header describes: an array of so many bytes, in its dtype or in none of ours."""
+
+    dtype: DType | None
+    descr: str
+    fortran_order: bool
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 def decode(body: memoryview) -> HostTensor:
     """Return the array in `body`.
 
@@ -68,25 +78,24 @@ def decode(body: memoryview) -> HostTensor:
             shape asks for.
         UnsupportedDtypeError: all is well-formed, but the elements are not little-endian float32 or float16.
     """
-    data_start, text = _read_header_text(body)
-    header = _known_header(text) if len(text) <= _LONGEST_KEPT else _parse_header(text)
-    data = body[data_start:]
-    expected = bits_of(header.shape, 8 * _element_bytes(header.descr)) // 8
-    if len(data) != expected:
-        raise MalformedPayloadError(f"the shape asks for {expected} bytes of data, got {len(data)}")
-    dtype = _DTYPES.get(header.descr)
-    if dtype is None:
+    start, stop, encoding = _header_place(body)
+    text = bytes(body[start:stop])
+    array = _known_array(text, encoding) if len(text) <= _LONGEST_KEPT else _parse_array(text, encoding)
+    data = body[stop:]
+    if len(data) != array.nbytes:
+        raise MalformedPayloadError(f"the shape asks for {array.nbytes} bytes of data, got {len(data)}")
+    if array.dtype is None:
         raise UnsupportedDtypeError(
-            f"an npy array must be little-endian float32 or float16, '<f4' or '<f2', got {header.descr!r}"
+            f"an npy array must be little-endian float32 or float16, '<f4' or '<f2', got {array.descr!r}"
         )
-    # With fewer than two dimensions the orders are one.
-    return HostTensor(dtype, header.shape, data, header.fortran_order and len(header.shape) > 1)
+    return HostTensor(array.dtype, array.shape, data, array.fortran_order)
 
 
-def _read_header_text(body: memoryview) -> tuple[int, str]:
+def _header_place(body: memoryview) -> tuple[int, int, str]:
+    """Where the header's text begins and ends, and its encoding."""
     if body[: len(NPY_MAGIC)] != NPY_MAGIC or len(body) < _VERSION_END:
         raise MalformedPayloadError("npy must begin with its magic and a version")
-    version = (body[len(NPY_MAGIC)], body[len(NPY_MAGIC) + 1])
+    version = (body[_VERSION_END - 2], body[_VERSION_END - 1])
     if version not in _VERSIONS:
         raise MalformedPayloadError(f"the npy version must be 1.0, 2.0 or 3.0, got {version[0]}.{version[1]}")
     length_bytes, encoding = _VERSIONS[version]
@@ -97,16 +106,24 @@ def _read_header_text(body: memoryview) -> tuple[int, str]:
     room = min(_MAX_HEADER_BYTES, len(body) - start)
     if length > room:
         raise MalformedPayloadError(f"the header must be at most {room} bytes here, got {length}")
-    try:
-        return start + length, str(body[start : start + length], encoding)
-    except UnicodeDecodeError as error:
-        raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
+    return start, start + length, encoding
 
 
 @functools.lru_cache(maxsize=1024)
-def _known_header(text: str) -> _Header:
+def _known_array(text: bytes, encoding: str) -> _Array:
     """Clients send arrays of the same few shapes again and again."""
-    return _parse_header(text)
+    return _parse_array(text, encoding)
+
+
+def _parse_array(text: bytes, encoding: str) -> _Array:
+    try:
+        header = _parse_header(text.decode(encoding))
+    except UnicodeDecodeError as error:
+        raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
+    descr, fortran_order, shape = header
+    nbytes = bits_of(shape, 8 * _element_bytes(descr)) // 8
+    # With fewer than two dimensions the orders are one.
+    return _Array(_DTYPES.get(descr), descr, fortran_order and len(shape) > 1, shape, nbytes)
 
 
 def _parse_header(text: str) -> _Header:

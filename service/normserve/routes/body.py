@@ -3,15 +3,17 @@
 import asyncio
 from dataclasses import dataclass
 
-from starlette.requests import Request
+import numpy as np
 
 from normserve.errors import OverloadedError, TooLargeError
 from normserve.exchange import Exchange
 from normserve.limits import Limits, Permit
-from normserve.slabs import SlabPool
+from normserve.slabs import SlabPool, plain_memory
 
 # The first slab of a body whose length nobody announced.
 _FIRST_BYTES = 2**20
+# Shorter ones are packed into other memory in any case.
+_PACKED_BYTES = 256 * 1024
 # Memory for shorter ones is there in less time than another thread.
 _LONG_BYTES = 2**20
 
@@ -31,7 +33,7 @@ class BodyReader:
     pause_s: float
     total_s: float
 
-    async def read(self, request: Request) -> memoryview:
+    async def read(self, exchange: Exchange) -> memoryview:
         """Take a permit, and only then let the body come.
 
         Raises:
@@ -40,16 +42,17 @@ class BodyReader:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client went away.
         """
-        exchange: Exchange = request.state.exchange
         announced = exchange.reception.announced
         self.require_short(announced or 0)
         exchange.permit = permit = self.limits.acquire(announced or 0)
         room = _Room(self, permit, announced)
-        await room.prepare()
+        if self.slabs.source.is_slow:
+            await room.prepare()
         body = await exchange.reception.into(room.make, pause_s=self.pause_s, total_s=self.total_s)
         if announced is None:
             self.require_short(len(body))
             permit.grow(max(0, len(body) - permit.nbytes))
+            body = await room.settled(body)
         return body
 
     def require_short(self, nbytes: int) -> None:
@@ -77,7 +80,7 @@ class _Room:
             OverloadedError: there is none.
         """
         slabs = self.reader.slabs
-        if not slabs.source.is_slow or self.announced is None or self.announced < _LONG_BYTES:
+        if self.announced is None or self.announced < _LONG_BYTES:
             return
         self.slab = slabs.take_idle(self.announced)
         if self.slab is None:
@@ -88,14 +91,38 @@ class _Room:
         if self.slab is not None:
             slab, self.slab = self.slab, None
             return slab
-        if self.announced is None:
-            self.reader.require_short(nbytes)
-            nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
-            self.permit.grow(nbytes - self.permit.nbytes)
-        return self._take(nbytes)
+        if self.announced is not None:
+            return self._take(nbytes)
+        self.reader.require_short(nbytes)
+        nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
+        self.permit.grow(nbytes - self.permit.nbytes)
+        # Slow memory is made once the length is known; nobody can wait for it between two chunks.
+        return plain_memory(nbytes).data if self.reader.slabs.source.is_slow else self._take(nbytes)
+
+    async def settled(self, body: memoryview) -> memoryview:
+        """A body whose length nobody announced, in such memory as one that was announced.
+
+        Raises:
+            OverloadedError: there is none.
+        """
+        if not self.reader.slabs.source.is_slow or len(body) <= _PACKED_BYTES:
+            return body
+        self.announced = len(body)
+        await self.prepare()
+        slab = self.make(len(body))
+        if len(body) < _LONG_BYTES:
+            slab[: len(body)] = body
+        else:
+            await asyncio.to_thread(_copy, body, slab)
+        return slab[: len(body)]
 
     def _take(self, nbytes: int) -> memoryview:
         try:
             return self.reader.slabs.take(nbytes)
         except MemoryError:
             raise OverloadedError(f"there is no memory for a body of {nbytes} bytes now") from None
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # Unlike a memoryview's own, this copy leaves Python's lock to others.
+    np.frombuffer(target, np.uint8, len(source))[:] = np.frombuffer(source, np.uint8)

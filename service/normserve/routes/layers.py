@@ -89,7 +89,7 @@ class Layers:
     async def _read(self, request: Request) -> memoryview:
         headers = request.headers
         declared = declared_format(headers.get("content-type", ""), headers.get("content-encoding", ""))
-        body = await self.bodies.read(request)
+        body = await self.bodies.read(request.state.exchange)
         if (declared or sniffed_format(body)) != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}")
         return body

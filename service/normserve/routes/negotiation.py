@@ -1,7 +1,5 @@
 """Which of our two formats a request carries, and which one its answer should have."""
 
-import functools
-
 from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, sniff
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
 
@@ -35,12 +33,6 @@ def sniffed_format(body: memoryview) -> str:
     if media_type is None:
         raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, its first bytes show neither")
     return media_type
-
-
-@functools.lru_cache(maxsize=64)
-def accepted(header: bytes) -> "Accepted":
-    """What an Accept header says.  Clients send the same few again and again."""
-    return Accepted(header.decode("latin-1"))
 
 
 class Accepted:

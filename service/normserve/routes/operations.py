@@ -17,9 +17,8 @@ from normserve.jobs import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.layers import LayerRegistry
 from normserve.routes.body import BodyReader
 from normserve.routes.direct import DirectRoute
-from normserve.routes.negotiation import Accepted, accepted, declared_format, sniffed_format
+from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
 from normserve.routes.parameters import (
-    Parameter,
     describe,
     make_spec,
     operation_parameters,
@@ -29,6 +28,11 @@ from normserve.routes.responses import BuffersResponse
 from normserve.routes.tensors import describe_tensors
 from normserve.tensors import DType
 from normserve.validation import make_job
+
+# Besides the query, what a request's head asks for.
+_ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
+# Longer heads are read anew each time.
+_LONGEST_KEPT = 1024
 
 _TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
 
@@ -48,15 +52,14 @@ class Operations:
         for op in Op:
             for direction in Pass:
                 path = f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
-                parameters = operation_parameters(op, direction)
                 router.add_api_route(
                     path,
-                    _Handler(self, op, direction, parameters).handle,
+                    _Handler(self, op, direction).handle,
                     methods=["POST"],
                     name=f"{op.value} {direction.value}",
                     summary=f"{op.value}, {direction.value}",
                     description="Tensors in the body, everything else in the query.",
-                    openapi_extra=_description(parameters, describe_tensors(op, direction)),
+                    openapi_extra=_description(op, direction),
                 )
         return router
 
@@ -68,39 +71,31 @@ class _Handler:
     service: Operations
     op: Op
     direction: Pass
-    parameters: tuple[Parameter, ...]
 
     async def handle(self, request: Request) -> BuffersResponse:
         """Read what is asked, refuse what can be refused before the body, then receive, compute and answer."""
-        exchange: Exchange = request.state.exchange
+        exchange: Exchange = request.scope["state"]["exchange"]
         record = exchange.record
-        record.op, record.direction = self.op.value, self.direction.value
-        asked = self._read_head(request)
+        record.op, record.direction = self.op.label, self.direction.label
+        head = self._read_head(request.scope["query_string"], exchange.headers)
+        layer = None if head.layer is None else self.service.layers.get(head.layer)
         self.service.engine.require_ready()
-        body = await self.service.bodies.read(request)
+        body = await self.service.bodies.read(exchange)
         parsing = time.perf_counter()
         record.stages["recv"] = exchange.reception.seconds
         record.waiting_in = "parse"
-        job, answer_format = asked.with_body(body)
-        record.dtype = job.x.dtype.value
+        job, answer_format = head.with_body(body, layer)
+        record.dtype = job.x.dtype.label
         record.stages["parse"] = time.perf_counter() - parsing
         record.waiting_in = "queue"
-        result = await self._run(exchange, job, record.began + asked.timeout_ms / 1000)
+        timeout_ms = self.service.timeout_ms if head.timeout_ms is None else head.timeout_ms
+        result = await self._run(exchange, job, record.began + timeout_ms / 1000)
         return _answer(exchange, answer_format, result)
 
-    def _read_head(self, request: Request) -> "_Asked":
-        values, spec = _read_query(request.scope["query_string"], self.op, self.direction, self.parameters)
-        headers = request.state.exchange.headers
-        return _Asked(
-            spec=spec,
-            layer=self.service.layers.get(values["layer"]) if "layer" in values else None,
-            body_format=declared_format(
-                headers.get(b"content-type", b"").decode("latin-1"),
-                headers.get(b"content-encoding", b"").decode("latin-1"),
-            ),
-            accepted=accepted(headers.get(b"accept", b"")),
-            timeout_ms=values.get("timeout_ms", self.service.timeout_ms),
-        )
+    def _read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "_Head":
+        said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
+        is_kept = sum(map(len, said)) <= _LONGEST_KEPT
+        return (_known_head if is_kept else _head)(self.op, self.direction, *said)
 
     async def _run(self, exchange: Exchange, job: NormJob, deadline: float) -> NormResult:
         """Compute, unless the client leaves first."""
@@ -112,37 +107,47 @@ class _Handler:
             exchange.sending.on_departure = None
 
 
-@functools.lru_cache(maxsize=1024)
-def _read_query(
-    raw: bytes, op: Op, direction: Pass, parameters: tuple[Parameter, ...]
-) -> tuple[Mapping[str, Any], NormSpec]:
-    """What a query says and asks for.  Clients send the same few again and again."""
-    values = parse_query(raw, parameters)
-    return values, make_spec(op, direction, values)
-
-
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Head:
     """What a request's head says, checked as far as it can be without the body.
 
     Attributes:
+        layer: its name.
         body_format: None where the body's first bytes decide.
+        timeout_ms: None where the server's holds.
     """
 
     spec: NormSpec
-    layer: Layer | None
+    layer: str | None
     body_format: str | None
     accepted: Accepted
-    timeout_ms: float
+    timeout_ms: float | None
 
-    def with_body(self, body: memoryview) -> tuple[NormJob, str]:
+    def with_body(self, body: memoryview, layer: Layer | None) -> tuple[NormJob, str]:
         """The job, and the format of its answer."""
         body_format = self.body_format or sniffed_format(body)
         answer_format = self.accepted.choose(body_format)
         tensors = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
-        job = make_job(self.spec, tensors, self.layer)
+        job = make_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
         _require_expressible(answer_format, job)
         return job, answer_format
+
+
+def _head(
+    op: Op, direction: Pass, query: bytes, content_type: bytes, content_encoding: bytes, accept: bytes
+) -> _Head:
+    values = parse_query(query, operation_parameters(op, direction))
+    return _Head(
+        spec=make_spec(op, direction, values),
+        layer=values.get("layer"),
+        body_format=declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
+        accepted=Accepted(accept.decode("latin-1")),
+        timeout_ms=values.get("timeout_ms"),
+    )
+
+
+# Clients send the same few again and again.
+_known_head = functools.lru_cache(maxsize=1024)(_head)
 
 
 def _require_expressible(answer_format: str, job: NormJob) -> None:
@@ -180,11 +185,11 @@ def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> Buffe
     return response
 
 
-def _description(parameters: tuple[Parameter, ...], tensors: str) -> dict[str, Any]:
+def _description(op: Op, direction: Pass) -> dict[str, Any]:
     binary = {"schema": {"type": "string", "format": "binary"}}
     content = {SAFETENSORS: binary, NPY: binary}
     return {
-        "parameters": describe(parameters),
-        "requestBody": {"required": True, "description": tensors, "content": content},
+        "parameters": describe(operation_parameters(op, direction)),
+        "requestBody": {"required": True, "description": describe_tensors(op, direction), "content": content},
         "responses": {"200": {"description": "The result.", "content": content}},
     }

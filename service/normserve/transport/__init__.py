@@ -10,6 +10,16 @@ from normserve.transport.connection import Connection, listen
 from normserve.transport.http import Manners
 from normserve.transport.patience import Patience
 from normserve.transport.reception import Reception
-from normserve.transport.sending import Departure
+from normserve.transport.sending import Buffers, Departure, Headers
 
-__all__ = ["Connection", "Departure", "Manners", "Patience", "PlainAsgi", "Reception", "listen"]
+__all__ = [
+    "Buffers",
+    "Connection",
+    "Departure",
+    "Headers",
+    "Manners",
+    "Patience",
+    "PlainAsgi",
+    "Reception",
+    "listen",
+]

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.errors import ClientLeftError
 from normserve.transport.reception import Reception, announced_bytes
-from normserve.transport.sending import Departure
+from normserve.transport.sending import Buffers, Departure, Headers
 
 
 class PlainAsgi:
@@ -84,6 +84,12 @@ class PlainSending(Departure):
     def __init__(self, send: Send) -> None:
         super().__init__()
         self._send = send
+
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        for buffer in buffers:
+            await self.send({"type": "http.response.body", "body": buffer, "more_body": True})
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send(self, message: Message) -> None:
         """Hand a message on, its body as the bytes that ASGI promises: a server may pickle it."""

@@ -4,11 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from normserve.transport.http import HttpProtocol, Manners
+from normserve.transport.http import HEAD_BYTES, HttpProtocol, Manners
 
-# While a header is read: enough for it and a small body, and little enough that of a large body, whose first bytes
-# come along and must be copied, most goes straight to its place.
-_HEAD_BYTES = 16 * 1024
 # Of a chunked or an unwanted body.
 _PIECE_BYTES = 256 * 1024
 
@@ -35,7 +32,7 @@ class Connection(asyncio.BufferedProtocol):
         elif http.unparsed:
             self._lent = self._scratch[: http.unparsed]
         else:
-            self._lent = self._scratch[:_HEAD_BYTES] if http.expects_header else self._scratch
+            self._lent = self._scratch[:HEAD_BYTES] if http.expects_header else self._scratch
         return self._lent
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -21,6 +21,9 @@ from normserve.transport.patience import HeaderWatch, Patience, SendWatch
 from normserve.transport.reception import Reception, announced_bytes
 from normserve.transport.sending import Sending, unread_bytes
 
+# Read at once while a header is expected: enough for it and a small body, and little enough that of a large body,
+# whose first bytes come along and must be copied, most goes straight to its place.
+HEAD_BYTES = 16 * 1024
 _MAX_HEADER_BYTES = 64 * 1024
 _UNIX_BUFFER_BYTES = 4 * 2**20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -107,12 +110,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._left_unread = unread_bytes(self.transport) > 0
 
     def data_received(self, data: bytes | memoryview) -> None:
+        had_begun = self._header_began
         if self._reading_header:
             self._header_bytes += len(data)
-        elif not self._unanswered:
-            # Be it only empty lines: they end the wait for a next request, and begin that for its header.
-            self._header_watch.start()
         super().data_received(data)  # type: ignore[arg-type]
+        # Most headers come whole, and need no watch.  Empty lines do: they end the wait for a next request, and
+        # begin that for its header.
+        if (self._header_began and not had_begun) or not self._unanswered:
+            self._header_watch.start()
         if self._reading_header and self._header_bytes > _MAX_HEADER_BYTES:
             self._refuse_long_header()
 
@@ -130,20 +135,23 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._reading_header = self._header_began = True
-        self._header_watch.start()
 
     def on_headers_complete(self) -> None:
         self._reading_header = self._header_began = False
-        self._header_bytes = 0
+        came, self._header_bytes = self._header_bytes, 0
         self._header_watch.stop()
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False
-        if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > _MAX_HEADER_BYTES:
+        # Of another request's read it may have more than came since.
+        if came > _MAX_HEADER_BYTES // 2 and self._header_length() > _MAX_HEADER_BYTES:
             self._refuse_long_header()
             return
         super().on_headers_complete()
         # uvicorn has made a task of the application by now, which has not run yet.
         self._attend(self.cycle)
+
+    def _header_length(self) -> int:
+        return sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
 
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
@@ -182,10 +190,13 @@ class HttpProtocol(HttpToolsProtocol):
     def _attend(self, cycle: RequestResponseCycle) -> None:
         """Follow a request's body and response."""
         reception = Reception(announced_bytes(self.headers), functools.partial(self._begin_body, cycle))
-        sending = Sending(self.transport, self.loop)
+        sending = Sending(self.transport, self.loop, cycle)
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._end_response, sending)
         cycle.scope["state"].update(reception=reception, sending=sending)
+        if (reception.announced or 0) > HEAD_BYTES:
+            # The rest of the body is not read before there is a place for it.
+            self.flow.pause_reading()
         self._reception, self._sending = reception, sending
         self._unanswered[sending] = cycle, reception
 

@@ -114,28 +114,65 @@ class Reception:
         self.received = end
 
     async def _completion(self, pause_s: float, total_s: float) -> None:
-        self._arrival = asyncio.get_running_loop().create_future()
-        give_up = time.perf_counter() + total_s
-        while True:
-            before = self.received
-            left = give_up - time.perf_counter()
-            done, _ = await asyncio.wait((self._arrival,), timeout=max(0.0, min(pause_s, left)))
-            if done:
-                self._arrival.result()
-                return
-            if time.perf_counter() >= give_up:
-                raise RequestTimeoutError(f"the body had not come after {total_s:g} s")
-            if self.received == before:
-                # After a stall of the server's own, its timers come due before it has read what is waiting.
-                await asyncio.wait((self._arrival,), timeout=_SECOND_LOOK_S)
-            if self.received == before and not self._arrival.done():
-                raise RequestTimeoutError(f"no more of the body came for {pause_s:g} s")
+        loop = asyncio.get_running_loop()
+        self._arrival = loop.create_future()
+        watch = _Watch(self, self._arrival, loop, pause_s, total_s)
+        try:
+            await self._arrival
+        finally:
+            watch.stop()
 
     def _let_go(self) -> None:
         """The slab must not live as long as the connection."""
         self.is_filling = False
         self._memory = memoryview(b"")
         self._make_room = self._arrival = None
+
+
+class _Watch:
+    """Ends the wait for a body whose client is too slow."""
+
+    def __init__(
+        self,
+        reception: Reception,
+        arrival: asyncio.Future[None],
+        loop: asyncio.AbstractEventLoop,
+        pause_s: float,
+        total_s: float,
+    ) -> None:
+        self._reception = reception
+        self._arrival = arrival
+        self._loop = loop
+        self._pause_s, self._total_s = pause_s, total_s
+        self._give_up = time.perf_counter() + total_s
+        self._arm()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        left = self._give_up - time.perf_counter()
+        wait_s = max(0.0, min(self._pause_s, left))
+        self._timer = self._loop.call_later(wait_s, self._look, self._reception.received)
+
+    def _look(self, before: int) -> None:
+        if time.perf_counter() >= self._give_up:
+            self._end(f"the body had not come after {self._total_s:g} s")
+        elif self._reception.received == before:
+            # After a stall of the server's own, its timers come due before it has read what is waiting.
+            self._timer = self._loop.call_later(_SECOND_LOOK_S, self._look_again, before)
+        else:
+            self._arm()
+
+    def _look_again(self, before: int) -> None:
+        if self._reception.received == before:
+            self._end(f"no more of the body came for {self._pause_s:g} s")
+        else:
+            self._arm()
+
+    def _end(self, why: str) -> None:
+        if not self._arrival.done():
+            self._arrival.set_exception(RequestTimeoutError(why))
 
 
 def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

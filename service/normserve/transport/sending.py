@@ -5,13 +5,21 @@ import fcntl
 import struct
 import termios
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+Headers = Sequence[tuple[bytes, bytes]]
+Buffers = Sequence[bytes | memoryview]
 
 # Up to here one write with a copy is cheaper than a gathering one.
 _JOIN_BYTES = 16 * 1024
+# Of a write: to a client that reads as fast the kernel takes 16 MiB in one call of 5 ms, and everybody waits.
+_PORTION_BYTES = 2 * 2**20
 
 
-class Departure:
+class Departure(ABC):
     """A response on its way, as the routes see it.
 
     Attributes:
@@ -25,6 +33,15 @@ class Departure:
         self.on_departure: Callable[[], None] | None = None
         self.is_delivered: bool | None = None
 
+    @abstractmethod
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """Send a response at once; over when the last byte was taken.
+
+        Args:
+            headers: all of them, but those that every response carries; content-length is `nbytes`.
+            buffers: the body in pieces, which are not joined where copying them would cost more.
+        """
+
     @property
     def seconds(self) -> float:
         """From the first byte of the response to the moment when the last one was taken."""
@@ -37,14 +54,53 @@ class Sending(Departure):
     The kernel takes the bytes.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, cycle: RequestResponseCycle
+    ) -> None:
         super().__init__()
         self._transport = transport
         self._loop = loop
+        self._cycle: RequestResponseCycle | None = cycle
         self._was_closing = False
         self._is_closed = False
         self._held: list[bytes | memoryview] = []
         self._held_bytes = 0
+
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """What uvicorn's cycle does for a response that comes in messages, in one step."""
+        cycle = self._cycle
+        if cycle is None or not await self._can_write(cycle):
+            return
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        head = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        if not cycle.keep_alive:
+            head.append(b"connection: close\r\n")
+        whole = [STATUS_LINE[status], *head, b"\r\n"]
+        self._began = time.perf_counter()
+        if nbytes <= _JOIN_BYTES:
+            self._transport.write(b"".join([*whole, *buffers]))
+        else:
+            for number, portion in enumerate(_portions([b"".join(whole), *buffers])):
+                # Others have their turn between, though the kernel took all of it.  None after the last: the client
+                # may read it and leave before this goes on.
+                if number:
+                    await asyncio.sleep(0)
+                    if cycle.disconnected:
+                        return
+                self._transport.writelines(portion)
+                if not await self._can_write(cycle):
+                    return
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.close()
+        cycle.on_response()
+
+    async def _can_write(self, cycle: RequestResponseCycle) -> bool:
+        """Whether the client is there, once the kernel has taken what was written before."""
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        return not cycle.disconnected
 
     def write(self, data: bytes | memoryview) -> None:
         """Send, or hold for what follows; nothing is held longer than the running step of the loop."""
@@ -77,9 +133,11 @@ class Sending(Departure):
             was_closing = self._was_closing if self._is_closed else self._transport.is_closing()
             self.is_delivered = not was_closing
             self._ended = time.perf_counter()
+        self._cycle = None
 
     def depart(self) -> None:
         """The client has gone."""
+        self._cycle = None
         self._held, self._held_bytes = [], 0
         if self.is_delivered is None:
             self.is_delivered = False
@@ -94,6 +152,21 @@ class Sending(Departure):
         self.flush()
         self._was_closing, self._is_closed = self._transport.is_closing(), True
         self._transport.close()
+
+
+def _portions(buffers: Buffers) -> Iterator[list[bytes | memoryview]]:
+    """The buffers in order, so many bytes of them at a time."""
+    portion: list[bytes | memoryview] = []
+    room = _PORTION_BYTES
+    for buffer in buffers:
+        start = 0
+        while len(buffer) - start > room:
+            yield [*portion, buffer[start : start + room]]
+            start += room
+            portion, room = [], _PORTION_BYTES
+        portion.append(buffer[start:] if start else buffer)
+        room -= len(buffer) - start
+    yield portion
 
 
 def unread_bytes(transport: asyncio.Transport) -> int:

@@ -38,9 +38,45 @@ def loop():
     loop.close()
 
 
+class Flow:
+    """Whether the kernel has everything, as uvicorn's flow control tells."""
+
+    def __init__(self) -> None:
+        self.taken = asyncio.Event()
+        self.taken.set()
+
+    @property
+    def write_paused(self) -> bool:
+        return not self.taken.is_set()
+
+    async def drain(self) -> None:
+        await self.taken.wait()
+
+
+class Cycle:
+    """As much of uvicorn's cycle as a response touches."""
+
+    default_headers = ((b"date", b"today"),)
+
+    def __init__(self) -> None:
+        self.flow, self.message_event = Flow(), asyncio.Event()
+        self.keep_alive = True
+        self.disconnected = self.response_started = self.response_complete = False
+        self.waiting_for_100_continue = True
+        self.ends = 0
+
+    def on_response(self) -> None:
+        self.ends += 1
+
+
 @pytest.fixture
-def sending(wire, loop) -> Sending:
-    return Sending(wire, loop)
+def cycle() -> Cycle:
+    return Cycle()
+
+
+@pytest.fixture
+def sending(wire, loop, cycle) -> Sending:
+    return Sending(wire, loop, cycle)
 
 
 def test_header_and_large_body_leave_together_as_they_are(wire, sending):
@@ -99,3 +135,67 @@ def test_departure_is_told_once_and_before_the_end_only(sending):
     sending.depart()
     assert len(told) == 1
     assert sending.is_delivered is False
+
+
+HEADERS = [(b"content-type", b"application/x-npy"), (b"content-length", b"4")]
+HEAD = b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-type: application/x-npy\r\ncontent-length: 4\r\n"
+
+
+class TestWholeResponses:
+    def test_small_one_is_one_write(self, wire, sending, cycle, loop):
+        loop.run_until_complete(sending.respond(200, HEADERS, [b"bo", memoryview(b"dy")], 4))
+        assert wire.writes == [HEAD + b"\r\nbody"]
+        assert (cycle.response_started, cycle.response_complete, cycle.ends) == (True, True, 1)
+        assert cycle.message_event.is_set()
+        assert not cycle.waiting_for_100_continue
+        assert not wire.closing
+
+    def test_large_one_is_one_write_of_the_buffers_as_they_are(self, wire, sending, loop):
+        body = memoryview(bytearray(2**20))
+        loop.run_until_complete(sending.respond(200, HEADERS, [b"head", body], 2**20 + 4))
+        assert wire.writes[0][:2] == [HEAD + b"\r\n", b"head"]
+        assert wire.writes[0][2] is body
+
+    def test_very_large_one_lets_others_have_a_turn(self, wire, sending, loop):
+        body = memoryview(bytearray(range(256)) * (5 * 2**12))
+        turns = []
+
+        async def respond():
+            responding = asyncio.create_task(sending.respond(200, HEADERS, [b"head", body], len(body) + 4))
+            while not responding.done():
+                await asyncio.sleep(0)
+                turns.append(len(wire.writes))
+
+        loop.run_until_complete(respond())
+        assert b"".join(piece for write in wire.writes for piece in write) == HEAD + b"\r\nhead" + body
+        assert 1 in turns
+        assert 2 in turns
+        assert max(sum(map(len, write)) for write in wire.writes) <= 2 * 2**20
+
+    def test_large_one_is_complete_when_the_kernel_has_it(self, wire, sending, cycle, loop):
+        async def respond():
+            wire.writelines = lambda buffers: cycle.flow.taken.clear()
+            responding = asyncio.create_task(sending.respond(200, HEADERS, [bytes(2**20)], 2**20))
+            await asyncio.sleep(0)
+            assert cycle.response_started
+            assert not cycle.response_complete
+            cycle.flow.taken.set()
+            await responding
+            assert cycle.response_complete
+
+        loop.run_until_complete(respond())
+
+    def test_last_of_a_connection_says_so_and_closes(self, wire, sending, cycle, loop):
+        cycle.keep_alive = False
+        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        sending.finish()
+        assert wire.writes == [HEAD + b"connection: close\r\n\r\nbody"]
+        assert wire.closing
+        assert sending.is_delivered
+
+    def test_nothing_is_sent_to_a_client_that_has_left(self, wire, sending, cycle, loop):
+        cycle.disconnected = True
+        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        sending.depart()
+        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        assert (wire.writes, cycle.ends) == ([], 0)
