@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from fusednorm import operators
+from fusednorm import group_norm_repeat, operators
 from fusednorm.checks import FLOAT8
 from fusednorm.errors import KernelInputError
 from fusednorm.layer_norm_repeat import forward_again
+from fusednorm.results import Forward
 
 
 class Added(NamedTuple):
@@ -146,9 +147,13 @@ def _apply(
 ) -> tuple[Tensor, Any]:
     observed = _is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
-    if not (observed or differentiated or dropout or seed or op == "group_norm"):
-        options = eps, weight_offset, activation, None, False, op == "rms_norm"
-        again = forward_again(x, weight, bias, residual, options)
+    if not (observed or differentiated or dropout or seed):
+        if op == "group_norm":
+            inputs = x, weight, bias, residual, scale, shift
+            again = group_norm_repeat.again(Forward, inputs, (num_groups, eps, activation, None, False))
+        else:
+            options = eps, weight_offset, activation, None, False, op == "rms_norm"
+            again = forward_again(x, weight, bias, residual, options)
         if again is not None:
             return again.y, again.residual_out
     if x.dtype == FLOAT8:
@@ -182,11 +187,15 @@ class _Norm(torch.autograd.Function):
         op: str,
         settings: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        _, eps, weight_offset, activation, dropout, seed = settings
+        num_groups, eps, weight_offset, activation, dropout, seed = settings
         result = None
-        if not (dropout or seed or op == "group_norm"):
-            options = eps, weight_offset, activation, None, True, op == "rms_norm"
-            result = forward_again(x, weight, bias, residual, options)
+        if not (dropout or seed):
+            if op == "group_norm":
+                inputs = x, weight, bias, residual, scale, shift
+                result = group_norm_repeat.again(Forward, inputs, (num_groups, eps, activation, None, True))
+            else:
+                options = eps, weight_offset, activation, None, True, op == "rms_norm"
+                result = forward_again(x, weight, bias, residual, options)
         if result is None:
             result = operators.run_forward(op, x, weight, bias, residual, scale, shift, *settings, stats=True)
         ctx.op, ctx.settings = op, settings

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from fusednorm._group_norm_gradients import derivative_gain
 from fusednorm.checks import Epilogue
 from fusednorm.device import since_hopper
 from fusednorm.group_norm_checks import lies_otherwise
-from fusednorm.group_norm_forward_call import empty_statistics, epilogue_options, sample_stride
+from fusednorm.group_norm_forward_call import empty_statistics, epilogue_options, pair, sample_stride
 from fusednorm.group_norm_forward_plan import plan_statistics
 from fusednorm.group_norm_launch import Sample, vector_width
 from fusednorm.launch import Launch
@@ -77,16 +76,15 @@ class BackwardCall:
         """What makes z of x_hat: weight, bias, scale, shift."""
         return self.weight, self.bias, self.scale, self.shift
 
-    def parts(self, splits: int) -> Tensor:
-        """Room for the sums of dz and of dz * x_hat, float32 [2, N * splits, C]."""
-        return self.x.new_empty((2, self.n * splits, self.sample.c), dtype=torch.float32)
+    def parts(self, splits: int) -> tuple[Tensor, Tensor]:
+        """Room for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
+        return pair(self.x, self.n * splits, self.sample.c)
 
     def wanted_parts(self, splits: int) -> tuple[Tensor | None, Tensor | None]:
         """`parts`, or twice None where nothing will be folded from them."""
         if not self.affine:
             return None, None
-        parts = self.parts(splits)
-        return parts[0], parts[1]
+        return self.parts(splits)
 
     def with_statistics(self) -> tuple["BackwardCall", list[Launch]]:
         """The call with mean and rstd, and what fills them first where they did not come."""

@@ -1,6 +1,5 @@
 """Launches that fold partial sums to the gradients of GroupNorm's parameters."""
 
-import torch
 from torch import Tensor
 
 from fusednorm._group_norm_backward_fold_kernels import (
@@ -9,6 +8,7 @@ from fusednorm._group_norm_backward_fold_kernels import (
     group_norm_fold_sums_kernel,
 )
 from fusednorm.group_norm_backward_call import BackwardCall
+from fusednorm.group_norm_forward_call import pair
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, dependent
 
@@ -22,13 +22,15 @@ FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
 """Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
 
 
-def fold_groups(call: BackwardCall, parts: Tensor, sum_g: Tensor, sum_g_xhat: Tensor, splits: int) -> Launch:
-    """The two sums of each group, [N, groups], from those of channels, [2, N, splits, C]."""
+def fold_groups(
+    call: BackwardCall, parts: tuple[Tensor, Tensor], sum_g: Tensor, sum_g_xhat: Tensor, splits: int
+) -> Launch:
+    """The two sums of each group, [N, groups], from both of channels, [N, splits, C]."""
     sample = call.sample
     block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.channels))
     block_splits = min(SUMS_ELEMENTS // block_columns, next_power_of_2(splits))
     arguments = (
-        parts[0], parts[1], call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits,
+        *parts, call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits,
         call.scale_stride,
     )  # fmt: skip
     options = {
@@ -61,27 +63,27 @@ def fold_parameters(
     launches: list[Launch] = []
     affine = out.dbias is not None or out.dweight is not None
     if call.scale is not None or call.shift is not None:
-        sums = dz.new_empty((2, call.n, c)) if affine else (None, None)
+        sums = pair(call.x, call.n, c) if affine else (None, None)
         of_samples = (
-            dz, dz_xhat, call.weight, call.bias, call.scale, out.dscale, out.dshift, sums[0], sums[1], splits, c,
+            dz, dz_xhat, call.weight, call.bias, call.scale, out.dscale, out.dshift, *sums, splits, c,
             call.scale_stride,
         )  # fmt: skip
         launches.append(
             Launch(group_norm_fold_samples_kernel, (blocks, call.n), of_samples, options | {"BESIDE": beside})
         )
-        dz, dz_xhat, rows = sums[0], sums[1], call.n
+        (dz, dz_xhat), rows = sums, call.n
     if not affine:
         return launches
     if rows > FOLD_TWICE_ABOVE:
         runs = FOLD_RUNS
-        fewer = call.x.new_empty((2, runs, c), dtype=torch.float32)
-        of_runs = (dz, dz_xhat, fewer[0], fewer[1], rows, c, cdiv(rows, runs))
+        fewer = pair(call.x, runs, c)
+        of_runs = (dz, dz_xhat, *fewer, rows, c, cdiv(rows, runs))
         launches.append(
             Launch(
                 group_norm_fold_rows_kernel, (blocks, runs), of_runs, options | {"BESIDE": beside and not launches}
             )
         )
-        dz, dz_xhat, rows = fewer[0], fewer[1], runs
+        (dz, dz_xhat), rows = fewer, runs
     of_all = (dz, dz_xhat, out.dbias, out.dweight, rows, c, rows)
     last = options | {"BESIDE": beside and not launches}
     return [*launches, Launch(group_norm_fold_rows_kernel, (blocks, 1), of_all, last)]

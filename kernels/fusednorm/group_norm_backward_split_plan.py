@@ -84,7 +84,7 @@ def _sums_and_apply(
     sum_g, sum_g_xhat = empty_statistics(call.x, sample)
     sums_kernel, apply_kernel = kernels
     sums_arguments = (
-        *call.inputs, call.affine_parameters, call.mean, call.rstd, parts[0], parts[1], *walk
+        *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, *walk
     )  # fmt: skip
     apply_arguments = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
@@ -105,5 +105,5 @@ def _sums_and_apply(
         Launch(sums_kernel, grid, sums_arguments, sums_options),
         fold_groups(call, parts, sum_g, sum_g_xhat, splits),
         Launch(apply_kernel, grid, apply_arguments, apply_options),
-        *fold_parameters(call, (parts[0], parts[1]), splits),
+        *fold_parameters(call, parts, splits),
     ]

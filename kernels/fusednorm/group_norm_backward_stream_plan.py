@@ -25,7 +25,7 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     programs = cdiv(sample.hw, piece * config.apply_pieces)
     epilogue = (call.scale_stride, *dropout_arguments(call.epilogue))
     sums = (
-        *call.inputs, call.affine_parameters, call.mean, call.rstd, parts[0], parts[1], sample.hw, walk.units,
+        *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, sample.hw, walk.units,
         sample.groups, sample.channels, walk.splits, *epilogue,
     )  # fmt: skip
     apply = (
@@ -58,5 +58,5 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
         Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * walk.splits,), sums, sums_options),
         fold_groups(call, parts, sum_g, sum_g_xhat, walk.splits),
         Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
-        *fold_parameters(call, (parts[0], parts[1]), walk.splits, beside=True),
+        *fold_parameters(call, parts, walk.splits, beside=True),
     ]

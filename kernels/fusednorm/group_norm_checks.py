@@ -30,8 +30,9 @@ def lies_otherwise(tensor: Tensor | None, channels_last: bool) -> bool:
 
 def in_layout(tensor: Tensor, channels_last: bool) -> bool:
     """Whether [N, C, *spatial] lies in memory as that layout has it; a tensor may be of both."""
-    order = (0, *range(2, tensor.dim()), 1) if channels_last else tuple(range(tensor.dim()))
-    return tensor.permute(order).is_contiguous()
+    if channels_last:
+        tensor = tensor.permute(0, *range(2, tensor.dim()), 1)
+    return tensor.is_contiguous()
 
 
 def check_groups(x: Tensor, num_groups: int) -> None:

@@ -17,6 +17,12 @@ def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
+def pair(x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    """Room for two float32 tensors of that shape on x's device, one behind the other."""
+    first, second = x.new_empty((2, *shape), dtype=torch.float32).unbind()
+    return first, second
+
+
 def epilogue_options(epilogue: Epilogue) -> dict[str, object]:
     """The constexprs that say what follows the affine step."""
     return {

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from fusednorm import group_norm_forward_configs as configs
@@ -22,7 +21,7 @@ from fusednorm._group_norm_nhwc_kernels import (
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.group_norm_checks import lies_otherwise
-from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options
+from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options, pair
 from fusednorm.group_norm_forward_held_plan import (
     block_launch,
     fitted,
@@ -99,8 +98,9 @@ def plan_statistics(
     if isinstance(config, configs.ForwardColumns):
         return _column_statistics(x, sample, eps, residual, mean, rstd, config)
     vec = launch.vector_width(x.element_size(), sample.group_length)
-    parts, partial = _group_parts(x, sample, residual, config)
-    return [partial, _fold_moments(parts, mean, rstd, eps, 1, config.split_units * vec, sample.group_length)]
+    parts, splits, partial = _group_parts(x, sample, residual, config)
+    fold = _fold_moments(parts, splits, mean, rstd, eps, 1, config.split_units * vec, sample.group_length)
+    return [partial, fold]
 
 
 def fold_tile(splits: int, columns: int) -> dict[str, int]:
@@ -134,11 +134,10 @@ def _sweep(call: ForwardCall, config: configs.ForwardSweep) -> list[Launch]:
 
 
 def _split(call: ForwardCall, config: configs.ForwardSplit) -> list[Launch]:
-    parts, partial = _group_parts(call.x, call.sample, call.residual, config)
-    splits = parts.shape[2]
+    parts, splits, partial = _group_parts(call.x, call.sample, call.residual, config)
     programs = cdiv(call.group_units, config.program_units)
     arguments = (
-        *call.tensors, parts[0], parts[1], *call.statistics, call.group_units, *call.channel_walk,
+        *call.tensors, *parts, *call.statistics, call.group_units, *call.channel_walk,
         splits, config.split_units, programs, config.program_units,
         call.eps, *dropout_arguments(call.epilogue),
     )  # fmt: skip
@@ -155,14 +154,14 @@ def _split(call: ForwardCall, config: configs.ForwardSplit) -> list[Launch]:
 
 def _group_parts(
     x: Tensor, sample: Sample, residual: Tensor | None, config: configs.ForwardSplit
-) -> tuple[Tensor, Launch]:
-    """Moments of parts of contiguous groups, [2, N, splits, groups], and what computes them."""
+) -> tuple[tuple[Tensor, Tensor], int, Launch]:
+    """Moments of parts of contiguous groups, [N, splits, groups] each, their splits, and what computes them."""
     vec = launch.vector_width(x.element_size(), sample.group_length)
     group_units = sample.group_length // vec
     splits = cdiv(group_units, config.split_units)
-    parts = x.new_empty((2, x.shape[0], splits, sample.groups), dtype=torch.float32)
+    parts = pair(x, x.shape[0], splits, sample.groups)
     arguments = (
-        x, residual, parts[0], parts[1], group_units, sample.groups, sample.channels, splits, config.split_units
+        x, residual, *parts, group_units, sample.groups, sample.channels, splits, config.split_units
     )  # fmt: skip
     options = {
         "VEC": vec,
@@ -174,7 +173,7 @@ def _group_parts(
         "num_warps": config.num_warps,
     }
     grid = (x.shape[0] * sample.groups * splits,)
-    return parts, Launch(group_norm_nchw_stats_kernel, grid, arguments, options)
+    return parts, splits, Launch(group_norm_nchw_stats_kernel, grid, arguments, options)
 
 
 def _columns(call: ForwardCall, config: configs.ForwardColumns) -> list[Launch]:
@@ -226,9 +225,9 @@ def _column_statistics(
     splits = cdiv(sample.hw, config.split_rows)
     blocks = cdiv(sample.c, config.width)
     tile = _column_tile(sample, x.element_size(), config)
-    parts = x.new_empty((2, x.shape[0], splits, sample.c), dtype=torch.float32)
+    parts = pair(x, x.shape[0], splits, sample.c)
     arguments = (
-        x, residual, parts[0], parts[1], sample.hw, sample.c // tile["VEC"], splits, config.split_rows, blocks
+        x, residual, *parts, sample.hw, sample.c // tile["VEC"], splits, config.split_rows, blocks
     )  # fmt: skip
     options = {
         "ROWS": config.rows,
@@ -241,12 +240,13 @@ def _column_statistics(
     grid = (x.shape[0] * splits * blocks,)
     return [
         Launch(group_norm_nhwc_stats_kernel, grid, arguments, options),
-        _fold_moments(parts, mean, rstd, eps, sample.channels, config.split_rows, sample.hw),
+        _fold_moments(parts, splits, mean, rstd, eps, sample.channels, config.split_rows, sample.hw),
     ]
 
 
 def _fold_moments(
-    parts: Tensor,
+    parts: tuple[Tensor, Tensor],
+    splits: int,
     mean: Tensor,
     rstd: Tensor,
     eps: float,
@@ -254,13 +254,12 @@ def _fold_moments(
     split_length: int,
     column_length: int,
 ) -> Launch:
-    splits = parts.shape[2]
     arguments = (
-        parts[0], parts[1], mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
+        *parts, mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
     options = {
         **fold_tile(splits, group_columns),
-        **dependent(since_hopper(parts.device)),
+        **dependent(since_hopper(mean.device)),
         "FAST": not INTERPRETED,
     }
     return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, options)

@@ -1,6 +1,5 @@
 """Launches of the forward pass of GroupNorm that reads contiguous groups twice, in pieces."""
 
-import torch
 from torch import Tensor
 
 from fusednorm import group_norm_forward_configs as configs
@@ -10,7 +9,7 @@ from fusednorm._group_norm_nchw_split_kernels import (
     group_norm_nchw_split_moments_kernel,
 )
 from fusednorm.device import INTERPRETED
-from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options
+from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epilogue_options, pair
 from fusednorm.group_norm_forward_held_plan import parameters_mode, piece_walk
 from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
 from fusednorm.integers import cdiv, next_power_of_2
@@ -28,7 +27,7 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
     block = 32 * config.num_warps * 16 // size
     piece = config.chunks * block
     splits = cdiv(sample.group_length, piece)
-    parts = call.x.new_empty((2, call.n, splits, sample.groups), dtype=torch.float32)
+    parts = pair(call.x, call.n, splits, sample.groups)
     grid = (call.n * sample.groups * splits,)
     options = {
         "VEC": call.group_vec,
@@ -39,7 +38,7 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
         "num_warps": config.num_warps,
         "maxnreg": registers_for(config),
     }
-    moments = (call.x, call.residual, parts[0], parts[1], call.group_units, sample.groups, splits)
+    moments = (call.x, call.residual, *parts, call.group_units, sample.groups, splits)
     apply = (
         *call.tensors, mean, rstd, call.group_units, *piece_walk(call), splits, *dropout_arguments(call.epilogue)
     )  # fmt: skip
@@ -53,14 +52,16 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
     }
     return [
         Launch(group_norm_nchw_split_moments_kernel, grid, moments, moments_options),
-        _fold(call, parts, mean, rstd, piece, sample.group_length),
+        _fold(call, parts, mean, rstd, splits, piece),
         Launch(group_norm_nchw_split_apply_kernel, grid, apply, apply_options),
     ]
 
 
-def _fold(call: ForwardCall, parts: Tensor, mean: Tensor, rstd: Tensor, split_length: int, length: int) -> Launch:
-    splits, groups = parts.shape[2], call.sample.groups
-    arguments = (parts[0], parts[1], mean, rstd, groups, 1, splits, split_length, length, call.eps)
+def _fold(
+    call: ForwardCall, parts: tuple[Tensor, Tensor], mean: Tensor, rstd: Tensor, splits: int, split_length: int
+) -> Launch:
+    sample = call.sample
+    arguments = (*parts, mean, rstd, sample.groups, 1, splits, split_length, sample.group_length, call.eps)
     options = {
         "BLOCK_SPLITS": min(FOLD_BLOCK, next_power_of_2(splits)),
         "BLOCK_COLUMNS": 1,

@@ -8,7 +8,7 @@ from fusednorm._group_norm_nhwc_stream_kernels import (
     group_norm_nhwc_stream_moments_kernel,
 )
 from fusednorm.device import INTERPRETED
-from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options
+from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options, pair
 from fusednorm.group_norm_forward_configs import ForwardStream
 from fusednorm.group_norm_launch import filling, stream_walk
 from fusednorm.integers import cdiv, next_power_of_2
@@ -23,14 +23,14 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
     sample, x, out = call.sample, call.x, call.out
     splits = filling(config.splits, call.n, config.num_warps, call.x.device)
     walk = stream_walk(sample, x.element_size(), config.num_warps, config.chunks, splits)
-    parts = call.x.new_empty((2, call.n, walk.splits, sample.groups), dtype=torch.float32)
-    coefficients = call.x.new_empty((3, call.n, sample.c), dtype=torch.float32)
+    parts = pair(x, call.n, walk.splits, sample.groups)
+    coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
     piece = walk.positions * config.apply_chunks
     moments = (
-        x, call.residual, parts[0], parts[1], sample.hw, walk.units, sample.groups, sample.channels, walk.splits
+        x, call.residual, *parts, sample.hw, walk.units, sample.groups, sample.channels, walk.splits
     )  # fmt: skip
     fold = (
-        parts[0], parts[1], *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
+        *parts, *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
         sample.channels, walk.splits, walk.step, call.scale_stride, call.n * sample.c, call.eps,
     )  # fmt: skip
     apply = (

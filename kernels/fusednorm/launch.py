@@ -71,20 +71,30 @@ def _zeros(device: torch.device, stream: int, words: int, purpose: str) -> torch
 
 
 def _workspace(device: torch.device, words: int, purpose: str) -> torch.Tensor:
-    """At least that many 8-byte words: one workspace for each stream and purpose, zero when it is new.
+    """At least that many 8-byte words: one workspace for each stream and purpose, zero when it is new."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _workspace_of(device, stream, 1 << words.bit_length(), purpose)
+
+
+def _workspace_of(device: torch.device, stream: int, words: int, purpose: str) -> torch.Tensor:
+    """That of the device's current stream, whose handle is given.
 
     Launches on a stream follow one another and leave it ready for the next.  A launch that is captured into a graph
     gets one of its own, cleared at every replay.
     """
-    words = 1 << words.bit_length()
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=device)
-    return _zeros(device, torch.cuda.current_stream(device).cuda_stream, words, purpose)
+    return _zeros(device, stream, words, purpose)
 
 
 def mailbox(device: torch.device, slots: int) -> torch.Tensor:
     """The workspace of `_exchange` for a launch with as many slots in all."""
     return _workspace(device, 2 + 4 * slots, "mailbox")
+
+
+def mailbox_again(device: torch.device, stream: int, words: int) -> torch.Tensor:
+    """The mailbox of the device's current stream, whose handle is given, for a launch that had one of `words`."""
+    return _workspace_of(device, stream, words, "mailbox")
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ aligned, what is left to do for the next of the kind is kept here.
 """
 
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from torch import Tensor
 from fusednorm import prepared
 from fusednorm.destinations import is_room_for
 from fusednorm.launch import ByRows, Launch
+from fusednorm.repeats import current_device, keep
 from fusednorm.results import Forward
-
-MAX_KINDS = 1024
-"""Kinds of calls that are kept; beyond them the oldest goes, and is learnt again when it comes again."""
 
 _TENSORS = 8
 """The first arguments of a forward kernel: x, residual, weight, bias, y, residual_out, mean, rstd."""
@@ -50,16 +47,12 @@ class _Repeat:
     statistics: Tensor
 
 
-# Without torch's own care to initialise CUDA first: there is a CUDA tensor.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
 # A named tuple's own constructor is written in Python.
 _as_forward = tuple.__new__
 
 _NONE_GIVEN = (None,) * len(Forward._fields)
 
 _KNOWN: dict[tuple[Any, ...], _Repeat] = {}
-_LEARNING = Lock()
 
 
 def forward_again(
@@ -85,7 +78,7 @@ def forward_again(
     if not rows:
         return None
     device = known.device
-    if _current_device() != device:
+    if current_device() != device:
         with torch.cuda.device(device):
             return forward_again(x, weight, bias, residual, options, out)
 
@@ -176,10 +169,7 @@ def remember(
         y=x.new_empty(0, dtype=options[3]),
         statistics=x.new_empty(0, dtype=torch.float32),
     )
-    with _LEARNING:
-        if len(_KNOWN) >= MAX_KINDS:
-            del _KNOWN[next(iter(_KNOWN))]
-        _KNOWN[_kind(x, x.shape, weight, bias, residual, options)] = repeat
+    keep(_KNOWN, _kind(x, x.shape, weight, bias, residual, options), repeat)
 
 
 def _kind(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fusednorm import group_norm_repeat, layer_norm_repeat
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +22,13 @@ def interpreted(float8_is_rounded_as_on_a_gpu: None, quickly_interpreted: None) 
 def seeded() -> None:
     """The same fresh random data in every run."""
     torch.manual_seed(20)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test's first call of a kind is planned, by what the test has put in place."""
+    for repeat in (layer_norm_repeat, group_norm_repeat):
+        monkeypatch.setattr(repeat, "_KNOWN", {})
 
 
 @pytest.fixture

@@ -13,11 +13,6 @@ pytestmark = pytest.mark.gpu
 ROWS = (1, 2, 3, 17, 131, 132, 133, 1000, 4097)
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    monkeypatch.setattr(layer_norm_repeat, "_KNOWN", {})
-
-
 @pytest.fixture
 def compiles(monkeypatch):
     """The kernels that are not in Triton's cache of this process, as they come."""

@@ -3,7 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm import layer_norm_forward_plan, layer_norm_passes, layer_norm_repeat, prepared
+from fusednorm import layer_norm_forward_plan, layer_norm_passes, layer_norm_repeat, prepared, repeats
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
 from fusednorm.launcher import Launcher
@@ -44,9 +44,8 @@ class Repeating:
 def repeating(monkeypatch):
     driver = Repeating()
     monkeypatch.setattr(prepared, "find", driver.find)
-    monkeypatch.setattr(layer_norm_repeat, "_KNOWN", {})
     # The index of a CPU tensor's device.
-    monkeypatch.setattr(layer_norm_repeat, "_current_device", lambda: -1)
+    monkeypatch.setattr(layer_norm_repeat, "current_device", lambda: -1)
     return driver
 
 
@@ -212,7 +211,7 @@ def test_wrong_calls_are_refused_after_right_ones(what, repeating):
 
 
 def test_kinds_are_bounded_and_the_oldest_goes(repeating, monkeypatch):
-    monkeypatch.setattr(layer_norm_repeat, "MAX_KINDS", 3)
+    monkeypatch.setattr(repeats, "MAX_KINDS", 3)
     for eps in (1.0, 2.0, 3.0, 4.0):
         call(eps=eps)
     assert len(layer_norm_repeat._KNOWN) == 3
@@ -263,7 +262,7 @@ def test_a_call_on_another_device_than_the_current_one_is_launched_there(repeati
         def __exit__(self, *_):
             current[0] = self.before
 
-    monkeypatch.setattr(layer_norm_repeat, "_current_device", lambda: current[0])
+    monkeypatch.setattr(layer_norm_repeat, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     assert repeating.is_repeated(call)
     assert current == [3]
@@ -272,7 +271,6 @@ def test_a_call_on_another_device_than_the_current_one_is_launched_there(repeati
 def test_nothing_is_repeated_under_the_interpreter(monkeypatch):
     if not prepared.INTERPRETED:
         pytest.skip("kernels are compiled here")
-    monkeypatch.setattr(layer_norm_repeat, "_KNOWN", {})
     planned = []
 
     def plan(*arguments, **options):
