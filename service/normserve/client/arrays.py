@@ -81,11 +81,12 @@ def _to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
 
 def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     try:
-        return np.dtype(dtype.value).newbyteorder("<")
+        little: np.dtype[Any] = np.dtype(dtype.value).newbyteorder("<")
     except TypeError:
         raise TypeError(
             f"numpy has no {dtype.value}: use torch tensors, another out_dtype, or import ml_dtypes"
         ) from None
+    return little
 
 
 def _to_torch(tensor: HostTensor, like: Any) -> Any:
