@@ -17,7 +17,10 @@ def test_requests_follow_one_another_and_slabs_come_home():
         assert passage.bytes_per_second > 0
         assert set(passage.stages_ms) == {"queue", "copy_in", "kernel", "copy_out", "elsewhere"}
         assert passage.stages_ms["kernel"] > 0
-        assert engine.slabs.used_bytes == 2 * 2**20
+        # The device's thread may hold the last result for a moment.
+        async with asyncio.timeout(5):
+            while engine.slabs.used_bytes != 2 * 2**20:
+                await asyncio.sleep(0.01)
         engine.stop()
 
     asyncio.run(play())
