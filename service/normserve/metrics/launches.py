@@ -1,0 +1,106 @@
+"""What is counted of a launch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from normserve.jobs import Batch, Execution, Op, Pass
+from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
+from normserve.tensors import DType
+
+_BANDWIDTH_BUCKETS = tuple(1e9 * 2**k for k in range(14))
+_BATCH_REQUESTS_BUCKETS = tuple(float(2**k) for k in range(9))
+_BATCH_BYTES_BUCKETS = tuple(float(4**k * 256) for k in range(13))
+
+
+@dataclass(slots=True)
+class _Launch:
+    """What is counted of a launch: no more of it, so that its memory may go."""
+
+    requests: int
+    came: int
+    went: int
+    kernel_bytes: int
+    kernel_s: float
+    copy_in_s: float
+    copy_out_s: float
+
+
+class Launches:
+    """What is known of a launch."""
+
+    def __init__(self, make: Registrar) -> None:
+        self._bytes = make.counter(
+            "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", KERNEL_LABELS
+        )
+        self._seconds = make.counter("kernel_seconds_total", "Device time of the launches.", KERNEL_LABELS)
+        self._bandwidth = make.histogram(
+            "kernel_bandwidth_bytes_per_second",
+            "Bandwidth of each launch: the fewest bytes over device time.",
+            KERNEL_LABELS,
+            _BANDWIDTH_BUCKETS,
+        )
+        self._transfer_bytes = make.counter(
+            "transfer_bytes_total", "Bytes of tensors copied to the device and back.", ("direction",)
+        )
+        self._transfer_seconds = make.counter(
+            "transfer_seconds_total", "Time that copying them took.", ("direction",)
+        )
+        self._compiles = make.counter(
+            "compiles_total", "Classes of requests that nothing foresaw and whose kernels were compiled.", ()
+        )
+        self._compile_seconds = make.counter("compile_seconds_total", "Time that compiling those took.", ())
+        batch_requests = make.histogram(
+            "batch_requests", "Requests that shared a launch.", (), _BATCH_REQUESTS_BUCKETS
+        )
+        batch_bytes = make.histogram(
+            "batch_bytes", "Bytes of the tensors that came with a launch.", (), _BATCH_BYTES_BUCKETS
+        )
+        self._batch_requests, self._batch_bytes = batch_requests(), batch_bytes()
+        self._ended: list[tuple[tuple[Op, Pass, DType], _Launch]] = []
+
+    def observe_compile(self, seconds: float) -> None:
+        self._compiles().inc()
+        self._compile_seconds().inc(seconds)
+
+    def observe(self, batch: Batch, execution: Execution) -> None:
+        went = [len(tensor.data) for outputs in execution.outputs for tensor in outputs.values()]
+        launch = _Launch(
+            len(batch.jobs),
+            batch.nbytes,
+            sum(went),
+            sum(execution.kernel_bytes),
+            execution.kernel_s,
+            execution.copy_in_s,
+            execution.copy_out_s,
+        )
+        job = batch.jobs[0]
+        self._ended.append(((job.spec.op, job.spec.direction, job.x.dtype), launch))
+        if len(self._ended) >= COUNTED_AT_ONCE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what has ended since the last time."""
+        alike: dict[tuple[Op, Pass, DType], list[_Launch]] = {}
+        for kind, launch in self._ended:
+            alike.setdefault(kind, []).append(launch)
+        self._ended.clear()
+        for (op, direction, dtype), launches in alike.items():
+            self._count((op.value, direction.value, dtype.value), launches)
+
+    def _count(self, labels: tuple[str, str, str], launches: Sequence[_Launch]) -> None:
+        """Count launches of the same labels."""
+        self._bytes(*labels).inc(sum([launch.kernel_bytes for launch in launches]))
+        self._seconds(*labels).inc(sum([launch.kernel_s for launch in launches]))
+        timed = [launch for launch in launches if launch.kernel_bytes and launch.kernel_s > 0]
+        if timed:
+            self._bandwidth(*labels).observe_all([launch.kernel_bytes / launch.kernel_s for launch in timed])
+        self._batch_requests.observe_all([launch.requests for launch in launches])
+        self._batch_bytes.observe_all([launch.came for launch in launches])
+        # What kernels read or write in the host's memory is not copied, and its time is the kernel's.
+        self._count_copies("in", [(each.came, each.copy_in_s) for each in launches if each.copy_in_s > 0])
+        self._count_copies("out", [(each.went, each.copy_out_s) for each in launches if each.copy_out_s > 0])
+
+    def _count_copies(self, direction: str, copies: Sequence[tuple[int, float]]) -> None:
+        if copies:
+            self._transfer_bytes(direction).inc(sum([nbytes for nbytes, _ in copies]))
+            self._transfer_seconds(direction).inc(sum([seconds for _, seconds in copies]))

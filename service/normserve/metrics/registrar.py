@@ -1,0 +1,44 @@
+"""The families of metrics, under the server's prefix and in the order in which they were made."""
+
+import functools
+from collections.abc import Sequence
+from typing import TypeVar
+
+from prometheus_client.metrics_core import Metric
+
+from normserve.exposition import AnyFamily
+from normserve.instruments import Counter, Family, Gauge, Histogram
+
+_I = TypeVar("_I", Counter, Gauge, Histogram)
+
+KERNEL_LABELS = ("op", "pass", "dtype")
+
+COUNTED_AT_ONCE = 64
+"""What has ended is counted by so many: they are alike, and many values take a histogram little longer than one."""
+
+
+class Registrar:
+    """Makes metrics and keeps them in order."""
+
+    def __init__(self) -> None:
+        self.families: list[AnyFamily] = []
+
+    def counter(self, name: str, doc: str, labels: Sequence[str]) -> Family[Counter]:
+        return self._kept(Family(f"normserve_{name}", doc, labels, Counter))
+
+    def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> Family[Gauge]:
+        return self._kept(Family(f"normserve_{name}", doc, labels, Gauge))
+
+    def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Family[Histogram]:
+        return self._kept(Family(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
+
+    def foreign(self, metric: Metric) -> Family[Counter] | Family[Gauge]:
+        """One that prometheus_client reads, under the name that it has there."""
+        name, doc = metric.samples[0].name, metric.documentation
+        if metric.type == "counter":
+            return self._kept(Family(name, doc, (), Counter))
+        return self._kept(Family(name, doc, (), Gauge))
+
+    def _kept(self, family: Family[_I]) -> Family[_I]:
+        self.families.append(family)
+        return family

@@ -1,0 +1,128 @@
+"""What is counted of a request at its end."""
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from normserve.errors import NormserveError
+from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
+
+UNMATCHED = "__unmatched__"
+NONE = "none"
+
+#: The status under which a request is counted whose client was gone before its answer.
+CLIENT_LEFT = 499
+
+REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
+
+_DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
+_BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one request turned out to be; filled in as it walks, observed once at its end.
+
+    Attributes:
+        op: an operation, the name of another route, or `UNMATCHED`.
+        direction: "forward", "backward" or "none".
+        status: of the response; 499 when the client left before it was complete.
+        error: code of the error that answered it.
+        stages: seconds by stage, of those it went through.
+        waiting_in: the stage that it is in, should it be cut off.
+        received, sent: bytes of bodies.
+        began: its header was complete, by `time.perf_counter`.
+        seconds: from then to its end.
+    """
+
+    op: str = UNMATCHED
+    direction: str = NONE
+    dtype: str = NONE
+    transport: str = "tcp"
+    status: int = 0
+    error: str | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    waiting_in: str = "recv"
+    received: int = 0
+    sent: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+
+class Requests:
+    """What is known of a request at its end."""
+
+    def __init__(self, make: Registrar) -> None:
+        labels = ("op", "pass", "transport")
+        self._total = make.counter(
+            "requests_total",
+            "Requests answered, by what they asked for and the status.",
+            (*KERNEL_LABELS, "transport", "code"),
+        )
+        self._duration = make.histogram(
+            "request_duration_seconds",
+            "From a request's header to the last byte of its response.",
+            labels,
+            _DURATION_BUCKETS,
+        )
+        self._stage_duration = make.histogram(
+            "stage_duration_seconds", "Time that operations spent in each stage.", ("stage",), _DURATION_BUCKETS
+        )
+        self._bandwidth = make.histogram(
+            "request_bandwidth_bytes_per_second",
+            "Bytes of an operation's request and response over its wall time.",
+            labels,
+            _BANDWIDTH_BUCKETS,
+        )
+        self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
+        self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
+        self.cancelled = make.counter(
+            "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
+        )
+        self._ended: list[RequestRecord] = []
+        # A rate sees the step from 0 to 1, and none from nothing to 1.
+        for reason in REJECTIONS:
+            self._rejected(reason)
+        for cause in _causes(NormserveError):
+            self._errors(cause)
+        for stage in ("recv", "parse", "queue", "send"):
+            self.cancelled(stage)
+
+    def observe(self, record: RequestRecord) -> None:
+        record.seconds = time.perf_counter() - record.began
+        self._ended.append(record)
+        if len(self._ended) >= COUNTED_AT_ONCE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what has ended since the last time."""
+        alike: dict[Hashable, list[RequestRecord]] = {}
+        for record in self._ended:
+            labels = (record.op, record.direction, record.dtype, record.transport, record.status)
+            alike.setdefault((labels, record.error, record.waiting_in, *record.stages), []).append(record)
+        self._ended.clear()
+        for records in alike.values():
+            self._count(records)
+
+    def _count(self, records: Sequence[RequestRecord]) -> None:
+        """Count requests of the same labels, that went through the same stages."""
+        first, count = records[0], len(records)
+        labels = (first.op, first.direction, first.transport)
+        self._total(first.op, first.direction, first.dtype, first.transport, str(first.status)).inc(count)
+        self._duration(*labels).observe_all([record.seconds for record in records])
+        for stage in first.stages:
+            self._stage_duration(stage).observe_all([record.stages[stage] for record in records])
+        if first.error is not None:
+            self._errors(first.error).inc(count)
+        if first.error in REJECTIONS:
+            self._rejected(first.error).inc(count)
+        if first.status == CLIENT_LEFT:
+            self.cancelled(first.waiting_in).inc(count)
+        elif first.status < 300 and "kernel" in first.stages:
+            rates = [(record.received + record.sent) / record.seconds for record in records]
+            self._bandwidth(*labels).observe_all(rates)
+
+
+def _causes(error: type[NormserveError]) -> set[str]:
+    """The codes of an error and of everything below it."""
+    return {error.code}.union(*(_causes(each) for each in error.__subclasses__()))

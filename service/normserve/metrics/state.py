@@ -1,0 +1,49 @@
+"""What holds at the moment of a scrape."""
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import ProcessCollector
+
+from normserve.instruments import Gauge
+from normserve.metrics.registrar import Registrar
+
+
+class State:
+    """What holds at the moment of a scrape."""
+
+    def __init__(self, make: Registrar) -> None:
+        self.inflight_requests = make.gauge(
+            "inflight_requests", "Admitted operations whose last byte is not out yet."
+        )
+        self.inflight_bytes = make.gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
+        self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
+        self.slab_bytes = make.gauge(
+            "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)
+        )
+        self.copy_bandwidth = make.gauge(
+            "device_copy_bandwidth_bytes_per_second",
+            "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
+            ("device",),
+        )
+        self.device_memory = make.gauge(
+            "device_memory_bytes",
+            "Memory of the device, by kind of use; of the CPU, what the process has resident.",
+            ("kind",),
+        )
+        self.build_info = make.gauge(
+            "build_info", "Always 1; the labels say what runs.", ("version", "backend", "device")
+        )
+        self.ready = make.gauge("ready", "1 while the server takes work.")
+        self._process = ProcessCollector(registry=None)
+        self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}
+        self.watched: list[tuple[Gauge, Callable[[], float]]] = []
+        self.read_device_memory: Callable[[], Mapping[str, int]] = dict
+
+    def refresh(self) -> None:
+        """Ask for everything that nobody tells."""
+        for gauge, read in self.watched:
+            gauge.set(read())
+        for kind, nbytes in self.read_device_memory().items():
+            self.device_memory(kind).set(nbytes)
+        for metric in self._process.collect():
+            self._of_process[metric.name]().value = metric.samples[0].value
