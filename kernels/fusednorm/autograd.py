@@ -147,20 +147,15 @@ def _apply(
 ) -> tuple[Tensor, Any]:
     observed = _is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
-    if not (observed or differentiated or dropout or seed):
-        if op == "group_norm":
-            inputs = x, weight, bias, residual, scale, shift
-            again = group_norm_repeat.again(Forward, inputs, (num_groups, eps, activation, None, False))
-        else:
-            options = eps, weight_offset, activation, None, False, op == "rms_norm"
-            again = forward_again(x, weight, bias, residual, options)
+    settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
+    if not (observed or differentiated):
+        again = _again(op, (x, weight, bias, residual, scale, shift), settings, stats=False)
         if again is not None:
             return again.y, again.residual_out
     if x.dtype == FLOAT8:
         raise KernelInputError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if dropout and seed is None:
-        seed = int(torch.randint(2**62, (), dtype=torch.int64))
-    settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
+        settings = *settings[:-1], int(torch.randint(2**62, (), dtype=torch.int64))
     if observed or not (x.is_cuda or x.is_cpu):
         run = getattr(torch.ops.fusednorm, op)
         y, _, _, residual_out = run(x, weight, bias, residual, scale, shift, *settings)
@@ -170,6 +165,22 @@ def _apply(
         return y, residual_out
     result = operators.run_forward(op, x, weight, bias, residual, scale, shift, *settings)
     return result.y, result.residual_out
+
+
+_Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""x, weight, bias, residual, scale and shift."""
+
+
+def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
+    """The result of a call with nothing new about it, or None: see `group_norm_repeat` and `layer_norm_repeat`."""
+    num_groups, eps, weight_offset, activation, dropout, seed = settings
+    if dropout or seed:
+        return None
+    if op == "group_norm":
+        return group_norm_repeat.again(Forward, inputs, (num_groups, eps, activation, None, stats))
+    options = eps, weight_offset, activation, None, stats, op == "rms_norm"
+    x, weight, bias, residual, _, _ = inputs
+    return forward_again(x, weight, bias, residual, options)
 
 
 class _Norm(torch.autograd.Function):
@@ -187,15 +198,7 @@ class _Norm(torch.autograd.Function):
         op: str,
         settings: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        num_groups, eps, weight_offset, activation, dropout, seed = settings
-        result = None
-        if not (dropout or seed):
-            if op == "group_norm":
-                inputs = x, weight, bias, residual, scale, shift
-                result = group_norm_repeat.again(Forward, inputs, (num_groups, eps, activation, None, True))
-            else:
-                options = eps, weight_offset, activation, None, True, op == "rms_norm"
-                result = forward_again(x, weight, bias, residual, options)
+        result = _again(op, (x, weight, bias, residual, scale, shift), settings, stats=True)
         if result is None:
             result = operators.run_forward(op, x, weight, bias, residual, scale, shift, *settings, stats=True)
         ctx.op, ctx.settings = op, settings

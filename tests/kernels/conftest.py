@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fusednorm import group_norm_repeat, layer_norm_repeat
+from fusednorm.launch import Launch
+
+from tests.kernels.group_norm_repeating import Repeating, drive, note_plans
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +32,18 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test's first call of a kind is planned, by what the test has put in place."""
     for repeat in (layer_norm_repeat, group_norm_repeat):
         monkeypatch.setattr(repeat, "_KNOWN", {})
+
+
+@pytest.fixture
+def repeating(monkeypatch: pytest.MonkeyPatch) -> Repeating:
+    """The driver that takes the launches of repeated GroupNorm calls."""
+    return drive(monkeypatch)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[list[Launch]]:
+    """Plans of the GroupNorm calls that go the long way."""
+    return note_plans(monkeypatch)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from fusednorm import layer_norm_launch as launch
 from fusednorm.layer_norm_configs import BackwardShared, ForwardShared
 from fusednorm.layer_norm_tables import SINGLE_ROW_COLS
 
+from tests.kernels.on_gpu import on_streams_of_their_own
 from tests.kernels.test_layer_norm import check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu
@@ -49,19 +50,9 @@ def test_two_streams_and_a_long_kernel_at_once(share, device):
     share()
     xs = [torch.randn(400, 16 * SLAB, device=device) for _ in range(2)]
     expected = [layer_norm_forward(x).y for x in xs]
-    matrix = torch.randn(8192, 8192, device=device)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    ys = []
-    for _ in range(20):
-        with torch.cuda.stream(streams[2]):
-            matrix @ matrix
-        for x, stream in zip(xs, streams, strict=False):
-            with torch.cuda.stream(stream):
-                ys.append(layer_norm_forward(x).y)
-    torch.cuda.synchronize()
-    for i, y in enumerate(ys):
-        assert torch.equal(y, expected[i % 2])
+    calls = [lambda x=x: layer_norm_forward(x).y for x in xs]
+    for ys in on_streams_of_their_own(calls, device):
+        assert all(torch.equal(y, wanted) for y, wanted in zip(ys, expected, strict=True))
 
 
 def test_a_captured_launch_can_be_replayed(share, device):

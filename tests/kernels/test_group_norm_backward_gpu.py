@@ -1,5 +1,7 @@
 """GroupNorm's backward programs that wait for one another: right, whatever else runs.  Only a GPU can run them."""
 
+from functools import partial
+
 import fusednorm.group_norm_passes as ours
 import pytest
 import torch
@@ -8,6 +10,7 @@ from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared
 from fusednorm.group_norm_launch import Sample
 
 from tests.kernels.group_norm_cases import check_backward, make_case
+from tests.kernels.on_gpu import on_streams_of_their_own
 
 pytestmark = pytest.mark.gpu
 
@@ -88,20 +91,11 @@ def test_two_streams_and_a_long_kernel_at_once(shape, groups, config, last, shar
     cases = [make_case((40, *shape[1:]), groups, torch.float16, device, last) for _ in range(2)]
     dys = [torch.randn_like(case.x) for case in cases]
     expected = [case.backward(ours, dy) for case, dy in zip(cases, dys, strict=True)]
-    matrix = torch.randn(8192, 8192, device=device)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(20):
-        with torch.cuda.stream(streams[2]):
-            matrix @ matrix
-        for case, dy, stream in zip(cases, dys, streams, strict=False):
-            with torch.cuda.stream(stream):
-                results.append(case.backward(ours, dy))
-    torch.cuda.synchronize()
-    for i, result in enumerate(results):
-        for actual, wanted in zip(result[:3], expected[i % 2][:3], strict=True):
-            assert torch.equal(actual, wanted)
+    calls = [partial(case.backward, ours, dy) for case, dy in zip(cases, dys, strict=True)]
+    for results in on_streams_of_their_own(calls, device):
+        for result, right in zip(results, expected, strict=True):
+            for actual, wanted in zip(result[:3], right[:3], strict=True):
+                assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize(("shape", "groups", "config", "last"), [CONFIGS[0], CONFIGS[8]])

@@ -9,21 +9,11 @@ from fusednorm.results import Backward, Forward
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.group_norm_cases import channels_last
-from tests.kernels.group_norm_repeating import GROUPS, PASSES, SHAPE, C, N, call, drive, note_plans
+from tests.kernels.group_norm_repeating import GROUPS, PASSES, SHAPE, C, N, call
 from tests.kernels.norm_calls import Dispatched
 
 # Its driver stands in for one that is absent; test_group_norm_repeat_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
-
-
-@pytest.fixture
-def repeating(monkeypatch):
-    return drive(monkeypatch)
-
-
-@pytest.fixture
-def plans(monkeypatch):
-    return note_plans(monkeypatch)
 
 
 def far_apart(*shape):

@@ -13,20 +13,10 @@ from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardShared
 from fusednorm.results import Forward
 
 from tests.kernels.group_norm_cases import CHANNELS_LAST, CONTIGUOUS, channels_last, use_configuration
-from tests.kernels.group_norm_repeating import GROUPS, PASSES, SHAPE, C, N, Operands, call, drive, flat, note_plans
+from tests.kernels.group_norm_repeating import GROUPS, PASSES, SHAPE, C, N, Operands, call, flat
 
 # Its driver stands in for one that is absent; test_group_norm_repeat_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
-
-
-@pytest.fixture
-def repeating(monkeypatch):
-    return drive(monkeypatch)
-
-
-@pytest.fixture
-def plans(monkeypatch):
-    return note_plans(monkeypatch)
 
 
 GIVEN = {

@@ -5,9 +5,9 @@ import fusednorm.group_norm_passes as ours
 import pytest
 import torch
 from fusednorm import group_norm_repeat
-from triton import knobs
 
 from tests.kernels.group_norm_cases import make_case
+from tests.kernels.on_gpu import on_streams_of_their_own, watched
 
 pytestmark = pytest.mark.gpu
 
@@ -83,19 +83,9 @@ def test_two_streams_at_once(last, waits, device, forbid_plans, monkeypatch):
     calls = [Call((16, 640, 32, 32), 32, device, last, of_samples=True) for _ in range(2)]
     expected = [call.both() for call in calls]
     forbid_plans()
-    matrix = torch.randn(8192, 8192, device=device)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(20):
-        with torch.cuda.stream(streams[2]):
-            matrix @ matrix
-        for call, stream in zip(calls, streams, strict=False):
-            with torch.cuda.stream(stream):
-                results.append(call.both())
-    torch.cuda.synchronize()
-    for index, result in enumerate(results):
-        assert_same(result, expected[index % 2])
+    for results in on_streams_of_their_own([call.both for call in calls], device):
+        for result, wanted in zip(results, expected, strict=True):
+            assert_same(result, wanted)
 
 
 @pytest.mark.parametrize(("shape", "groups"), SHAPES)
@@ -170,17 +160,8 @@ def test_hooks_see_every_launch(device):
     call = Call((2, 320, 64, 64), 32, device, True)
     wanted = call.both()
     launches = sum(len(known.recipe.starts) for known in group_norm_repeat._KNOWN.values())
-    seen = []
-    hooks = knobs.runtime.launch_enter_hook
-
-    def see(metadata):
-        seen.append(metadata.get()["name"])
-
-    hooks.add(see)
-    try:
+    with watched() as seen:
         assert_same(call.both(), wanted)
-    finally:
-        hooks.remove(see)
     assert len(seen) == launches
     assert_same(call.both(), wanted)
     assert len(seen) == launches

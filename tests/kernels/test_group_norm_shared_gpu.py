@@ -14,6 +14,7 @@ from fusednorm.group_norm_forward_configs import (
 )
 
 from tests.kernels.group_norm_cases import check_forward, make_case
+from tests.kernels.on_gpu import on_streams_of_their_own
 
 pytestmark = pytest.mark.gpu
 
@@ -109,19 +110,9 @@ def test_two_streams_and_a_long_kernel_at_once(config, last, use, device):
     use(config)
     cases = [make_case((16, 128, 64, 64), 16, torch.bfloat16, device, last) for _ in range(2)]
     expected = [case.forward(ours).y for case in cases]
-    matrix = torch.randn(8192, 8192, device=device)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    ys = []
-    for _ in range(20):
-        with torch.cuda.stream(streams[2]):
-            matrix @ matrix
-        for case, stream in zip(cases, streams, strict=False):
-            with torch.cuda.stream(stream):
-                ys.append(case.forward(ours).y)
-    torch.cuda.synchronize()
-    for i, y in enumerate(ys):
-        assert torch.equal(y, expected[i % 2])
+    calls = [lambda case=case: case.forward(ours).y for case in cases]
+    for ys in on_streams_of_their_own(calls, device):
+        assert all(torch.equal(y, wanted) for y, wanted in zip(ys, expected, strict=True))
 
 
 @pytest.mark.parametrize(("config", "last"), SHARED)

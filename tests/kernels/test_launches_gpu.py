@@ -6,6 +6,7 @@ import torch
 from fusednorm import layer_norm_passes, layer_norm_repeat
 from triton import knobs
 
+from tests.kernels.on_gpu import watched
 from tests.kernels.test_layer_norm import DTYPES, Case, check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu
@@ -133,17 +134,8 @@ def test_hooks_see_every_launch(device):
     case = make_case("layer_norm", torch.float32, 4, 4096, device)
     case.forward(fusednorm)
     case.forward(fusednorm)
-    seen = []
-    hooks = knobs.runtime.launch_enter_hook
-
-    def see(metadata):
-        seen.append(metadata.get()["name"])
-
-    hooks.add(see)
-    try:
+    with watched() as seen:
         y = case.forward(fusednorm).y
-    finally:
-        hooks.remove(see)
     assert len(seen) == 1
     assert seen[0].startswith("layer_norm_forward")
     assert torch.equal(y, case.forward(fusednorm).y)
