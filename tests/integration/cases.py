@@ -1,5 +1,7 @@
 """Operations to ask for over HTTP, and the oracle's answers in float64."""
 
+from collections.abc import Iterator
+
 import torch
 from fusednorm import reference
 
@@ -21,10 +23,12 @@ class Case:
         nhwc: bool = False,
         scale: torch.dtype | None = None,
         shift: torch.dtype | None = None,
+        shape: tuple[int, ...] | None = None,
     ):
         self.op, self.nhwc = op, nhwc
-        self.shape = (3, 4, 5, 8) if nhwc else (3, 8, 4, 5) if op == "group_norm" else (2, 3, 64)
-        size = 8 if op == "group_norm" else 64
+        small = (3, 4, 5, 8) if nhwc else (3, 8, 4, 5) if op == "group_norm" else (2, 3, 64)
+        self.shape = shape or small
+        size = self.shape[1] if op == "group_norm" and not nhwc else self.shape[-1]
         self.x = torch.randn(self.shape).to(dtype)
         self.weight = self.bias = None
         if parameters is not None:
@@ -71,7 +75,8 @@ class Case:
         return tensor.movedim(1, -1) if self.nhwc and tensor.dim() > 2 else tensor
 
 
-def post(api, path: str, content: bytes, **query: object) -> dict[str, torch.Tensor]:
+def post(api, path: str, content: bytes | Iterator[bytes], **query: object) -> dict[str, torch.Tensor]:
+    """The tensors of a right answer; an iterator's bytes are sent in chunks."""
     response = api.post(path, content=content, params=query, headers={"content-type": SAFETENSORS})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == SAFETENSORS

@@ -46,8 +46,8 @@ class ServerProcess:
                 self._ready.set()
         self._ready.set()
 
-    def wait_until_ready(self) -> None:
-        assert self._ready.wait(_START_S), self.log
+    def wait_until_ready(self, patience_s: float = _START_S) -> None:
+        assert self._ready.wait(patience_s), self.log
         assert self.url, f"the server ended before it was ready:\n{self.log}"
 
     @property
