@@ -6,7 +6,7 @@ applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in pl
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
 `LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need,
 `warmup_group_norm` what samples of a shape need.  `allow_waiting` switches off kernels whose programs wait for one
-another.
+another; `require_batch_invariance` keeps a sample's bits the same in any company.
 
 Where Triton is not installed there are only the types and errors, `fusednorm.reference` and `fusednorm.traffic`.
 """
@@ -26,6 +26,7 @@ if find_spec("triton") is not None:
         layer_norm,
         rms_norm,
     )
+    from fusednorm.batch_invariance import require_batch_invariance
     from fusednorm.group_norm_passes import group_norm_backward, group_norm_forward
     from fusednorm.layer_norm_chain_pass import layer_norm_chain
     from fusednorm.layer_norm_passes import (
@@ -58,6 +59,7 @@ __all__ = [
     "layer_norm_backward",
     "layer_norm_chain",
     "layer_norm_forward",
+    "require_batch_invariance",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",

@@ -21,9 +21,11 @@ from fusednorm.group_norm_backward_configs import (
 )
 from fusednorm.group_norm_launch import (
     STREAM_FROM,
+    STREAM_POSITIONS,
     Sample,
     column_width,
     max_splits,
+    measured_stream,
     stream_splits,
     stream_warps,
     vector_width,
@@ -57,7 +59,8 @@ def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: 
         if measured is not None:
             return measured
         streamed = stream(sample, itemsize)
-        if streamed is not None and sample.hw * sample.c * itemsize >= STREAM_FROM:
+        is_large = sample.hw >= STREAM_POSITIONS or sample.hw * sample.c * itemsize >= STREAM_FROM
+        if streamed is not None and is_large:
             return streamed
         blocks = shared_blocks(sample, itemsize, multiprocessors) if waits else None
         return blocks or streamed or split_backward(sample, itemsize)
@@ -100,12 +103,10 @@ def stream(sample: Sample, itemsize: int) -> BackwardStream | None:
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
         return None
-    for columns, most, config in tables.BACKWARD_STREAM[itemsize]:
-        if columns == sample.c and sample.hw <= most:
-            return config
-    return BackwardStream(
+    usual = BackwardStream(
         num_warps, chunks=4, apply_chunks=4, apply_pieces=2, splits=stream_splits(sample, itemsize)
     )
+    return measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
 
 
 def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:

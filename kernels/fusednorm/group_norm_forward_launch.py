@@ -32,9 +32,11 @@ from fusednorm.group_norm_forward_configs import (
 )
 from fusednorm.group_norm_launch import (
     STREAM_FROM,
+    STREAM_POSITIONS,
     Sample,
     column_width,
     max_splits,
+    measured_stream,
     stream_splits,
     stream_warps,
     vector_width,
@@ -150,7 +152,9 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
             yield config
         return
     if sample.hw * sample.c * itemsize >= STREAM_FROM:
-        yield from _measured_streams(sample, itemsize)
+        streamed = measured_stream(tables.FORWARD_STREAM[itemsize], sample)
+        if streamed is not None:
+            yield streamed
     for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
         if channels != sample.channels or sample.hw > most:
             continue
@@ -195,13 +199,18 @@ def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
 def _block(
     sample: Sample, itemsize: int, multiprocessors: int, waits: bool
 ) -> ForwardBlock | ForwardSharedBlock | None:
-    """Blocks of the columns that waste the fewest lanes, or None where their registers do not hold enough."""
+    """Blocks of the columns that waste the fewest lanes, or None where a sample is better streamed.
+
+    That is where registers do not hold enough, and, of STREAM_POSITIONS on, where programs would share a block or
+    keep sums of several runs in a lane; with fewer positions, where they would do both.
+    """
     counts = block_groups(sample, itemsize)
     if not counts or sample.hw >= 2**31 // sample.c:
         return None
     groups = counts[0]
-    most = _BLOCK_CHUNKS.get(block_tile(sample, groups, 1, itemsize).keep)
-    if most is None:
+    keep = block_tile(sample, groups, 1, itemsize).keep
+    most = _BLOCK_CHUNKS.get(keep)
+    if most is None or (keep > 1 and sample.hw >= STREAM_POSITIONS):
         return None
     for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
         chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
@@ -209,7 +218,7 @@ def _block(
             return ForwardBlock(groups, warps, programs_per_sm, writers=4)
     rows = block_tile(sample, groups, 8, itemsize).rows
     members = -(-sample.hw // (most * rows))
-    if not waits or members > multiprocessors:
+    if not waits or members > multiprocessors or keep > 1 or sample.hw >= STREAM_POSITIONS:
         return None
     chunks = -(-sample.hw // (members * rows))
     return ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
@@ -221,15 +230,7 @@ def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
     if num_warps is None:
         return None
     usual = ForwardStream(num_warps, chunks=4, apply_chunks=2, splits=stream_splits(sample, itemsize))
-    return next(_measured_streams(sample, itemsize), usual)
-
-
-def _measured_streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
-    return (
-        config
-        for columns, most, config in tables.FORWARD_STREAM[itemsize]
-        if columns == sample.c and sample.hw <= most
-    )
+    return measured_stream(tables.FORWARD_STREAM[itemsize], sample) or usual
 
 
 def _columns(sample: Sample, itemsize: int) -> ForwardColumns:

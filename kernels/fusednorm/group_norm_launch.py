@@ -1,10 +1,13 @@
 """What the launch configurations of both GroupNorm passes rest on: a sample's shape and a few bounds."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
+from typing import TypeVar
 
 import torch
 
+from fusednorm.batch_invariance import is_batch_invariant
 from fusednorm.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
 
@@ -23,11 +26,19 @@ STREAM_WARPS, STREAM_IDLE = (4, 8, 16), 1 / 8
 STREAM_FROM = 3 << 19
 """Bytes of x in a sample from which streaming it twice is faster than what fewer kernels do."""
 
+STREAM_POSITIONS = 1024
+"""Positions of a sample from which that holds for smaller ones, too, against what programs share."""
+
+MEASURED_RANGE = 8
+"""How many times as many positions as a sample has a measured way to stream one may be for, at most."""
+
 STREAM_BYTES, MAX_STREAM_SPLITS = 32 << 10, 512
 """Of x for each program that takes sums of a streamed sample, and the most of these for one sample."""
 
 STREAM_LEAST_WARPS = 7
 """On a multiprocessor, of the programs that take sums of streamed samples, however few samples there are."""
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +107,25 @@ def stream_splits(sample: Sample, itemsize: int) -> int:
 def filling(splits: int, samples: int, num_warps: int, device: torch.device) -> int:
     """`splits`, doubled until the programs of all samples have STREAM_LEAST_WARPS warps on each multiprocessor.
 
-    Not more than that: parts have to be folded.
+    Not more than that: parts have to be folded.  Where bits may not depend on `samples`, there is one.
     """
     least = multiprocessor_count(device) * STREAM_LEAST_WARPS
+    samples = 1 if is_batch_invariant() else samples
     while samples * splits * num_warps < least:
         splits *= 2
     return splits
+
+
+def measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sample) -> Config | None:
+    """The first entry of a table for samples of as many columns and up to as many positions, and not far fewer."""
+    return next(
+        (
+            config
+            for columns, most, config in entries
+            if columns == sample.c and most // MEASURED_RANGE < sample.hw <= most
+        ),
+        None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

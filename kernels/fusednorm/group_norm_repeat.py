@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import prepared
+from fusednorm.batch_invariance import is_batch_invariant
 from fusednorm.launch import Launch
 from fusednorm.recipes import Recipe
 from fusednorm.repeats import current_device, keep
@@ -134,7 +135,7 @@ def remember(launches: list[Launch], result: Forward | Backward, inputs: Inputs,
 
 
 def _kind(made: type[Forward] | type[Backward], inputs: Inputs, options: Options) -> tuple[Any, ...]:
-    kind: list[Any] = [made, may_wait(), options]
+    kind: list[Any] = [made, may_wait(), is_batch_invariant(), options]
     for tensor in inputs:
         if tensor is None:
             kind.append(None)

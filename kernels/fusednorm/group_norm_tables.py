@@ -54,7 +54,6 @@ FORWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, ChannelsLast], ...]] = {
             16384,
             ForwardSharedBlock(4, 16, num_warps=4, programs_per_sm=2, lag=1, ahead=1),
         ),  # 0.71 (1x512x128x128)
-        (20, 1024, ForwardSharedBlock(6, 6, num_warps=4, programs_per_sm=3, lag=0, ahead=1)),  # 0.51 (2x640x32x32)
         (40, 256, ForwardBlock(3, num_warps=16, programs_per_sm=1, writers=4)),  # 0.63 (2x1280x16x16)
     ),
     4: (),
@@ -101,7 +100,6 @@ BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
 # Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
 BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] = {
     2: (
-        (20, 1024, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.55 (2x640x32x32)
         (40, 256, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=2, lag=2, ahead=1)),  # 0.57 (2x1280x16x16)
     ),
     4: (),
@@ -111,7 +109,7 @@ BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] =
 FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
     2: (
         (128, 262144, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.64 (4x128x512x512)
-        (128, 2**29, ForwardStream(4, chunks=8, apply_chunks=8, splits=512)),  # 0.64 (1x128x1024x1024)
+        (128, 2**21, ForwardStream(4, chunks=8, apply_chunks=8, splits=512)),  # 0.64 (1x128x1024x1024)
         (256, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=49)),  # 0.66 (32x256x56x56)
         (256, 65536, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.63 (4x256x256x256)
         (
@@ -133,7 +131,7 @@ BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardStream], ...]] = {
             262144,
             BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
         ),  # 0.55
-        (128, 2**29, BackwardStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),  # 0.57-0.58
+        (128, 2**21, BackwardStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),  # 0.57-0.58
         (256, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=12)),  # 0.55
         (
             256,
