@@ -1,7 +1,7 @@
 """Whether a sample's bits may depend on how many samples come with it.
 
-Rows and contiguous groups are computed in one way however many there are.  Channels-last samples that are too few to
-keep the device busy are cut finer than many, and sums of more parts round differently.
+Rows and contiguous groups are computed in one way however many there are.  Channels-last samples that are too few
+to keep the device busy are cut finer than many, and sums of more parts round differently.
 """
 
 _required = False

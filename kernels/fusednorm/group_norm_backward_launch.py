@@ -1,7 +1,8 @@
 """How a launch configuration of GroupNorm's backward pass is chosen.
 
-A choice depends on what one sample looks like and on the width of an element, never on the number of
-samples: a sample's bits are the same whatever came with it, and samples never cause a compile.
+A choice depends on what one sample looks like and on the width of an element, never on the number of samples: but
+for what streams cut finer (`filling`), a sample's bits are the same whatever came with it, and their number
+causes no compile.
 """
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """How a launch configuration of GroupNorm's forward pass is chosen.
 
 A choice depends on what one sample looks like, on the width of an element and on the device, never on the number
-of samples: a sample's bits are the same whatever came with it, and their number causes no compile.  Constexprs are
+of samples: but for what streams cut finer (`filling`), a sample's bits are the same whatever came with it, and
+their number causes no compile.  Constexprs are
 tiles, warps, vector widths and numbers of chunks, all bounded; lengths stay run-time arguments.
 
 The forms that never wait for other programs are what a residual too large for the registers, or a group too large
@@ -229,7 +230,7 @@ def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
         return None
-    usual = ForwardStream(num_warps, chunks=4, apply_chunks=2, splits=stream_splits(sample, itemsize))
+    usual = ForwardStream(num_warps, chunks=4, apply_chunks=4, splits=stream_splits(sample, itemsize))
     return measured_stream(tables.FORWARD_STREAM[itemsize], sample) or usual
 
 

@@ -108,6 +108,7 @@ BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] =
 # Splits that make one turn of the resident programs, or two, of the samples that were measured.
 FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
     2: (
+        (128, 4096, ForwardStream(4, chunks=4, apply_chunks=4, splits=32)),  # 0.70 (16x128x64x64)
         (128, 262144, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.64 (4x128x512x512)
         (128, 2**21, ForwardStream(4, chunks=8, apply_chunks=8, splits=512)),  # 0.64 (1x128x1024x1024)
         (256, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=49)),  # 0.66 (32x256x56x56)
@@ -118,6 +119,11 @@ FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
             ForwardStream(4, chunks=2, apply_chunks=8, splits=80),
         ),  # 0.64 (16x320x64x64), 0.60 (2x320x64x64)
         (512, 4096, ForwardStream(4, chunks=4, apply_chunks=8, splits=128)),  # 0.66 (8x512x64x64)
+        (
+            640,
+            1024,
+            ForwardStream(8, chunks=2, apply_chunks=4, splits=40),
+        ),  # 0.67 (16x640x32x32), 0.54 (2x640x32x32)
         (960, 16384, ForwardStream(8, chunks=4, apply_chunks=4, splits=320)),  # 0.63 (2x960x128x128)
     ),
     4: (),
@@ -145,6 +151,7 @@ BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardStream], ...]] = {
             16384,
             BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
         ),  # 0.54
+        (640, 1024, BackwardStream(8, chunks=4, apply_chunks=4, apply_pieces=1, splits=40)),  # 0.50
         (
             960,
             16384,

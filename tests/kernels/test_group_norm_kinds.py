@@ -3,7 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm import group_norm_passes, group_norm_repeat, prepared, repeats, waiting
+from fusednorm import batch_invariance, group_norm_passes, group_norm_repeat, prepared, repeats, waiting
 from fusednorm.device import INTERPRETED
 from fusednorm.results import Backward, Forward
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,6 +72,14 @@ def test_whether_programs_may_wait_tells_calls_apart(repeating, plans, monkeypat
     monkeypatch.setattr(waiting, "_allowed", True)
     call()
     fusednorm.allow_waiting(False)
+    assert not repeating.is_repeated(call)
+    assert repeating.is_repeated(call)
+
+
+def test_whether_samples_are_cut_as_if_alone_tells_calls_apart(repeating, plans, monkeypatch):
+    monkeypatch.setattr(batch_invariance, "_required", False)
+    call()
+    fusednorm.require_batch_invariance(True)
     assert not repeating.is_repeated(call)
     assert repeating.is_repeated(call)
 

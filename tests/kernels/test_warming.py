@@ -116,6 +116,16 @@ def test_group_norms_of_any_number_of_samples_take_nothing_but_what_was_warmed_u
     assert notes.new(fusednorm.group_norm_forward, x.float(), 1)
 
 
+def test_few_streamed_samples_take_nothing_but_what_was_warmed_up(notes, device):
+    shape = (16, 33, 32)
+    fusednorm.warmup_group_norm(DTYPE, 4, shape, channels_last=True, device=device)
+    weight = torch.randn(shape[0], device=device, dtype=DTYPE)
+    for samples in (1, 2, 3, 9):
+        x = torch.randn(samples, *shape, device=device, dtype=DTYPE).contiguous(memory_format=torch.channels_last)
+        assert not notes.new(fusednorm.group_norm_forward, x, 4, weight, weight)
+        assert not notes.new(fusednorm.group_norm_backward, x, x, 4, weight, weight)
+
+
 @pytest.mark.parametrize("shape", [(), (0, 4), (4, 0), (5, 4)])
 def test_shapes_without_groups_are_not_warmed_up(shape, device):
     with pytest.raises(fusednorm.KernelInputError):

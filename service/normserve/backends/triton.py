@@ -67,6 +67,8 @@ class TritonBackend:
         self._workplaces = Workplaces(self._slabs, fusednorm)
 
     def start(self) -> DeviceInfo:
+        # Samples of several clients share launches.
+        fusednorm.require_batch_invariance(True)
         # torch pins powers of two, whatever it is asked for.
         self._slabs.source = Source(pinned_memory, steps=1, is_slow=True)
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
