@@ -28,7 +28,8 @@ from fusednorm.group_norm_forward_launch import (
     never_waiting,
     stream,
 )
-from fusednorm.group_norm_launch import STREAM_WARPS, Sample, vector_width
+from fusednorm.group_norm_launch import Sample, vector_width
+from fusednorm.group_norm_streams import STREAM_WARPS
 from fusednorm.launch import registers_for
 from triton import next_power_of_2
 

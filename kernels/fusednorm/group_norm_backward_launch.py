@@ -1,7 +1,7 @@
 """How a launch configuration of GroupNorm's backward pass is chosen.
 
 A choice depends on what one sample looks like and on the width of an element, never on the number of samples: but
-for what streams cut finer (`filling`), a sample's bits are the same whatever came with it, and their number
+for what streams cut finer (`stream_walk`), a sample's bits are the same whatever came with it, and their number
 causes no compile.
 """
 
@@ -20,16 +20,13 @@ from fusednorm.group_norm_backward_configs import (
     BackwardTile,
     most_touched,
 )
-from fusednorm.group_norm_launch import (
+from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
+from fusednorm.group_norm_streams import (
     STREAM_FROM,
     STREAM_POSITIONS,
-    Sample,
-    column_width,
-    max_splits,
     measured_stream,
     stream_splits,
     stream_warps,
-    vector_width,
 )
 from fusednorm.integers import next_power_of_2
 

@@ -8,7 +8,7 @@ from fusednorm.group_norm_backward_call import BackwardCall
 from fusednorm.group_norm_backward_configs import BackwardStream, most_touched
 from fusednorm.group_norm_backward_fold_plan import fold_groups, fold_parameters
 from fusednorm.group_norm_forward_call import empty_statistics
-from fusednorm.group_norm_launch import filling, stream_walk
+from fusednorm.group_norm_streams import stream_walk
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, can_prefetch, dependent, dropout_arguments
 
@@ -17,12 +17,12 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     """Sums of interleaved parts of each sample, their fold to groups, dx, and the parameters' gradients."""
     call, launches = call.with_statistics()
     sample = call.sample
-    splits = filling(config.splits, call.n, config.num_warps, call.x.device)
-    walk = stream_walk(sample, call.x.element_size(), config.num_warps, config.chunks, splits)
+    walk = stream_walk(sample, call.x.element_size(), config, call.n, call.x.device)
     parts = call.parts(walk.splits)
     sum_g, sum_g_xhat = empty_statistics(call.x, sample)
-    piece = walk.positions * config.apply_chunks
-    programs = cdiv(sample.hw, piece * config.apply_pieces)
+    piece = walk.positions * walk.apply_chunks
+    pieces = 1 if walk.is_cut_finer else config.apply_pieces
+    programs = cdiv(sample.hw, piece * pieces)
     epilogue = (call.scale_stride, *dropout_arguments(call.epilogue))
     sums = (
         *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, sample.hw, walk.units,
@@ -30,7 +30,7 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     )  # fmt: skip
     apply = (
         *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
-        call.out.dx, sample.hw, walk.units, sample.groups, sample.channels, call.n, config.apply_pieces, *epilogue,
+        call.out.dx, sample.hw, walk.units, sample.groups, sample.channels, call.n, pieces, *epilogue,
     )  # fmt: skip
     options = {
         **walk.tile(config.num_warps),
@@ -49,8 +49,8 @@ def stream_launches(call: BackwardCall, config: BackwardStream) -> list[Launch]:
     }
     apply_options = {
         **options,
-        "CHUNKS": config.apply_chunks,
-        "WHOLE": sample.hw % (piece * config.apply_pieces) == 0,
+        "CHUNKS": walk.apply_chunks,
+        "WHOLE": sample.hw % (piece * pieces) == 0,
         **dependent(call.early),
     }
     return [

@@ -1,7 +1,7 @@
 """How a launch configuration of GroupNorm's forward pass is chosen.
 
 A choice depends on what one sample looks like, on the width of an element and on the device, never on the number
-of samples: but for what streams cut finer (`filling`), a sample's bits are the same whatever came with it, and
+of samples: but for what streams cut finer (`stream_walk`), a sample's bits are the same whatever came with it, and
 their number causes no compile.  Constexprs are
 tiles, warps, vector widths and numbers of chunks, all bounded; lengths stay run-time arguments.
 
@@ -31,16 +31,13 @@ from fusednorm.group_norm_forward_configs import (
     ForwardTile,
     block_tile,
 )
-from fusednorm.group_norm_launch import (
+from fusednorm.group_norm_launch import Sample, column_width, max_splits, vector_width
+from fusednorm.group_norm_streams import (
     STREAM_FROM,
     STREAM_POSITIONS,
-    Sample,
-    column_width,
-    max_splits,
     measured_stream,
     stream_splits,
     stream_warps,
-    vector_width,
 )
 from fusednorm.integers import next_power_of_2
 from fusednorm.launch import registers_for

@@ -10,7 +10,7 @@ from fusednorm._group_norm_nhwc_stream_kernels import (
 from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_call import ForwardCall, epilogue_options, pair
 from fusednorm.group_norm_forward_configs import ForwardStream
-from fusednorm.group_norm_launch import filling, stream_walk
+from fusednorm.group_norm_streams import stream_walk
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch import Launch, dependent, dropout_arguments
 
@@ -21,11 +21,10 @@ _FOLD_CHANNELS = 512
 def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
     """Moments of interleaved parts of each sample, their fold to coefficients of each channel, and y."""
     sample, x, out = call.sample, call.x, call.out
-    splits = filling(config.splits, call.n, config.num_warps, call.x.device)
-    walk = stream_walk(sample, x.element_size(), config.num_warps, config.chunks, splits)
+    walk = stream_walk(sample, x.element_size(), config, call.n, x.device)
     parts = pair(x, call.n, walk.splits, sample.groups)
     coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
-    piece = walk.positions * config.apply_chunks
+    piece = walk.positions * walk.apply_chunks
     moments = (
         x, call.residual, *parts, sample.hw, walk.units, sample.groups, sample.channels, walk.splits
     )  # fmt: skip
@@ -70,7 +69,7 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             {
                 **walk.tile(config.num_warps),
                 "IDLE": walk.idle,
-                "CHUNKS": config.apply_chunks,
+                "CHUNKS": walk.apply_chunks,
                 "WHOLE": sample.hw % piece == 0,
                 **dependent(call.early),
                 **epilogue_options(call.epilogue),

@@ -12,11 +12,15 @@ from fusednorm.group_norm_backward_configs import Backward, BackwardStream
 from fusednorm.group_norm_backward_launch import choose_backward
 from fusednorm.group_norm_forward_configs import Forward, ForwardBlock, ForwardHeld, ForwardStream
 from fusednorm.group_norm_forward_launch import choose_forward
-from fusednorm.group_norm_launch import Sample, filling
+from fusednorm.group_norm_launch import Sample
+from fusednorm.group_norm_streams import StreamWalk, stream_walk
 from fusednorm.layer_norm_tables import SINGLE_ROW_COLS
 from fusednorm.waiting import may_wait
 
 _OPERATIONS = ("layer_norm", "rms_norm")
+
+_MANY = 1 << 20
+"""Samples that keep any device busy."""
 
 
 def warmup(
@@ -146,18 +150,16 @@ def warmup_group_norm(
         # Few groups or blocks are written by several programs each, which is another kernel than for many.
         of_sample = num_groups if isinstance(config, ForwardHeld) else -(-num_groups // config.block_groups)
         run(multiprocessors // (2 * of_sample) + 1)
-    streams: list[Forward | Backward] = [config]
+    configs: list[Forward | Backward] = [config]
     if backward:
-        streams.append(choose_backward(sample, dtype.itemsize, multiprocessors, may_wait()))
+        configs.append(choose_backward(sample, dtype.itemsize, multiprocessors, may_wait()))
+    streams = [each for each in configs if isinstance(each, ForwardStream | BackwardStream)]
+
+    def walks(samples: int) -> list[StreamWalk]:
+        return [stream_walk(sample, dtype.itemsize, stream, samples, device) for stream in streams]
+
     samples = 1
-    # The fewer there are, the more parts of each are folded at once.
-    while any(_is_cut_finer(stream, samples, device) for stream in streams):
+    # The fewer there are, the finer they are cut.
+    while walks(samples) != walks(_MANY):
         samples *= 2
         run(samples)
-
-
-def _is_cut_finer(config: Forward | Backward, samples: int, device: torch.device) -> bool:
-    """Whether so few samples are streamed in more parts than many."""
-    if not isinstance(config, ForwardStream | BackwardStream):
-        return False
-    return filling(config.splits, samples, config.num_warps, device) > config.splits

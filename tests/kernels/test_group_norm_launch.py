@@ -1,9 +1,6 @@
 """Which configuration is chosen for a sample, where the tables alone do not say it."""
 
-import fusednorm
 import pytest
-import torch
-from fusednorm import batch_invariance
 from fusednorm import group_norm_tables as tables
 from fusednorm.group_norm_backward_configs import BackwardBlocks, BackwardColumns, BackwardShared, BackwardStream
 from fusednorm.group_norm_backward_launch import choose_backward, split_backward
@@ -15,8 +12,8 @@ from fusednorm.group_norm_forward_configs import (
     ForwardStream,
     ForwardTile,
 )
-from fusednorm.group_norm_forward_launch import choose_forward, stream
-from fusednorm.group_norm_launch import Sample, filling
+from fusednorm.group_norm_forward_launch import choose_forward
+from fusednorm.group_norm_launch import Sample
 
 MULTIPROCESSORS = 132
 GROUPS = 32
@@ -87,19 +84,6 @@ def test_groups_larger_than_the_device_are_read_twice():
         assert not isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardShared | BackwardBlocks)
 
 
-@pytest.mark.parametrize(("samples", "splits"), [(1, 320), (2, 160), (3, 80), (64, 80)])
-def test_few_samples_are_cut_finer_until_they_keep_the_device_busy(samples, splits):
-    assert filling(80, samples, 4, torch.device("meta")) == splits
-
-
-def test_where_bits_may_not_depend_on_their_number_samples_are_cut_as_if_alone(monkeypatch):
-    monkeypatch.setattr(batch_invariance, "_required", False)
-    alone = filling(20, 1, 4, torch.device("meta"))
-    assert filling(20, 5, 4, torch.device("meta")) < alone
-    fusednorm.require_batch_invariance(True)
-    assert {filling(20, samples, 4, torch.device("meta")) for samples in (1, 2, 5, 64)} == {alone}
-
-
 POSITIONS = [Sample(32, 10, 32 * 32, True), Sample(32, 20, 32 * 32, True), Sample(32, 4, 64 * 64, True)]
 
 
@@ -115,12 +99,6 @@ def test_what_a_program_holds_and_what_has_few_positions_is_not_streamed():
     few = Sample(32, 40, 16 * 16, True)
     assert isinstance(choose_forward(few, 4, MULTIPROCESSORS), ForwardSharedBlock)
     assert isinstance(choose_backward(few, 2, MULTIPROCESSORS), BackwardBlocks)
-
-
-@pytest.mark.parametrize(("hw", "is_measured"), [(512, False), (513, True), (4096, True), (4097, False)])
-def test_a_measured_stream_serves_samples_of_about_its_size(hw, is_measured):
-    measured = next(config for columns, most, config in tables.FORWARD_STREAM[2] if (columns, most) == (320, 4096))
-    assert (stream(Sample(32, 10, hw, True), 2) == measured) is is_measured
 
 
 @pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])
