@@ -42,7 +42,8 @@ check: .venv/.dev
 ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
-	$(ON_GPU) pytest tests/kernels tests/service/test_triton_backend.py tests/integration/test_gpu.py
+	$(ON_GPU) pytest tests/kernels tests/service/test_triton_backend.py \
+		tests/service/test_replays_gpu.py tests/integration/test_gpu.py
 
 .venv/ray/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv/ray

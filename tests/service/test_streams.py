@@ -151,6 +151,13 @@ def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
     assert (took.copy_in, took.compute, took.copy_out) == (0.0, 1.0, 0.0)
 
 
+def test_what_is_done_aside_has_the_stream_and_no_moments(device):
+    pipeline = Pipeline(device)
+    pipeline.aside(lambda: device.log.append((device.current.name, "runs", "aside")))
+    assert device.log == [("compute", "runs", "aside")]
+    assert device.current is None
+
+
 def test_events_of_a_flight_that_is_over_serve_the_next(device, pipeline):
     pipeline.start(*stages(device)).wait()
     second = pipeline.start(*stages(device))

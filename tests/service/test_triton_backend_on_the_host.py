@@ -1,18 +1,21 @@
 """The CUDA backend's way through its stages, with the CPU's kernels in place of a device's and no real streams."""
 
 import contextlib
+import gc
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends import cpu, triton
+from normserve.backends import cpu, replays, triton
 from normserve.backends.pinned import with_device_view
 from normserve.backends.tensors import channels_first, payload_order
 from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.slabs import PLAIN, SlabPool
 from normserve.tensors import DType, HostTensor
 
+from .fake_graphs import FakeGraphs
 from .fake_jobs import layer
 
 DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
@@ -97,9 +100,15 @@ def library():
 
 
 @pytest.fixture
-def backend(slabs, library, monkeypatch):
+def graphs():
+    return FakeGraphs()
+
+
+@pytest.fixture
+def backend(slabs, library, graphs, monkeypatch):
     monkeypatch.setattr(triton, "_DEVICE", "cpu")
     monkeypatch.setattr(triton, "_CudaStreams", HostStreams)
+    monkeypatch.setattr(triton, "CudaGraphs", lambda: graphs)
     monkeypatch.setattr(triton, "fusednorm", library)
     made = triton.TritonBackend(slabs)
     made._pipelines = {lane: triton.Pipeline(HostStreams(urgent=False)) for lane in Lane}
@@ -110,6 +119,12 @@ def host(tensor: torch.Tensor, slabs: SlabPool) -> HostTensor:
     slab = slabs.take(tensor.nbytes)[: tensor.nbytes]
     slab[:] = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), slab)
+
+
+def elsewhere(tensor: torch.Tensor) -> HostTensor:
+    """As `host`, but in no slab: the only one is that of the batch."""
+    data = bytearray(tensor.reshape(-1).view(torch.uint8).numpy())
+    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(data))
 
 
 def back(tensor: HostTensor) -> torch.Tensor:
@@ -181,6 +196,69 @@ def test_channels_last_and_a_registered_layer(backend, slabs):
     (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x, slabs)}, registered),))).wait().outputs
     right = torch.nn.functional.group_norm(x.movedim(-1, 1), 2, weight, bias).movedim(1, -1)
     torch.testing.assert_close(back(outputs["y"]), right)
+
+
+@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
+def test_layer_that_is_deleted_takes_its_replays_along(backend, slabs, graphs, monkeypatch):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
+    slabs._max_idle_bytes = 2**20
+
+    def serve(registered):
+        for _ in range(4):
+            x = torch.randn(3, 8)
+            job = NormJob(replace(FORWARD, stats=False), {"x": elsewhere(x)}, registered)
+            (outputs,) = backend.run(Batch((job,))).wait().outputs
+            right = torch.nn.functional.layer_norm(x, (8,), registered.resident.weight)
+            torch.testing.assert_close(back(outputs["y"]), right)
+            del outputs
+
+    gone = []
+    for count in (1, 2):
+        registered = layer(size=8, has_bias=False, resident=triton.ResidentParameters(torch.randn(8), None))
+        serve(registered)
+        assert (graphs.captured, graphs.replayed) == (count, 2 * count)
+        gone += [weakref.ref(registered.resident), weakref.ref(registered.resident.weight)]
+        del registered
+        gc.collect()
+        assert [each() for each in gone] == [None] * 2 * count
+
+
+@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
+def test_capture_falls_into_no_batchs_time(backend, slabs, graphs, monkeypatch):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    seen = []
+    pipeline = backend._pipelines[Lane.SMALL]
+    start_one, capture = pipeline.start_one, graphs.capture
+
+    def noting_flight(stage, first):
+        seen.append("flight begins")
+        flight = start_one(stage, first)
+        seen.append("flight is on its way")
+        return flight
+
+    def noting_capture(call):
+        seen.append("capture")
+        return capture(call)
+
+    monkeypatch.setattr(pipeline, "start_one", noting_flight)
+    monkeypatch.setattr(graphs, "capture", noting_capture)
+    backend.run(Batch((NormJob(FORWARD, {"x": host(torch.randn(3, 8), slabs)}),))).wait()
+    assert seen == ["flight begins", "flight is on its way", "capture"]
+
+
+@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
+def test_capture_that_fails_costs_no_answer(backend, slabs, graphs, monkeypatch, caplog):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    graphs.broken = lambda: torch.OutOfMemoryError("dry")
+    slabs._max_idle_bytes = 2**20
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        (outputs,) = backend.run(Batch((NormJob(FORWARD, {"x": elsewhere(x)}),))).wait().outputs
+        torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (8,)))
+        del outputs
+    (told,) = caplog.records
+    assert "dry" in told.getMessage()
+    assert graphs.replayed == 0
 
 
 def test_failed_launch_leaves_no_slab(backend, slabs, library, monkeypatch):

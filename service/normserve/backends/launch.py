@@ -14,9 +14,9 @@ from normserve.backends.tensors import TORCH_DTYPES, channels_first
 from normserve.jobs import NormSpec, Op, Pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ResidentParameters:
-    """A registered layer's parameters where kernels read them."""
+    """A registered layer's parameters where kernels read them; freed with the last that refers to it."""
 
     weight: Tensor
     bias: Tensor | None

@@ -138,6 +138,11 @@ class Pipeline:
             raise
         return Flight(value, [None, (began, ended), None], [first, value], [began, ended], self._spare)
 
+    def aside(self, work: Callable[[], object]) -> None:
+        """Do something with the compute stage's stream as the thread's own, in no flight's time."""
+        with self._source.use(self._streams[1]):
+            work()
+
     def _mark(self, stream: Stream) -> Event:
         event = self._spare.pop() if self._spare else self._source.event()
         event.record(stream)

@@ -1,6 +1,5 @@
 """A CUDA device, through the fusednorm kernels."""
 
-import functools
 import platform
 import threading
 import time
@@ -14,10 +13,12 @@ from fusednorm.errors import KernelInputError
 from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
+from normserve.backends.graphs import CudaGraphs
 from normserve.backends.in_place import Workplace, Workplaces
 from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
 from normserve.backends.parcels import Bundle, Parcel, collected, parcel_of
 from normserve.backends.pinned import pinned_memory
+from normserve.backends.replays import Replays
 from normserve.backends.streams import Flight, Pipeline, StageSeconds
 from normserve.backends.tensors import (
     TORCH_DTYPES,
@@ -64,7 +65,7 @@ class TritonBackend:
         self._warm_sizes = warm_sizes
         self.compiled: set[Hashable] = set()
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
-        self._workplaces = Workplaces(self._slabs, fusednorm)
+        self._workplaces = Workplaces(self._slabs, fusednorm, Replays(CudaGraphs()))
 
     def start(self) -> DeviceInfo:
         # Samples of several clients share launches.
@@ -109,9 +110,11 @@ class TritonBackend:
             kernel_bytes = kernel_bytes_of(batch, shares)
         else:
             packed_s = time.perf_counter() - began
-            compute = functools.partial(_compute_in_place, batch.jobs[0])
-            flight = self._pipelines[batch.lane].start_one(compute, workplace)
+            pipeline = self._pipelines[batch.lane]
+            flight = pipeline.start_one(Workplace.compute, workplace)
             # While the device is at it.
+            if workplace.is_worth_a_graph:
+                pipeline.aside(workplace.capture)
             shares = workplace.shares()
             kernel_bytes = workplace.kernel_bytes(shares)
 
@@ -187,10 +190,6 @@ class TritonBackend:
             "free": free,
             "total": total,
         }
-
-
-def _compute_in_place(job: NormJob, workplace: Workplace) -> None:
-    workplace.call(**({} if job.layer is None else parameters_of(job.layer.resident)))
 
 
 class _OnTheDevice(InFlight):

@@ -1,0 +1,61 @@
+"""CUDA graphs: what a call launches, recorded once and launched again as one."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+class CudaGraphs:
+    """Captures on the thread's current stream, which has none of its own under way and is not the default one.
+
+    All graphs share one pool for the memory that they use meanwhile: they are to be replayed one after another, on
+    one stream.
+    """
+
+    def __init__(self) -> None:
+        # None of them is kept for this.
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._unended: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """What the call launches, recorded and not run; in the graph are addresses, and no tensor is held.
+
+        Raises:
+            Exception: of the call, or of CUDA; the stream takes work as before.
+        """
+        if self._unended is not None:
+            raise RuntimeError("an earlier capture could not be ended")
+        # Held meanwhile: a pool lives as long as a graph of it, and then its handle is no good.
+        other = next(iter(self._alive), None)
+        pool = torch.cuda.graph_pool_handle() if other is None else other.pool()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Not by `torch.cuda.graph`, which waits for the device and empties torch's cache first.  What other
+            # threads do with the device meanwhile is no part of it and does no harm.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                call()
+            except BaseException:
+                # Else the stream would go on recording.
+                with contextlib.suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
+            if not _has_ended(graph):
+                # torch's allocator may go on asking it which memory is its own: it stays, and is the last.
+                self._unended = graph
+            raise
+        self._alive.add(graph)
+        return graph
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether its capture is over for torch's allocator: only then it tells its pool."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
