@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._early_start import await_previous, let_next_start
+from fusednorm._reductions import sum_pair, total_pair
 
 
 @triton.jit
@@ -38,6 +39,7 @@ def group_norm_fold_sums_kernel(
     scale_stride: tl.int64,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Sums of g = slope * dz and of g * x_hat over one group a program, from sums over channels."""
@@ -66,8 +68,12 @@ def group_norm_fold_sums_kernel(
             at = base + s.to(tl.int64) * columns + c
             sum_g += slope * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
             sum_g_xhat += slope * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
-    tl.store(sum_g_ptr + row, tl.sum(tl.sum(sum_g, 1), 0))
-    tl.store(sum_g_xhat_ptr + row, tl.sum(tl.sum(sum_g_xhat, 1), 0))
+    sum_g, sum_g_xhat = sum_pair(sum_g, sum_g_xhat, 1, FAST)
+    sum_g, sum_g_xhat = total_pair(
+        tl.reshape(sum_g, (BLOCK_SPLITS,)), tl.reshape(sum_g_xhat, (BLOCK_SPLITS,)), FAST
+    )
+    tl.store(sum_g_ptr + row, sum_g)
+    tl.store(sum_g_xhat_ptr + row, sum_g_xhat)
 
 
 @triton.jit(do_not_specialize=["splits", "columns", "scale_stride"])

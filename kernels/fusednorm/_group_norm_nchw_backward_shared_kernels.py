@@ -174,7 +174,7 @@ def group_norm_nchw_backward_shared_kernel(
                 part_1, part_2, _ = collect(
                     slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH), tag
                 )
-                sum_g, sum_g_xhat = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
+                sum_g, sum_g_xhat = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
                 constant = sum_g * inverse_size
                 factor = sum_g_xhat * inverse_size
             scale = late_slope * late_rstd
@@ -222,7 +222,7 @@ def group_norm_nchw_backward_shared_kernel(
                 slot = (sample * parts + part).to(tl.int64) * c + (row - sample * groups) * channels + first_channel
                 if CHANNELS == 1:
                     run_dz, run_dz_xhat = total_pair(
-                        tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,))
+                        tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,)), FAST
                     )
                     run_dz_xhat *= rstd
                     g = run_dz * slope
@@ -232,7 +232,9 @@ def group_norm_nchw_backward_shared_kernel(
                         tl.store(dz_xhat_part_ptr + slot, run_dz_xhat * (1.0 / GAIN))
                 else:
                     g, g_xhat = total_pair(
-                        tl.reshape(sum_dz * slope, (LANES,)), tl.reshape(sum_dz_centred * (slope * rstd), (LANES,))
+                        tl.reshape(sum_dz * slope, (LANES,)),
+                        tl.reshape(sum_dz_centred * (slope * rstd), (LANES,)),
+                        FAST,
                     )
                     if dz_part_ptr is not None:
                         run_dz, run_dz_xhat = sum_pair(

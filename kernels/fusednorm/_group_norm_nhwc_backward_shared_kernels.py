@@ -183,7 +183,7 @@ def group_norm_nhwc_backward_shared_kernel(
                 part_g, part_g_xhat = collect_pairs(
                     total_ptr + PAIR_WORDS + tl.where(present, slot, 0) * PAIR_WORDS, lead_tag
                 )
-                g, g_xhat = total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0))
+                g, g_xhat = total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0), FAST)
                 post_pairs(total_ptr, member >= 0, lead_tag, g, g_xhat)
 
         if step >= BEHIND:

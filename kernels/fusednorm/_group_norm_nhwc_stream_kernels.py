@@ -10,6 +10,7 @@ from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._group_norm_affine import load_masked_affine
 from fusednorm._group_norm_nhwc_positions import places, turns_of
 from fusednorm._group_norm_nhwc_samples import load_sample_piece, split_moments, write_sample_piece
+from fusednorm._reductions import total_pair
 
 
 @triton.jit(do_not_specialize=["hw", "units", "groups", "channels", "splits"])
@@ -66,6 +67,7 @@ def group_norm_nhwc_stream_fold_kernel(
     eps: tl.float32,
     SPLITS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Statistics of one group a program, and what its channels are normalised by.
@@ -90,8 +92,9 @@ def group_norm_nhwc_stream_fold_kernel(
     delta = tl.load(mean_part_ptr + at, mask=present, other=0.0) - pivot
     squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
     weighted = counts * delta
-    rest = tl.sum(weighted, 0) / total
-    variance = tl.sum(squares + weighted * delta, 0) / total - rest * rest
+    rest, spread = total_pair(weighted, squares + weighted * delta, FAST)
+    rest = rest / total
+    variance = spread / total - rest * rest
     mean = pivot + rest
     rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
     if mean_ptr is not None:

@@ -192,7 +192,7 @@ def layer_norm_backward_shared_kernel(
             part_1, part_2, _ = collect(
                 slot_of(mailbox_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
             )
-            c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
+            c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
             weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
             bias = widened(held_bias, FAST)
             d, dz = _gradient(

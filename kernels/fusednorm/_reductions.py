@@ -25,9 +25,14 @@ def sum_pair(a, b, AXIS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def total_pair(a, b):
-    """Sums of all of a and of all of b, both 1-D, as scalars, through one reduction tree."""
-    return tl.reduce((a, b), 0, _add_pairs)
+def total_pair(a, b, FAST: tl.constexpr):
+    """Sums of all of a and of all of b, both 1-D, as scalars; FAST as in `sum_pair`."""
+    if FAST:
+        total_a, total_b = tl.reduce((a, b), 0, _add_pairs)
+    else:
+        total_a = tl.sum(a)
+        total_b = tl.sum(b)
+    return total_a, total_b
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from fusednorm._group_norm_backward_fold_kernels import (
     group_norm_fold_samples_kernel,
     group_norm_fold_sums_kernel,
 )
+from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_backward_call import BackwardCall
 from fusednorm.group_norm_forward_call import pair
 from fusednorm.integers import cdiv, next_power_of_2
@@ -36,6 +37,7 @@ def fold_groups(
     options = {
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
+        "FAST": not INTERPRETED,
         "num_warps": max(4, min(8, block_splits * block_columns // 256)),
         **dependent(call.early),
     }

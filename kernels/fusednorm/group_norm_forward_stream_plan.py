@@ -17,6 +17,9 @@ from fusednorm.launch import Launch, dependent, dropout_arguments
 _FOLD_CHANNELS = 512
 """Channels at a time, at most, for which a fold writes coefficients."""
 
+_FOLD_WARPS = 4
+"""Of a program that folds a group's moments; one warp, which has nobody to wait for, is quicker where few do."""
+
 
 def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
     """Moments of interleaved parts of each sample, their fold to coefficients of each channel, and y."""
@@ -36,7 +39,6 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
         x, call.residual, out.y, out.residual_out, coefficients, sample.hw, walk.units, call.n,
         *dropout_arguments(call.epilogue),
     )  # fmt: skip
-    slots = next_power_of_2(walk.splits)
     return [
         Launch(
             group_norm_nhwc_stream_moments_kernel,
@@ -56,9 +58,10 @@ def stream_launches(call: ForwardCall, config: ForwardStream) -> list[Launch]:
             (call.n * sample.groups,),
             fold,
             {
-                "SPLITS": slots,
+                "SPLITS": next_power_of_2(walk.splits),
                 "BLOCK_CHANNELS": min(_FOLD_CHANNELS, next_power_of_2(sample.channels)),
-                "num_warps": max(1, min(4, slots // 64)),
+                "FAST": not INTERPRETED,
+                "num_warps": 1 if walk.is_cut_finer else _FOLD_WARPS,
                 **dependent(call.early),
             },
         ),
