@@ -1,10 +1,11 @@
 """Benchmarks' CSVs as Markdown tables: the fraction of a copy that each provider reaches.
 
-    python -m benchmarks.table benchmarks/results/plain.csv [more.csv ...] [--long]
+    python -m benchmarks.table benchmarks/results/plain.csv [more.csv ...] [--long | --over PROVIDER]
 
 A table for each operation, pass and variant; beside ours, for each dtype, the best of the others with its name, the
 better of the two in bold.  Ours is that of the other's file, where the file has both.  With --long every provider
-has its column.  Host times come in microseconds.
+has its column.  Host times come in microseconds.  With --over it is how many times as fast as that provider ours
+is, in the same file: for each operation, pass, variant and layout in how many cells, and where least and most.
 """
 
 import argparse
@@ -35,6 +36,21 @@ def tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
             yield f"{op} {pass_}, {variant}, {extent}; a copy moves {min(copies)} to {max(copies)} GB/s\n"
             yield from _long_table(group, "of_copy") if long else _table(group)
         yield ""
+
+
+def ratios(rows: Iterable[Row], provider: str) -> Iterator[str]:
+    """Lines of Markdown: ours over a provider's, where the file of the latter has both."""
+    groups: dict[tuple[str, ...], list[tuple[float, str]]] = {}
+    for row in rows:
+        if row["provider"] == provider and row["ours"]:
+            times = float(row["ours"]) / float(row["of_copy"])
+            group = (row["op"], row["pass"], row["variant"], row["layout"])
+            groups.setdefault(group, []).append((times, f"{row['shape']} {row['dtype']}"))
+    yield f"| operation | pass | variant | layout | cells | ours over {provider}, least | most |"
+    yield "| --- " * 7 + "|"
+    for group, found in groups.items():
+        ends = [f"{times:.2f}, {cell}" for times, cell in (min(found), max(found))]
+        yield f"| {' | '.join((*group, str(len(found)), *ends))} |"
 
 
 def _table(rows: list[Row]) -> Iterator[str]:
@@ -104,9 +120,12 @@ def _microseconds(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="+", type=Path)
-    parser.add_argument("--long", action="store_true", help="a column for each provider")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--long", action="store_true", help="a column for each provider")
+    form.add_argument("--over", metavar="PROVIDER", help="how many times as fast as that one ours is")
     arguments = parser.parse_args()
-    print(*tables(records.read(arguments.csv), arguments.long), sep="\n")
+    rows = records.read(arguments.csv)
+    print(*(ratios(rows, arguments.over) if arguments.over else tables(rows, arguments.long)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 from benchmarks import records
 from benchmarks.cells import Cell
-from benchmarks.table import tables
+from benchmarks.table import ratios, tables
 
 
 def lines(*paths, long=False):
@@ -84,4 +84,21 @@ def test_host_time_comes_in_microseconds(write_csv):
         "| --- | --- | --- | --- | --- |",
         "| 1x4096 | bfloat16 | rows | 5.0 | 5.0 |",
         "",
+    ]
+
+
+def test_ours_over_another_by_pass_and_layout(write_csv):
+    def cell(channels, pass_="forward", layout="nhwc"):
+        return Cell("group_norm", pass_, "silu", (2, channels, 8, 8), 32, "bfloat16", layout)
+
+    path = write_csv(
+        *((cell(64), provider, of_copy) for provider, of_copy in (("fusednorm", 0.6), ("compile", 0.2))),
+        *((cell(96), provider, of_copy) for provider, of_copy in (("fusednorm", 0.5), ("compile", 0.25))),
+        (cell(96), "torch", 0.9),
+        *((cell(64, layout="nchw"), provider, 0.5) for provider in ("fusednorm", "compile")),
+        (cell(64, "backward"), "compile", 0.1),
+    )
+    assert list(ratios(records.read([path]), "compile"))[2:] == [
+        "| group_norm | forward | silu | nhwc | 2 | 2.00, 2x96x8x8g32 bfloat16 | 3.00, 2x64x8x8g32 bfloat16 |",
+        "| group_norm | forward | silu | nchw | 1 | 1.00, 2x64x8x8g32 bfloat16 | 1.00, 2x64x8x8g32 bfloat16 |",
     ]
