@@ -19,7 +19,11 @@ SHAPES = [
     ((3, 96, 37, 41), 32),
     ((3000, 32, 8, 8), 4),
     ((5, 1280), 32),
+    ((4, 512, 14, 14), 32),
 ]
+
+# By layout, a sample whose programs wait for one another; backward at least.
+WAITING = {False: (640, 32, 32), True: (512, 14, 14)}
 
 
 class Call:
@@ -80,7 +84,7 @@ def test_repeated_calls_give_the_bits_of_the_first(
 @pytest.mark.parametrize("last", [False, True])
 def test_two_streams_at_once(last, waits, device, forbid_plans, monkeypatch):
     monkeypatch.setattr("fusednorm.waiting._allowed", waits)
-    calls = [Call((16, 640, 32, 32), 32, device, last, of_samples=True) for _ in range(2)]
+    calls = [Call((16, *WAITING[last]), 32, device, last, of_samples=True) for _ in range(2)]
     expected = [call.both() for call in calls]
     forbid_plans()
     for results in on_streams_of_their_own([call.both for call in calls], device):
@@ -107,7 +111,7 @@ def test_repeated_calls_are_captured_into_a_graph(last, shape, groups, device, f
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_kind_first_seen_in_a_capture_is_right_outside_of_it(last, device, forbid_plans):
-    call = Call((2, 640, 32, 32), 32, device, last)
+    call = Call((2, *WAITING[last]), 32, device, last)
     wanted = call.both()
     group_norm_repeat._KNOWN.clear()
     torch.cuda.synchronize()
@@ -170,7 +174,7 @@ def test_hooks_see_every_launch(device):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("last", [False, True])
 def test_each_tensor_is_computed_where_it_is(last):
-    calls = [Call((2, 640, 32, 32), 32, torch.device("cuda", index), last) for index in range(2)]
+    calls = [Call((2, *WAITING[last]), 32, torch.device("cuda", index), last) for index in range(2)]
     wanted = [call.both() for call in calls]
     for _ in range(3):
         for call, results in zip(calls, wanted, strict=True):
