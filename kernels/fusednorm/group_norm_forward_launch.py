@@ -216,7 +216,8 @@ def _block(
             return ForwardBlock(groups, warps, programs_per_sm, writers=4)
     rows = block_tile(sample, groups, 8, itemsize).rows
     members = -(-sample.hw // (most * rows))
-    if not waits or members > multiprocessors or keep > 1 or sample.hw >= STREAM_POSITIONS:
+    may_stream = stream_warps(sample, itemsize) is not None
+    if not waits or members > multiprocessors or (may_stream and (keep > 1 or sample.hw >= STREAM_POSITIONS)):
         return None
     chunks = -(-sample.hw // (members * rows))
     return ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.gpu
 START_S = 300
 CHUNK = 100_000
 
-ROWS, SAMPLES, SAMPLES_LAST = (2048, 4096), (4, 128, 128, 128), (4, 128, 128, 128)
+ROWS, SAMPLES = (2048, 4096), (4, 128, 128, 128)
 LARGE = [("layer_norm", ROWS, False), ("rms_norm", ROWS, False)]
-LARGE += [("group_norm", SAMPLES, False), ("group_norm", SAMPLES_LAST, True)]
+LARGE += [("group_norm", SAMPLES, last) for last in (False, True)]
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
 
 from .fake_jobs import layer
+from .host_tensors import DTYPES, back, host
 
-DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 OPS = ("layer_norm", "rms_norm", "group_norm")
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
@@ -32,17 +32,6 @@ def backend(request):
     made.start()
     yield made
     torch.set_num_threads(before)
-
-
-def host(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> HostTensor:
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    data = memoryview(bytearray(flat.numpy().tobytes()))
-    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape if shape is None else shape), data)
-
-
-def back(tensor: HostTensor) -> torch.Tensor:
-    dtype = {value: key for key, value in DTYPES.items()}[tensor.dtype]
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
 
 
 def assert_right(got, want) -> None:

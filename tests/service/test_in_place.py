@@ -12,12 +12,12 @@ from normserve.backends.replays import Replays
 from normserve.backends.tensors import results_of
 from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.slabs import PLAIN, SlabPool
-from normserve.tensors import DType, HostTensor
+from normserve.tensors import DType
 
 from .fake_graphs import FakeGraphs
 from .fake_jobs import layer
+from .host_tensors import host
 
-DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
 
 
@@ -55,11 +55,6 @@ def graphs():
 @pytest.fixture
 def workplaces(slabs, graphs):
     return Workplaces(slabs, Library(), Replays(graphs))
-
-
-def host(tensor: torch.Tensor) -> HostTensor:
-    data = bytearray(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(data))
 
 
 def batch_of(*jobs: dict[str, torch.Tensor], spec: NormSpec = FORWARD, of: object = None) -> Batch:

@@ -5,20 +5,15 @@ import torch
 from normserve.backends.parcels import collected, parcel_of
 from normserve.jobs import Batch, NormJob, NormSpec, Op, Pass
 from normserve.slabs import SlabPool
-from normserve.tensors import DType, HostTensor
+
+from .host_tensors import DTYPES, host
 
 SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
-DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
 
 
 @pytest.fixture
 def slabs():
     return SlabPool(max_idle_bytes=0)
-
-
-def host(tensor: torch.Tensor) -> HostTensor:
-    data = bytearray(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(data))
 
 
 def batch_of(*jobs: dict[str, torch.Tensor]) -> Batch:

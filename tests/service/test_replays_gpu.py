@@ -16,8 +16,9 @@ from normserve.backends.graphs import CudaGraphs
 from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.slabs import SlabPool
 
+from .answers import assert_right
 from .fake_jobs import layer
-from .test_triton_backend import assert_right, back, host
+from .host_tensors import back, host
 
 pytestmark = pytest.mark.gpu
 

@@ -13,12 +13,11 @@ from normserve.slabs import SlabPool
 from normserve.tensors import DType, HostTensor
 from triton import knobs
 
+from .answers import assert_right
 from .fake_jobs import layer
+from .host_tensors import DTYPES, back, host
 
 pytestmark = pytest.mark.gpu
-
-DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
-TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +36,10 @@ def seeded():
     torch.manual_seed(11)
 
 
-def host(tensor: torch.Tensor) -> HostTensor:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(bytearray(data)))
-
-
-def back(tensor: HostTensor) -> torch.Tensor:
-    dtype = {value: key for key, value in DTYPES.items()}[tensor.dtype]
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
-
-
 def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
     execution = backend.run(Batch(jobs)).wait()
     assert execution.kernel_s > 0
     return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.outputs]
-
-
-def assert_right(got: dict[str, torch.Tensor], want, moved: bool) -> None:
-    named = {name: tensor for name, tensor in want._asdict().items() if tensor is not None}
-    named.pop("dresidual", None)
-    assert got.keys() == named.keys()
-    for name, right in named.items():
-        expected = right.movedim(1, -1) if moved and right.dim() > 2 else right
-        dtype = torch.float32 if name in ("mean", "rstd") else right.dtype
-        assert got[name].dtype == dtype
-        scale = expected.double().abs().max().clamp(min=1)
-        assert (got[name].double() - expected.double()).abs().max() / scale <= TOLERANCES[dtype], name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,8 +17,8 @@ from normserve.tensors import DType, HostTensor
 
 from .fake_graphs import FakeGraphs
 from .fake_jobs import layer
-
-DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
+from .host_tensors import DTYPES, back
+from .host_tensors import host as in_no_slab
 
 
 class Instant:
@@ -121,17 +121,6 @@ def host(tensor: torch.Tensor, slabs: SlabPool) -> HostTensor:
     return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), slab)
 
 
-def elsewhere(tensor: torch.Tensor) -> HostTensor:
-    """As `host`, but in no slab: the only one is that of the batch."""
-    data = bytearray(tensor.reshape(-1).view(torch.uint8).numpy())
-    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(data))
-
-
-def back(tensor: HostTensor) -> torch.Tensor:
-    dtype = {value: key for key, value in DTYPES.items()}[tensor.dtype]
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
-
-
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
 
 
@@ -206,7 +195,7 @@ def test_layer_that_is_deleted_takes_its_replays_along(backend, slabs, graphs, m
     def serve(registered):
         for _ in range(4):
             x = torch.randn(3, 8)
-            job = NormJob(replace(FORWARD, stats=False), {"x": elsewhere(x)}, registered)
+            job = NormJob(replace(FORWARD, stats=False), {"x": in_no_slab(x)}, registered)
             (outputs,) = backend.run(Batch((job,))).wait().outputs
             right = torch.nn.functional.layer_norm(x, (8,), registered.resident.weight)
             torch.testing.assert_close(back(outputs["y"]), right)
@@ -253,7 +242,7 @@ def test_capture_that_fails_costs_no_answer(backend, slabs, graphs, monkeypatch,
     slabs._max_idle_bytes = 2**20
     for _ in range(3):
         x = torch.randn(3, 8)
-        (outputs,) = backend.run(Batch((NormJob(FORWARD, {"x": elsewhere(x)}),))).wait().outputs
+        (outputs,) = backend.run(Batch((NormJob(FORWARD, {"x": in_no_slab(x)}),))).wait().outputs
         torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (8,)))
         del outputs
     (told,) = caplog.records

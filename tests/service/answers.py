@@ -1,0 +1,18 @@
+"""What a device answers against what the oracle does."""
+
+import torch
+
+TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def assert_right(got: dict[str, torch.Tensor], want, moved: bool) -> None:
+    """Args: want: the oracle's; moved: whether channels come last in what came."""
+    named = {name: tensor for name, tensor in want._asdict().items() if tensor is not None}
+    named.pop("dresidual", None)
+    assert got.keys() == named.keys()
+    for name, right in named.items():
+        expected = right.movedim(1, -1) if moved and right.dim() > 2 else right
+        dtype = torch.float32 if name in ("mean", "rstd") else right.dtype
+        assert got[name].dtype == dtype
+        scale = expected.double().abs().max().clamp(min=1)
+        assert (got[name].double() - expected.double()).abs().max() / scale <= TOLERANCES[dtype], name
