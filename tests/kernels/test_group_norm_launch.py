@@ -93,12 +93,14 @@ def test_samples_of_many_positions_are_streamed_where_programs_would_share_them(
     assert isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardStream)
 
 
-def test_what_a_program_holds_and_what_has_few_positions_is_not_streamed():
+def test_what_a_program_holds_has_few_positions_or_no_lanes_for_its_columns_is_not_streamed():
     held = Sample(32, 8, 32 * 32, True)
     assert isinstance(choose_forward(held, 2, MULTIPROCESSORS), ForwardBlock)
     few = Sample(32, 40, 16 * 16, True)
     assert isinstance(choose_forward(few, 4, MULTIPROCESSORS), ForwardSharedBlock)
     assert isinstance(choose_backward(few, 2, MULTIPROCESSORS), BackwardBlocks)
+    more_columns_than_lanes = Sample(256, 18, 10 * 10, True)
+    assert isinstance(choose_forward(more_columns_than_lanes, 2, MULTIPROCESSORS), ForwardSharedBlock)
 
 
 @pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])
