@@ -33,55 +33,77 @@ def _add_tiles(
 
 
 @triton.jit
-def positions_taken(place, turns, left, positions, chunks):
-    """Positions that the lanes of place `place` of a tile of `positions` take in all turns."""
-    return (turns - 1) * chunks + (tl.maximum(left - place, 0) + positions - 1) // positions
+def small_quotient(a, b):
+    """a // b of 0 <= a < 2**20 and 1 <= b < 2**20, in fewer instructions than integers take."""
+    return ((a.to(tl.float32) + 0.5) * (1.0 / b)).to(tl.int32)
 
 
 @triton.jit
-def in_groups(value, units, positions, channels, GROUPS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr):
-    """What lanes hold of each run of columns, [LANES, KEEP], by group: [GROUPS, RUNS], positions apart.
+def positions_taken(place, turns, left, positions, chunks):
+    """Positions that the lanes of place `place` of a tile of `positions` take in all turns."""
+    return (turns - 1) * chunks + small_quotient(tl.maximum(left - place, 0) + positions - 1, positions)
 
-    Also the place of a run's position in a tile, and whether there is such a run.
+
+@triton.jit
+def groups_of_tile(
+    units, positions, channels, turns, left, chunks,
+    VEC: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Where what lanes hold of each run of columns, [LANES, KEEP], lies by group, and of how many values it is.
+
+    Both are [RUNS // ACROSS, GROUPS, ACROSS], so that a thread's elements, where there are GROUPS * ACROSS lanes, are
+    of one group; no values where there is no such run.
+
+    Args:
+        turns, left, chunks: as `positions_taken` takes them.
     """
+    WIDTH: tl.constexpr = VEC // KEEP
     element = tl.arange(0, GROUPS * RUNS)
-    group = element // RUNS
-    of_group = element % RUNS
+    group = element // ACROSS % GROUPS
+    of_group = element // (ACROSS * GROUPS) * ACROSS + element % ACROSS
     group_runs = channels // WIDTH
-    place = of_group // group_runs
-    run = group * group_runs + of_group % group_runs
-    columns = units * (value.shape[1] * WIDTH)
-    present = (place < positions) & (run * WIDTH < columns)
-    index = tl.where(present, place * (columns // WIDTH) + run, 0)
-    lanes: tl.constexpr = value.shape[0] * value.shape[1]
-    found = tl.gather(tl.reshape(value, (lanes,)), index, 0)
-    return tl.reshape(found, (GROUPS, RUNS)), tl.reshape(place, (GROUPS, RUNS)), tl.reshape(present, (GROUPS, RUNS))
+    place = small_quotient(of_group, group_runs)
+    run = group * group_runs + (of_group - place * group_runs)
+    all_runs = units * KEEP
+    present = (place < positions) & (run < all_runs)
+    index = tl.where(present, place * all_runs + run, 0)
+    counts = tl.where(present, positions_taken(place, turns, left, positions, chunks) * WIDTH, 0).to(tl.float32)
+    return index, tl.reshape(counts, (RUNS // ACROSS, GROUPS, ACROSS))
 
 
 @triton.jit
 def moments_by_group(
-    pivot, sum_1, sum_2, units, channels, turns, left, chunks, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, VEC: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr,
+    pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, chunks,
+    LANES: tl.constexpr, VEC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations, [GROUPS], of what lanes summed about their pivots, [LANES, KEEP] each.
 
     Args:
+        where_in_tile: index and counts of `groups_of_tile`.
         turns, left, chunks: as `positions_taken` takes them.
-        WIDTH: columns of a run.
     """
+    index, counts = where_in_tile
+    KEEP: tl.constexpr = pivot.shape[1]
+    GROUPS: tl.constexpr = counts.shape[1]
     position, _, positions = places(units, LANES, VEC)
-    count = (positions_taken(position, turns, left, positions, chunks) * WIDTH).to(tl.float32)
+    count = (positions_taken(position, turns, left, positions, chunks) * (VEC // KEEP)).to(tl.float32)
     distance = sum_1 / tl.maximum(count, 1.0)
-    means, place, present = in_groups(pivot + distance, units, positions, channels, GROUPS, RUNS, WIDTH)
-    squares, _, _ = in_groups(sum_2 - sum_1 * distance, units, positions, channels, GROUPS, RUNS, WIDTH)
+    means = (pivot + distance).to(tl.int32, bitcast=True).to(tl.int64)
+    squares = (sum_2 - sum_1 * distance).to(tl.int32, bitcast=True).to(tl.int64)
+    # Through shared memory together.
+    both = tl.gather(tl.reshape((means << 32) | (squares & 0xFFFFFFFF), (LANES * KEEP,)), index, 0)
+    both = tl.reshape(both, counts.shape)
+    means = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    squares = both.to(tl.int32).to(tl.float32, bitcast=True)
     values = ((turns - 1) * (positions * chunks) + left).to(tl.float32) * channels
-    counts = tl.where(present, positions_taken(place, turns, left, positions, chunks) * WIDTH, 0).to(tl.float32)
     means = tl.where(counts > 0.0, means, 0.0)
-    rough = tl.sum(rounded_product(counts / values, means, FAST), 1, keep_dims=True)
+    share = tl.sum(rounded_product(counts / values, means, FAST), 0, keep_dims=True)
+    rough = tl.sum(share, 2, keep_dims=True)
     delta = means - rough
     weighted = counts * delta
-    square = tl.where(present, squares + weighted * delta, 0.0)
-    rest, square = sum_pair(weighted, square, 1, FAST)
+    square = tl.where(counts > 0.0, squares + weighted * delta, 0.0)
+    rest, square = sum_pair(weighted, square, 0, FAST)
+    rest, square = sum_pair(rest, square, 2, FAST)
     rest = rest / values
     square = square - values * rest * rest
     # maximum would lose a NaN.
@@ -111,6 +133,8 @@ def split_moments(
     start = (sample * hw + split.to(tl.int64) * step) * c
     stride = (splits * step).to(tl.int64) * c
 
+    ACROSS: tl.constexpr = min(RUNS, max(1, min(32, LANES // GROUPS)))
+    where_in_tile = groups_of_tile(units, positions, channels, turns, left, CHUNKS, VEC, KEEP, GROUPS, RUNS, ACROSS)
     # The first step gives the pivots: loads of one would come before all others.
     first_left = tl.minimum(hw - split * step, step)
     tiles = load_positions(x_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
@@ -137,7 +161,7 @@ def split_moments(
             )
 
     return moments_by_group(
-        pivot, sum_1, sum_2, units, channels, turns, left, CHUNKS, width, LANES, VEC, GROUPS, RUNS, FAST
+        pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, CHUNKS, LANES, VEC, FAST
     )
 
 
