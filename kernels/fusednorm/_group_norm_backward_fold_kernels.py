@@ -11,6 +11,40 @@ import triton.language as tl
 from fusednorm._early_start import await_previous, let_next_start
 from fusednorm._reductions import sum_pair, total_pair
 
+FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
+"""Rows up to which column sums take tiles of as many: a larger one would be masked for the most part."""
+
+
+@triton.jit
+def _sum_rows(
+    first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr
+):
+    """Sums over rows from `first_row` to before `last_row` of both [rows, columns], [1, COLUMNS] each."""
+    sum_1 = tl.zeros((ROWS, column.shape[1]), tl.float32)
+    sum_2 = tl.zeros((ROWS, column.shape[1]), tl.float32)
+    for first in range(first_row, last_row, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        at = row.to(tl.int64) * columns + column
+        mask = (row < last_row) & (column < columns)
+        sum_1 += tl.load(first_ptr + at, mask=mask, other=0.0)
+        sum_2 += tl.load(second_ptr + at, mask=mask, other=0.0)
+    return sum_pair(sum_1, sum_2, 0, FAST)
+
+
+@triton.jit
+def _sum_columns(
+    first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr
+):
+    """`_sum_rows` in tiles of ROWS rows, or of fewer where there are few."""
+    rows = last_row - first_row
+    if rows <= FEW_ROWS:
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS, FAST)
+    elif rows <= SOME_ROWS:
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, SOME_ROWS, FAST)
+    else:
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS, FAST)
+    return sums
+
 
 @triton.jit
 def _slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
@@ -68,10 +102,8 @@ def group_norm_fold_sums_kernel(
             at = base + s.to(tl.int64) * columns + c
             sum_g += slope * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
             sum_g_xhat += slope * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
-    sum_g, sum_g_xhat = sum_pair(sum_g, sum_g_xhat, 1, FAST)
-    sum_g, sum_g_xhat = total_pair(
-        tl.reshape(sum_g, (BLOCK_SPLITS,)), tl.reshape(sum_g_xhat, (BLOCK_SPLITS,)), FAST
-    )
+    elements: tl.constexpr = BLOCK_SPLITS * BLOCK_COLUMNS
+    sum_g, sum_g_xhat = total_pair(tl.reshape(sum_g, (elements,)), tl.reshape(sum_g_xhat, (elements,)), FAST)
     tl.store(sum_g_ptr + row, sum_g)
     tl.store(sum_g_xhat_ptr + row, sum_g_xhat)
 
@@ -92,6 +124,7 @@ def group_norm_fold_samples_kernel(
     scale_stride: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
@@ -102,16 +135,8 @@ def group_norm_fold_samples_kernel(
     sample = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
-    sum_dz = tl.zeros((ROWS, COLUMNS), tl.float32)
-    sum_dz_xhat = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, splits, ROWS):
-        split = first + tl.arange(0, ROWS)[:, None]
-        at = (sample * splits + split) * columns + column
-        mask = (split < splits) & column_mask
-        sum_dz += tl.load(dz_part_ptr + at, mask=mask, other=0.0)
-        sum_dz_xhat += tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
-    dz = tl.sum(sum_dz, 0, keep_dims=True)
-    dz_xhat = tl.sum(sum_dz_xhat, 0, keep_dims=True)
+    first = sample * splits
+    dz, dz_xhat = _sum_columns(dz_part_ptr, dz_xhat_part_ptr, first, first + splits, columns, column, ROWS, FAST)
     at = sample * columns + column
     if dshift_ptr is not None:
         tl.store(dshift_ptr + at, dz.to(dshift_ptr.dtype.element_ty), mask=column_mask)
@@ -143,6 +168,7 @@ def group_norm_fold_rows_kernel(
     rows_a_program: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
@@ -159,22 +185,11 @@ def group_norm_fold_rows_kernel(
     column_mask = column < columns
     first_row = run * rows_a_program
     last_row = tl.minimum(first_row + rows_a_program, rows)
-    sum_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
-    sum_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(first_row, last_row, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        at = row.to(tl.int64) * columns + column
-        mask = (row < last_row) & column_mask
-        if dbias_ptr is not None:
-            sum_bias += tl.load(bias_part_ptr + at, mask=mask, other=0.0)
-        if dweight_ptr is not None:
-            sum_weight += tl.load(weight_part_ptr + at, mask=mask, other=0.0)
+    bias, weight = _sum_columns(bias_part_ptr, weight_part_ptr, first_row, last_row, columns, column, ROWS, FAST)
     out = run * columns + column
     if dbias_ptr is not None:
-        total = tl.sum(sum_bias, 0, keep_dims=True)
-        tl.store(dbias_ptr + out, total.to(dbias_ptr.dtype.element_ty), mask=column_mask)
+        tl.store(dbias_ptr + out, bias.to(dbias_ptr.dtype.element_ty), mask=column_mask)
     if dweight_ptr is not None:
-        total = tl.sum(sum_weight, 0, keep_dims=True)
-        tl.store(dweight_ptr + out, total.to(dweight_ptr.dtype.element_ty), mask=column_mask)
+        tl.store(dweight_ptr + out, weight.to(dweight_ptr.dtype.element_ty), mask=column_mask)
     if BESIDE:
         await_previous(EARLY)

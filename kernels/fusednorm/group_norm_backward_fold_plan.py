@@ -59,7 +59,7 @@ def fold_parameters(
     if dz is None or all(t is None for t in (out.dbias, out.dweight, out.dscale, out.dshift)):
         return []
     tile = {"ROWS": FOLD_ROWS, "COLUMNS": FOLD_COLUMNS, "num_warps": FOLD_NUM_WARPS}
-    options = {**tile, **dependent(call.early)}
+    options = {**tile, "FAST": not INTERPRETED, **dependent(call.early)}
     blocks = cdiv(c, FOLD_COLUMNS)
     rows = call.n * splits
     launches: list[Launch] = []
