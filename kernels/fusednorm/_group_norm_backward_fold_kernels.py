@@ -16,9 +16,7 @@ FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
 
 
 @triton.jit
-def _sum_rows(
-    first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr
-):
+def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr):
     """Sums over rows from `first_row` to before `last_row` of both [rows, columns], [1, COLUMNS] each."""
     sum_1 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     sum_2 = tl.zeros((ROWS, column.shape[1]), tl.float32)

@@ -18,8 +18,8 @@ from fusednorm._group_norm_nhwc_blocks import (
     tile_gradient,
     tile_mask,
 )
-from fusednorm._group_sums_exchange import slots_of_group
-from fusednorm._reductions import sum_pair, total_pair
+from fusednorm._group_sums_exchange import slots_of_group, total_of_parts
+from fusednorm._reductions import sum_pair
 from fusednorm._row_moments import widened
 
 _ASK = """{
@@ -82,6 +82,7 @@ def group_norm_nhwc_backward_shared_kernel(
     LABELS: tl.constexpr,
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
+    DIRECT: tl.constexpr,
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
     LAG: tl.constexpr,
@@ -96,9 +97,9 @@ def group_norm_nhwc_backward_shared_kernel(
 
     `members` programs share it, each a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
     positions, in tiles of ROWS positions.  A vector is GROUP columns and touches LABELS groups, a block SPAN
-    groups, a group OVERLAP blocks, each at most.  Every piece is read twice: once for sums, which are posted after
-    the slab's last one, and LAG pieces after that out of L1 or L2 for dx.  Sums over channels go to [N, splits, C].
-    Programs are persistent; the launch must be cooperative.
+    groups, a group OVERLAP blocks, each at most; DIRECT, a block is a group.  Every piece is read twice: once for
+    sums, which are posted after the slab's last one, and LAG pieces after that out of L1 or L2 for dx.  Sums over
+    channels go to [N, splits, C].  Programs are persistent; the launch must be cooperative.
     """
     let_next_start(EARLY)
     BEHIND: tl.constexpr = PIECES - 1 + LAG
@@ -171,20 +172,22 @@ def group_norm_nhwc_backward_shared_kernel(
                 _ask(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
                 _ask(dy_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
 
-        if step >= PIECES and step % PIECES == 0 and step <= steps:
-            lead_turn = step // PIECES - 1
-            lead_bundle = (team + lead_turn * teams) % bundles
-            lead_tag = start + lead_turn.to(tl.uint32)
-            slot = tl.arange(0, SLOTS)
-            for group in range(member, tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups), members):
-                blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
-                present = (slot < contributors) & (slot % OVERLAP <= blocks)
-                total_ptr = slots_of_group(mailbox_ptr, team, lead_tag, group, bundle_groups, contributors, DEPTH)
-                part_g, part_g_xhat = collect_pairs(
-                    total_ptr + PAIR_WORDS + tl.where(present, slot, 0) * PAIR_WORDS, lead_tag
-                )
-                g, g_xhat = total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0), FAST)
-                post_pairs(total_ptr, member >= 0, lead_tag, g, g_xhat)
+        if not DIRECT:  # noqa: SIM102 (a constexpr and a run-time condition)
+            if step >= PIECES and step % PIECES == 0 and step <= steps:
+                lead_turn = step // PIECES - 1
+                lead_bundle = (team + lead_turn * teams) % bundles
+                lead_tag = start + lead_turn.to(tl.uint32)
+                slot = tl.arange(0, SLOTS)
+                for group in range(
+                    member, tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups), members
+                ):
+                    blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
+                    present = (slot < contributors) & (slot % OVERLAP <= blocks)
+                    total_ptr = slots_of_group(
+                        mailbox_ptr, team, lead_tag, group, bundle_groups, contributors, DEPTH
+                    )
+                    g, g_xhat = total_of_parts(total_ptr, lead_tag, present, SLOTS, FAST)
+                    post_pairs(total_ptr, member >= 0, lead_tag, g, g_xhat)
 
         if step >= BEHIND:
             late_turn = (step - BEHIND) // PIECES
@@ -214,17 +217,23 @@ def group_norm_nhwc_backward_shared_kernel(
             late_end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - late_first)
             if (late_run == 0) & (block_first < late_end):
                 late_tag = start + late_turn.to(tl.uint32)
-                lane_last = (tl.minimum(vector_first + GROUP, late_end) - 1) // channels
-                constants = ()
-                factors = ()
-                for i in tl.static_range(LABELS):
-                    group = tl.minimum(vector_group + i, lane_last)
-                    total_ptrs = slots_of_group(
-                        mailbox_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
-                    )
-                    sum_g, sum_g_xhat = collect_pairs(total_ptrs, late_tag)
-                    constants = constants + (sum_g * inverse_size,)
-                    factors = factors + (sum_g_xhat * inverse_size,)
+                if DIRECT:
+                    total_ptr = slots_of_group(mailbox_ptr, team, late_tag, 0, 1, contributors, DEPTH)
+                    g, g_xhat = total_of_parts(total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS, FAST)
+                    constants = (tl.zeros((LANES, 1), tl.float32) + g * inverse_size,)
+                    factors = (tl.zeros((LANES, 1), tl.float32) + g_xhat * inverse_size,)
+                else:
+                    lane_last = (tl.minimum(vector_first + GROUP, late_end) - 1) // channels
+                    constants = ()
+                    factors = ()
+                    for i in tl.static_range(LABELS):
+                        group = tl.minimum(vector_group + i, lane_last)
+                        total_ptrs = slots_of_group(
+                            mailbox_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
+                        )
+                        sum_g, sum_g_xhat = collect_pairs(total_ptrs, late_tag)
+                        constants = constants + (sum_g * inverse_size,)
+                        factors = factors + (sum_g_xhat * inverse_size,)
             scale = slope * late_rstd
             late_constant = of_columns(constants, place) * late_rstd
             late_factor = of_columns(factors, place) * late_rstd * late_rstd

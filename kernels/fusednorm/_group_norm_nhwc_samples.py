@@ -51,8 +51,8 @@ def groups_of_tile(
 ):  # fmt: skip
     """Where what lanes hold of each run of columns, [LANES, KEEP], lies by group, and of how many values it is.
 
-    Both are [RUNS // ACROSS, GROUPS, ACROSS], so that a thread's elements, where there are GROUPS * ACROSS lanes, are
-    of one group; no values where there is no such run.
+    Both are [RUNS // ACROSS, GROUPS, ACROSS], so that a thread's elements, where there are GROUPS * ACROSS lanes,
+    are of one group; no values where there is no such run.
 
     Args:
         turns, left, chunks: as `positions_taken` takes them.

@@ -2,19 +2,22 @@
 
 Two steps, since a block of columns holds many groups and a group many contributors: each program posts its part of
 every group that it touches; one program for each group, its leader, collects the parts and posts their total; and
-whoever touches the group collects that.  For cooperative launches alone; tags, the header and the last program's
-duty are those of `_exchange`.
+whoever touches the group collects that.  Where a group is all that its programs share, each collects the parts
+itself, which spares a step.  For cooperative launches alone; tags, the header and the last program's duty are those
+of `_exchange`.
 
 Slots are those of `post_pairs`: one for a group's total and one for each contributor behind it.  Turns take turns
 in DEPTH sets of slots, a power of two.  A program that collects the totals of turn n - LAG before it posts its
 parts of turn n needs DEPTH >= LAG: the leader had then read the parts of turn n - LAG; and before it posts a total
-anew, all contributors have posted parts of the same turn.
+anew, all contributors have posted parts of the same turn.  Without a leader it needs DEPTH >= 2 * LAG, as rounds
+of `_exchange` do.
 """
 
 import triton
 import triton.language as tl
 
-from fusednorm._exchange import HEADER_WORDS, PAIR_WORDS
+from fusednorm._exchange import HEADER_WORDS, PAIR_WORDS, collect_pairs
+from fusednorm._reductions import total_pair
 
 
 @triton.jit
@@ -26,3 +29,11 @@ def slots_of_group(mailbox_ptr, team, tag, group, team_groups, contributors, DEP
         + HEADER_WORDS
         + ((team * DEPTH + turn) * team_groups + group) * ((contributors + 1) * PAIR_WORDS)
     )
+
+
+@triton.jit
+def total_of_parts(total_ptr, tag, present, SLOTS: tl.constexpr, FAST: tl.constexpr):
+    """Both sums of the parts behind `total_ptr`, of which `present` [SLOTS] exist, the first among them; waits."""
+    slot = tl.where(present, tl.arange(0, SLOTS), 0)
+    part_g, part_g_xhat = collect_pairs(total_ptr + PAIR_WORDS + slot * PAIR_WORDS, tag)
+    return total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0), FAST)

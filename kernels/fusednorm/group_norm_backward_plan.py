@@ -145,7 +145,9 @@ def _blocks(call: BackwardCall, config: configs.BackwardBlocks) -> list[Launch]:
     units = call.n * bundles
     resident = multiprocessor_count(call.x.device) * config.programs_per_sm
     teams = max(1, min(units, resident // members))
-    depth = next_power_of_2(cdiv(config.lag, config.pieces))
+    # Then no other block has columns of its group.
+    direct = config.columns == sample.channels
+    depth = next_power_of_2((2 if direct else 1) * cdiv(config.lag, config.pieces))
     overlap = min(blocks, configs.most_touched(config.columns, sample.channels))
     partial = call.wanted_parts(splits)
     pairs = teams * depth * bundle_groups * (splits * overlap + 1)
@@ -167,6 +169,7 @@ def _blocks(call: BackwardCall, config: configs.BackwardBlocks) -> list[Launch]:
         "LABELS": configs.most_touched(sample.channels, group),
         "SPAN": next_power_of_2(min(bundle_groups, configs.most_touched(sample.channels, config.columns))),
         "OVERLAP": overlap,
+        "DIRECT": direct,
         "SLOTS": next_power_of_2(splits * overlap),
         "DEPTH": depth,
         "LAG": config.lag,

@@ -34,6 +34,8 @@ BLOCKS = [
     ((3, 128, 50, 50), 32, BackwardBlocks(32, 4, 2, 8, 2, 2, 1)),
     ((2, 256, 30, 30), 1, BackwardBlocks(128, 2, 4, 4, 4, 2, 1)),
     ((2, 64, 30, 30), 64, BackwardBlocks(64, 2, 1, 4, 3, 2, 1)),
+    ((70, 1280, 16, 16), 32, BackwardBlocks(40, 4, 1, 4, 2, 1, 1)),  # a block is a group; many turns
+    ((33, 512, 31, 33), 32, BackwardBlocks(16, 2, 2, 8, 2, 2, 1)),
 ]
 CONFIGS = [*((*case, False) for case in SHARED), *((*case, True) for case in BLOCKS)]
 

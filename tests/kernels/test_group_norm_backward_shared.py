@@ -2,6 +2,7 @@
 
 import fusednorm._group_norm_nchw_backward_shared_kernels as nchw
 import fusednorm._group_norm_nhwc_backward_shared_kernels as nhwc
+import fusednorm._group_sums_exchange as group_sums
 import fusednorm.group_norm_passes as ours
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU prog
 @pytest.fixture
 def share(monkeypatch):
     """Makes the launcher take a configuration that shares, as far as the interpreter can run it."""
-    use_plain_mailbox(monkeypatch, group_norm_backward_plan, nchw, nhwc)
+    use_plain_mailbox(monkeypatch, group_norm_backward_plan, nchw, nhwc, group_sums)
     made = group_norm_backward_plan.plan_backward
 
     def choose(config):
@@ -50,6 +51,8 @@ def test_parts_of_contiguous_groups_match_the_oracle(shape, groups, config, dtyp
         ((1, 16, 8, 8), 4, BackwardBlocks(16, 1, 2, 1, 4, 2, 0)),  # a block of whole groups, slabs of two pieces
         ((1, 48, 5, 5), 8, BackwardBlocks(16, 2, 1, 1, 8, 1, 0)),  # groups in two blocks, the last slab not full
         ((1, 80, 11), 8, BackwardBlocks(40, 1, 1, 1, 16, 1, 0)),  # groups of ten that vectors straddle
+        ((2, 32, 8, 8), 2, BackwardBlocks(16, 1, 1, 1, 4, 1, 0)),  # a block of one group, in four slabs
+        ((1, 80, 11), 2, BackwardBlocks(40, 1, 1, 1, 16, 2, 0)),  # that leaves lanes idle, the last slab not full
     ],
 )
 def test_blocks_of_channels_last_groups_match_the_oracle(shape, groups, config, share, device, poisoned):
