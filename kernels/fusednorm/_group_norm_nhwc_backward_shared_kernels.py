@@ -113,11 +113,14 @@ def group_norm_nhwc_backward_shared_kernel(
     team = tl.program_id(0) // members
     teams = tl.num_programs(0) // members
     member = tl.program_id(0) % members
-    block = member % bundle_blocks
-    split = member // bundle_blocks
+    if DIRECT:
+        block, split, block_first, block_group = 0, member, 0, 0
+    else:
+        block = member % bundle_blocks
+        split = member // bundle_blocks
+        block_first = block * block_columns
+        block_group = block_first // channels
     first = split * (PIECES * RUN)
-    block_first = block * block_columns
-    block_group = block_first // channels
     contributors = splits * OVERLAP
 
     lane = tl.arange(0, LANES)[:, None]
@@ -125,7 +128,7 @@ def group_norm_nhwc_backward_shared_kernel(
     row = lane // CV
     vector = lane % CV
     vector_first = block_first + vector * GROUP
-    vector_group = vector_first // channels
+    vector_group = vector * 0 if DIRECT else vector_first // channels
     place = (vector_first + inner) // channels - vector_group
     at = row * c + (vector * GROUP + inner)
     step_size = ROWS * c
@@ -292,7 +295,9 @@ def group_norm_nhwc_backward_shared_kernel(
                     tl.store(dz_part_ptr + part_at, channel_dz * (1.0 / GAIN), mask=there)
                     tl.store(dz_xhat_part_ptr + part_at, channel_dz_xhat * (1.0 / GAIN), mask=there)
                 touched = tl.arange(0, SPAN)[:, None]
-                mine = touched == (block_first + block_column) // channels - block_group
+                mine = there
+                if SPAN > 1:
+                    mine = touched == (block_first + block_column) // channels - block_group
                 block_channel = bundle_first + block_first + block_column
                 block_slope, _block_offset = load_gained_affine(
                     parameters, block_channel, sample * scale_stride + block_channel, there, GAIN
@@ -305,7 +310,9 @@ def group_norm_nhwc_backward_shared_kernel(
                 group = block_group + touched
                 end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - bundle_first)
                 part_ptrs = slots_of_group(mailbox_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
-                contributor = split * OVERLAP + block - group * channels // block_columns
+                contributor = split
+                if not DIRECT:
+                    contributor = split * OVERLAP + block - group * channels // block_columns
                 post_pairs(part_ptrs + (1 + contributor) * PAIR_WORDS, group * channels < end, tag, g, g_xhat)
 
     leave(mailbox_ptr, last_tag)
