@@ -219,7 +219,6 @@ def group_norm_nchw_backward_shared_kernel(
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
                 sum_dz_centred += tl.sum(dz * centred, 1, keep_dims=True)
             if piece == PIECES - 1:
-                slot = (sample * parts + part).to(tl.int64) * c + (row - sample * groups) * channels + first_channel
                 if CHANNELS == 1:
                     run_dz, run_dz_xhat = total_pair(
                         tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,)), FAST
@@ -227,16 +226,24 @@ def group_norm_nchw_backward_shared_kernel(
                     run_dz_xhat *= rstd
                     g = run_dz * slope
                     g_xhat = run_dz_xhat * slope
-                    if dz_part_ptr is not None:
-                        tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN))
-                        tl.store(dz_xhat_part_ptr + slot, run_dz_xhat * (1.0 / GAIN))
                 else:
                     g, g_xhat = total_pair(
                         tl.reshape(sum_dz * slope, (LANES,)),
                         tl.reshape(sum_dz_centred * (slope * rstd), (LANES,)),
                         FAST,
                     )
-                    if dz_part_ptr is not None:
+                tag = start + turn.to(tl.uint32)
+                post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
+                if dz_part_ptr is not None:
+                    slot = (
+                        (sample * parts + part).to(tl.int64) * c
+                        + (row - sample * groups) * channels
+                        + first_channel
+                    )
+                    if CHANNELS == 1:
+                        tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN))
+                        tl.store(dz_xhat_part_ptr + slot, run_dz_xhat * (1.0 / GAIN))
+                    else:
                         run_dz, run_dz_xhat = sum_pair(
                             tl.reshape(sum_dz, (CHANNELS, UNITS)),
                             tl.reshape(sum_dz_centred, (CHANNELS, UNITS)),
@@ -247,7 +254,5 @@ def group_norm_nchw_backward_shared_kernel(
                         there = first_channel + run < channels
                         tl.store(dz_part_ptr + slot + run, run_dz * (1.0 / GAIN), mask=there)
                         tl.store(dz_xhat_part_ptr + slot + run, run_dz_xhat * (rstd * (1.0 / GAIN)), mask=there)
-                tag = start + turn.to(tl.uint32)
-                post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
 
     leave(mailbox_ptr, last_tag)
