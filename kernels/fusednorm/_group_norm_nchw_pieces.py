@@ -105,15 +105,24 @@ def _channel(
     first, walk, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters."""
+    """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters.
+
+    Where PARAMETERS is "two", that of a vector's first element, and where the next channel starts behind it.
+    """
     if PARAMETERS == "element":
         at = first + i * BLOCK + element_of_chunk(BLOCK, GROUP)
+    elif PARAMETERS == "two":
+        at = first + i * BLOCK + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP
     elif PARAMETERS == "vector":
         at = first // GROUP + i * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[:, None]
     else:
         at = first // GROUP + i * (BLOCK // GROUP)
+    channel = quotient(at, walk[2], walk[3], walk[4], WIDE)
+    next_channel = ()
+    if PARAMETERS == "two":
+        next_channel = next_channel + (((channel + 1) * walk[2] - at).to(tl.int32),)
     # Past the end, where nothing is written.
-    return tl.minimum(quotient(at, walk[2], walk[3], walk[4], WIDE), walk[1] - 1)
+    return tl.minimum(channel, walk[1] - 1), next_channel
 
 
 @triton.jit
@@ -121,18 +130,37 @@ def load_chunk_affine(
     parameters, row, first, walk,
     i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`load_affine` of chunk i of a piece that starts `first` elements into the group `row`.
+    """What `chunk_slope_and_offset` takes of chunk i of a piece that starts `first` elements into the group `row`.
 
     Args:
         walk: groups of a sample, channels of a group, what divides by a channel's length (in elements where
             PARAMETERS is "element", else in vectors), and what leads from sample to sample of scale and shift.
-        PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element".
+        PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element"; or "two", the most that a vector
+            has.
         WIDE: whether `first` is 64-bit.
     """
-    channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS, WIDE)
+    channel, next_channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS, WIDE)
     sample = row.to(tl.int32) // walk[0]
-    channel += (row.to(tl.int32) - sample * walk[0]) * walk[1]
-    return load_affine(parameters, channel, sample * walk[5] + channel)
+    group_channel = (row.to(tl.int32) - sample * walk[0]) * walk[1]
+    at = group_channel + channel
+    affine = load_affine(parameters, at, sample * walk[5] + at)
+    if PARAMETERS == "two":
+        at = group_channel + tl.minimum(channel + 1, walk[1] - 1)
+        return affine, load_affine(parameters, at, sample * walk[5] + at), next_channel[0]
+    else:
+        return affine
+
+
+@triton.jit
+def chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
+    """`slope_and_offset` of a chunk's elements, from what `load_chunk_affine` loaded."""
+    if PARAMETERS == "two":
+        a, b = slope_and_offset(affine[0], rstd, rest)
+        next_a, next_b = slope_and_offset(affine[1], rstd, rest)
+        before_next = tl.arange(0, GROUP)[None, :] < affine[2]
+        return tl.where(before_next, a, next_a), tl.where(before_next, b, next_b)
+    else:
+        return slope_and_offset(affine, rstd, rest)
 
 
 @triton.jit
@@ -162,20 +190,20 @@ def write_chunks(
                 write_chunk(
                     chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                     length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout,
-                    element, i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
+                    element, i < FULL, GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
         else:
             write_chunk(
                 chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                 length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout, element,
-                i < FULL, EVICT, ACTIVATION, DROPOUT, FAST,
+                i < FULL, GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip
 
 
 @triton.jit
 def write_chunk(
     h, affine, y_ptr, residual_out_ptr, base, length, row, first, group_length, walk, mean, rest, rstd, dropout,
-    element, IS_FULL: tl.constexpr, EVICT: tl.constexpr,
+    element, IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """y, and h, of one chunk of `length` elements at `base` of the outputs and `first` of the group."""
@@ -185,7 +213,7 @@ def write_chunk(
         mask = element < length
     if residual_out_ptr is not None:
         tl.store(residual_out_ptr + base + element, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    a, b = slope_and_offset(affine, rstd, rest)
+    a, b = chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
     y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
     if DROPOUT:
         sample = row // walk[0]

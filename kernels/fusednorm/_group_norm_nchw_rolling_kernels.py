@@ -92,7 +92,7 @@ def group_norm_nchw_rolling_kernel(
             write_chunk(
                 widened_words(words[i], x_ptr.dtype.element_ty, FAST), current, y_ptr, None,
                 base + i * BLOCK, length - i * BLOCK, row, i * BLOCK, length, walk, mean, rest, rstd, dropout,
-                element, i < FULL, "", ACTIVATION, DROPOUT, FAST,
+                element, i < FULL, GROUP, PARAMETERS, "", ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip
             next_at = base + step * length.to(tl.int64)
             next_words = next_words + (load_words(x_ptr, next_at, length, wanted, i, FULL, BLOCK, GROUP),)

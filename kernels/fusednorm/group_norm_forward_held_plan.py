@@ -211,12 +211,12 @@ def piece_walk(call: ForwardCall) -> tuple[int, ...]:
 
 
 def parameters_mode(call: ForwardCall, block: int, piece: int) -> str:
-    """What has one channel and so one value of each parameter."""
-    if call.sample.hw % piece == 0:
-        return "piece"
-    if call.sample.hw % block == 0:
-        return "chunk"
-    return "vector" if call.sample.hw % (16 // call.x.element_size()) == 0 else "element"
+    """What has one channel and so one value of each parameter; or "two", which a vector has at most."""
+    vector = 16 // call.x.element_size()
+    for mode, length in (("piece", piece), ("chunk", block), ("vector", vector)):
+        if call.sample.hw % length == 0:
+            return mode
+    return "two" if call.sample.hw > vector else "element"
 
 
 def block_options(
