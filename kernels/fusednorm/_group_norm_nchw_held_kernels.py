@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from fusednorm._group_norm_nchw_frames import frame_of, whole_vectors
 from fusednorm._group_norm_nchw_pieces import (
     lane_moments,
     load_chunk_affine,
@@ -49,6 +50,7 @@ def group_norm_nchw_held_kernel(
     CHUNKS: tl.constexpr,
     FULL: tl.constexpr,
     GROUP: tl.constexpr,
+    SKEWED: tl.constexpr,
     PREFETCH: tl.constexpr,
     PARAMETERS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -69,12 +71,13 @@ def group_norm_nchw_held_kernel(
         row = tl.program_id(0).to(tl.int64)
         writer = 0
     length = group_units * VEC
-    base = row * length
+    base, before = frame_of(row, length, GROUP, SKEWED)
+    end = before + length
     walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
 
-    chunks = load_chunks(x_ptr, base, length, FULL, BLOCK, CHUNKS, GROUP, "")
-    residuals = load_chunks(residual_ptr, base, length, FULL, BLOCK, CHUNKS, GROUP, "")
+    chunks = load_chunks(x_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
+    residuals = load_chunks(residual_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
     if PREFETCH:
         if tl.num_programs(0) <= FEW_PROGRAMS * 2:
             # Nothing else hides the latency of the parameters.
@@ -83,18 +86,21 @@ def group_norm_nchw_held_kernel(
             if bias_ptr is not None:
                 touch(bias_ptr + (row % groups) * channels, channels)
         if ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
-            prefetch(x_ptr + base + ahead.to(tl.int64) * length, length)
-    count, means, rests, squares = lane_moments(chunks, residuals, length, FULL, BLOCK, GROUP, FAST)
-    mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS, FAST)
+            next_base, next_before = frame_of(row + ahead, length, GROUP, SKEWED)
+            prefetch(x_ptr + next_base, whole_vectors(next_before + length, GROUP))
+    count, means, rests, squares = lane_moments(
+        chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
+    )
+    mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED, FAST)
     mean, rest = same_for_all(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
     rstd = 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if writer == 0:
             tl.store(mean_ptr + row, mean + rest)
             tl.store(rstd_ptr + row, rstd)
-    affine = load_chunk_affine(parameters, row, 0, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+    affine = load_chunk_affine(parameters, row, 0 - before, walk, 0, BLOCK, GROUP, PARAMETERS, False)
     write_chunks(
-        chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, 0, length, length, walk,
-        mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
-        FULL, BLOCK, GROUP, PARAMETERS, False, SHARED, "", ACTIVATION, DROPOUT, FAST,
+        chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, 0 - before, before, end, length,
+        walk, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
+        FULL, BLOCK, GROUP, PARAMETERS, False, SHARED, "", ACTIVATION, DROPOUT, FAST, SKEWED,
     )  # fmt: skip

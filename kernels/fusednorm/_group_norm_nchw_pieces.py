@@ -1,13 +1,15 @@
 """Pieces of contiguous groups that stay in registers as they lie in memory: loading, moments, writing.
 
 A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is what one thread loads at once of each.
-All chunks below FULL are known to be whole.
+All chunks below FULL are known to be whole, but for the first where SKEWED.  `before` and `length` say where in a
+piece its group starts and ends: see `_group_norm_nchw_frames`.
 """
 
 import triton
 import triton.language as tl
 
 from fusednorm._group_norm_affine import load_affine, slope_and_offset
+from fusednorm._group_norm_nchw_frames import count_inside, is_inside, load_chunk, store_chunk
 from fusednorm._group_norm_nchw_sweeps import quotient
 from fusednorm._group_norm_words import widened_words
 from fusednorm._reductions import rounded_product
@@ -25,17 +27,14 @@ def element_of_chunk(BLOCK: tl.constexpr, GROUP: tl.constexpr):
 def load_chunks(
     ptr, at, length,
     FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
+    SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """`length` elements from ptr + at on; masked ones are 0.  The tuple is empty where ptr is None."""
+    """A piece from ptr + at on, up to `length` of its elements.  The tuple is empty where ptr is None."""
     element = element_of_chunk(BLOCK, GROUP)
     chunks = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
-            if i < FULL:
-                chunk = tl.load(ptr + at + i * BLOCK + element, eviction_policy=EVICT)
-            else:
-                mask = element + i * BLOCK < length
-                chunk = tl.load(ptr + at + i * BLOCK + element, mask=mask, other=0.0, eviction_policy=EVICT)
+            chunk = load_chunk(ptr + at + i * BLOCK, element, length - i * BLOCK, i < FULL, EVICT, SKEWED)
             chunks = chunks + (chunk,)
     return chunks
 
@@ -50,8 +49,9 @@ def _float_chunk(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr, WORDS: 
 
 @triton.jit
 def lane_moments(
-    chunks, residuals, length,
+    chunks, residuals, before, length,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr = None,
+    SKEWED: tl.constexpr = False,
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
 
@@ -61,20 +61,24 @@ def lane_moments(
     lanes: tl.constexpr = BLOCK // GROUP
     element = element_of_chunk(BLOCK, GROUP)
     start = tl.arange(0, lanes)[:, None] * GROUP
-    first = tl.sum(_float_chunk(chunks, residuals, 0, FAST, WORDS), 1, keep_dims=True)
-    if FULL > 0:
-        pivot = first * (1.0 / GROUP)
+    first = _float_chunk(chunks, residuals, 0, FAST, WORDS)
+    if SKEWED:
+        first = tl.where(is_inside(element, before, length, SKEWED), first, 0.0)
+    if FULL > 0 and not SKEWED:
+        pivot = tl.sum(first, 1, keep_dims=True) * (1.0 / GROUP)
     else:
-        present = tl.minimum(tl.maximum(length - start, 0), GROUP).to(tl.float32)
-        pivot = first / tl.maximum(present, 1.0)
-    count = tl.full((lanes, 1), FULL * GROUP, tl.float32)
+        present = count_inside(start, before, length, GROUP, SKEWED).to(tl.float32)
+        pivot = tl.sum(first, 1, keep_dims=True) / tl.maximum(present, 1.0)
+    count = tl.zeros((lanes, 1), tl.float32)
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     sum_2 = tl.zeros((lanes, 1), tl.float32)
     for i in tl.static_range(len(chunks)):
         d = _float_chunk(chunks, residuals, i, FAST, WORDS) - pivot
-        if i >= FULL:
-            d = tl.where(element + i * BLOCK < length, d, 0.0)
-            count += tl.minimum(tl.maximum(length - (start + i * BLOCK), 0), GROUP).to(tl.float32)
+        if i < FULL and not (SKEWED and i == 0):
+            count += GROUP
+        else:
+            d = tl.where(is_inside(element + i * BLOCK, before, length, SKEWED), d, 0.0)
+            count += count_inside(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
         sum_1 += tl.sum(d, 1, keep_dims=True)
         sum_2 += tl.sum(d * d, 1, keep_dims=True)
     # Told as one rounded mean and what is left of it: the pivot may be far from it.
@@ -107,20 +111,23 @@ def _channel(
 ):  # fmt: skip
     """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters.
 
-    Where PARAMETERS is "two", that of a vector's first element, and where the next channel starts behind it.
+    Where PARAMETERS is "two", that of a vector's first element, and also where the next channel starts behind it.
     """
-    if PARAMETERS == "element":
-        at = first + i * BLOCK + element_of_chunk(BLOCK, GROUP)
-    elif PARAMETERS == "two":
-        at = first + i * BLOCK + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP
-    elif PARAMETERS == "vector":
-        at = first // GROUP + i * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[:, None]
-    else:
-        at = first // GROUP + i * (BLOCK // GROUP)
-    channel = quotient(at, walk[2], walk[3], walk[4], WIDE)
     next_channel = ()
-    if PARAMETERS == "two":
-        next_channel = next_channel + (((channel + 1) * walk[2] - at).to(tl.int32),)
+    if PARAMETERS == "element" or PARAMETERS == "two":
+        if PARAMETERS == "element":
+            at = first + i * BLOCK + element_of_chunk(BLOCK, GROUP)
+        else:
+            at = first + i * BLOCK + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP
+        # The first vector may start before the group.
+        channel = quotient(tl.maximum(at, 0), walk[2], walk[3], walk[4], WIDE)
+        if PARAMETERS == "two":
+            next_channel = next_channel + (((channel + 1) * walk[2] - at).to(tl.int32),)
+    else:
+        vector = first // GROUP + i * (BLOCK // GROUP)
+        if PARAMETERS == "vector":
+            vector += tl.arange(0, BLOCK // GROUP)[:, None]
+        channel = quotient(vector, walk[2], walk[3], walk[4], WIDE)
     # Past the end, where nothing is written.
     return tl.minimum(channel, walk[1] - 1), next_channel
 
@@ -134,7 +141,8 @@ def load_chunk_affine(
 
     Args:
         walk: groups of a sample, channels of a group, what divides by a channel's length (in elements where
-            PARAMETERS is "element", else in vectors), and what leads from sample to sample of scale and shift.
+            PARAMETERS is "element" or "two", else in vectors), and what leads from sample to sample of scale and
+            shift.
         PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element"; or "two", the most that a vector
             has.
         WIDE: whether `first` is 64-bit.
@@ -165,22 +173,22 @@ def chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: 
 
 @triton.jit
 def write_chunks(
-    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, first, length, group_length, walk,
-    mean, rest, rstd, dropout, writer, writers,
+    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, length, group_length,
+    walk, mean, rest, rstd, dropout, writer, writers,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
     SHARED: tl.constexpr, EVICT: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
     """y, and h, of a piece; of its chunk i when SHARED only where i % writers == writer.
 
     Args:
         affine: of the first chunk; that of each other one is loaded a chunk before.
-        row, first, length: the group, where in it the piece starts, and the piece's length.
+        base: where in the outputs the piece starts.
+        row, first: the group, and where in it the piece starts, below 0 where that is `before` it.
         mean, rest: the group's mean is mean + rest.
         dropout: seed, threshold and scale.
     """
     element = element_of_chunk(BLOCK, GROUP)
-    base = row * group_length + first
     for i in tl.static_range(len(chunks)):
         current = affine
         if PARAMETERS != "piece" and i + 1 < len(chunks):
@@ -189,30 +197,30 @@ def write_chunks(
             if i & (writers - 1) == writer:
                 write_chunk(
                     chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
-                    length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout,
-                    element, i < FULL, GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST,
+                    before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, walk,
+                    mean, rest, rstd, dropout, element,
+                    i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT,
+                    ACTIVATION, DROPOUT, FAST, SKEWED,
                 )  # fmt: skip
         else:
             write_chunk(
                 chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
-                length - i * BLOCK, row, first + i * BLOCK, group_length, walk, mean, rest, rstd, dropout, element,
-                i < FULL, GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST,
+                before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, walk,
+                mean, rest, rstd, dropout, element,
+                i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
             )  # fmt: skip
 
 
 @triton.jit
 def write_chunk(
-    h, affine, y_ptr, residual_out_ptr, base, length, row, first, group_length, walk, mean, rest, rstd, dropout,
-    element, IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    h, affine, y_ptr, residual_out_ptr, base, before, length, row, first, group_length, walk,
+    mean, rest, rstd, dropout, element,
+    IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
     """y, and h, of one chunk of `length` elements at `base` of the outputs and `first` of the group."""
-    if IS_FULL:
-        mask = tl.full(h.shape, True, tl.int1)
-    else:
-        mask = element < length
     if residual_out_ptr is not None:
-        tl.store(residual_out_ptr + base + element, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+        store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)
     a, b = chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
     y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
     if DROPOUT:
@@ -220,4 +228,4 @@ def write_chunk(
         position = (row - sample * walk[0]) * group_length + first + element
         keep = dropout_keep(dropout[0], sample, position, dropout[1])
         y = tl.where(keep, y * dropout[2], 0.0)
-    tl.store(y_ptr + base + element, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+    store_chunk(y_ptr + base, element, y, before, length, IS_FULL, EVICT, SKEWED)

@@ -73,7 +73,7 @@ def group_norm_nchw_rolling_kernel(
         if AHEAD > 0 and row + AHEAD * step < rows:
             prefetch(x_ptr + base + AHEAD * step * length.to(tl.int64), length)
         count, means, rests, squares = lane_moments(
-            words, (), length, FULL, BLOCK, GROUP, FAST, x_ptr.dtype.element_ty
+            words, (), 0, length, FULL, BLOCK, GROUP, FAST, x_ptr.dtype.element_ty
         )
         mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS, FAST)
         mean, rest = same_for_all(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
@@ -91,7 +91,7 @@ def group_norm_nchw_rolling_kernel(
                 affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS, False)
             write_chunk(
                 widened_words(words[i], x_ptr.dtype.element_ty, FAST), current, y_ptr, None,
-                base + i * BLOCK, length - i * BLOCK, row, i * BLOCK, length, walk, mean, rest, rstd, dropout,
+                base + i * BLOCK, 0, length - i * BLOCK, row, i * BLOCK, length, walk, mean, rest, rstd, dropout,
                 element, i < FULL, GROUP, PARAMETERS, "", ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip
             next_at = base + step * length.to(tl.int64)

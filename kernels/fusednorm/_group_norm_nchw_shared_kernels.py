@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fusednorm._exchange import collect, first_tag, leave, post, slot_of
+from fusednorm._group_norm_nchw_frames import count_inside, frame_of, whole_vectors
 from fusednorm._group_norm_nchw_pieces import (
     lane_moments,
     load_chunk_affine,
@@ -71,6 +72,7 @@ def group_norm_nchw_shared_kernel(
     CHUNKS: tl.constexpr,
     FULL: tl.constexpr,
     GROUP: tl.constexpr,
+    SKEWED: tl.constexpr,
     EQUAL: tl.constexpr,
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -93,12 +95,11 @@ def group_norm_nchw_shared_kernel(
     teams = tl.num_programs(0) // members
     member = tl.program_id(0) % members
     first = member * slab
-    slab_length = tl.minimum(length - first, slab)
     start = first_tag(mailbox_ptr)
     last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
     turns = tl.cdiv(rows - team, teams)
     other = tl.arange(0, SLOTS)
-    count_of_other = tl.minimum(tl.maximum(length - other * slab, 0), slab).to(tl.float32)
+    usual_count = count_inside(other * slab, 0, length, slab, False).to(tl.float32)
     walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     dropout = (seed, dropout_threshold, dropout_scale)
@@ -107,24 +108,40 @@ def group_norm_nchw_shared_kernel(
     for turn in range(0, turns + LAG):
         # The group whose moments are taken; after the last turn, the last one again, for nothing.
         row = team + tl.minimum(turn, turns - 1) * teams
-        x_at = row * length + first
-        chunks = load_chunks(x_ptr, x_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "")
+        frame, before = frame_of(row, length, GROUP, SKEWED)
+        x_at = frame + first
+        end = tl.minimum(before + length - first, slab)
+        chunks = load_chunks(x_ptr, x_at, end, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "", SKEWED)
         residuals = load_chunks(
-            residual_ptr, x_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else ""
+            residual_ptr, x_at, end, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "", SKEWED
         )
         if AHEAD > 0 and turn + AHEAD < turns:
-            prefetch(x_ptr + x_at + AHEAD * teams * length.to(tl.int64), slab_length)
+            if SKEWED:
+                next_frame, next_before = frame_of(row + AHEAD * teams, length, GROUP, SKEWED)
+                next_end = tl.minimum(next_before + length - first, slab)
+                if next_end > 0:
+                    prefetch(x_ptr + next_frame + first, whole_vectors(next_end, GROUP))
+            else:
+                prefetch(x_ptr + x_at + AHEAD * teams * length.to(tl.int64), end)
 
         if LAG > 0 and turn >= LAG:
             late_row = team + (turn - LAG) * teams
-            late_at = late_row * length + first
-            affine = load_chunk_affine(parameters, late_row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
-            late = load_chunks(x_ptr, late_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_first")
+            late_frame, late_before = frame_of(late_row, length, GROUP, SKEWED)
+            late_at = late_frame + first
+            late_first = first - late_before
+            late_end = tl.minimum(late_before + length - first, slab)
+            affine = load_chunk_affine(parameters, late_row, late_first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+            late = load_chunks(x_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED)
             late_residuals = load_chunks(
-                residual_ptr, late_at, slab_length, FULL, BLOCK, CHUNKS, GROUP, "evict_first"
+                residual_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED
             )
+            late_count = usual_count
+            if SKEWED:
+                late_count = count_inside(other * slab, late_before, late_before + length, slab, True).to(
+                    tl.float32
+                )
             mean, rest, rstd = _group_moments(
-                mailbox_ptr, team, tag - LAG, members, other, count_of_other,
+                mailbox_ptr, team, tag - LAG, members, other, late_count,
                 length, eps, DEPTH, EQUAL, PARAMETERS,
             )  # fmt: skip
             if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -132,17 +149,26 @@ def group_norm_nchw_shared_kernel(
                     tl.store(mean_ptr + late_row, mean + rest)
                     tl.store(rstd_ptr + late_row, rstd)
             write_chunks(
-                late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_row, first,
-                slab_length, length, walk, mean, rest, rstd, dropout, 0, 1,
-                FULL, BLOCK, GROUP, PARAMETERS, False, False, "evict_first", ACTIVATION, DROPOUT, FAST,
+                late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_at, late_row, late_first,
+                late_before - first, late_end, length, walk, mean, rest, rstd, dropout, 0, 1,
+                FULL, BLOCK, GROUP, PARAMETERS, False, False, "evict_first", ACTIVATION, DROPOUT, FAST, SKEWED,
             )  # fmt: skip
 
         if turn < turns:
-            count, means, rests, squares = lane_moments(chunks, residuals, slab_length, FULL, BLOCK, GROUP, FAST)
-            slab_mean, slab_rest, slab_square = total_moments(count, means, rests, squares, FULL == CHUNKS, FAST)
+            count, means, rests, squares = lane_moments(
+                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
+            )
+            slab_mean, slab_rest, slab_square = total_moments(
+                count, means, rests, squares, FULL == CHUNKS and not SKEWED, FAST
+            )
             post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
-                affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+                affine = load_chunk_affine(
+                    parameters, row, first - before, walk, 0, BLOCK, GROUP, PARAMETERS, False
+                )
+                count_of_other = usual_count
+                if SKEWED:
+                    count_of_other = count_inside(other * slab, before, before + length, slab, True).to(tl.float32)
                 mean, rest, rstd = _group_moments(
                     mailbox_ptr, team, tag, members, other, count_of_other, length, eps, DEPTH, EQUAL, PARAMETERS
                 )
@@ -151,9 +177,9 @@ def group_norm_nchw_shared_kernel(
                         tl.store(mean_ptr + row, mean + rest)
                         tl.store(rstd_ptr + row, rstd)
                 write_chunks(
-                    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, first,
-                    slab_length, length, walk, mean, rest, rstd, dropout, 0, 1,
-                    FULL, BLOCK, GROUP, PARAMETERS, False, False, "", ACTIVATION, DROPOUT, FAST,
+                    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, x_at, row, first - before,
+                    before - first, end, length, walk, mean, rest, rstd, dropout, 0, 1,
+                    FULL, BLOCK, GROUP, PARAMETERS, False, False, "", ACTIVATION, DROPOUT, FAST, SKEWED,
                 )  # fmt: skip
         tag += 1
 

@@ -41,7 +41,7 @@ def group_norm_nchw_split_moments_kernel(
     at = row * length + first
     chunks = load_chunks(x_ptr, at, left, FULL, BLOCK, CHUNKS, GROUP, "evict_last")
     residuals = load_chunks(residual_ptr, at, left, FULL, BLOCK, CHUNKS, GROUP, "evict_last")
-    count, means, rests, squares = lane_moments(chunks, residuals, left, FULL, BLOCK, GROUP, FAST)
+    count, means, rests, squares = lane_moments(chunks, residuals, 0, left, FULL, BLOCK, GROUP, FAST)
     mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS, FAST)
     sample = row // groups
     slot = (sample * splits + split) * groups + (row - sample * groups)
@@ -107,7 +107,7 @@ def group_norm_nchw_split_apply_kernel(
     rstd = tl.load(rstd_ptr + row)
     affine = load_chunk_affine(parameters, row, first, walk, 0, BLOCK, GROUP, PARAMETERS, WIDE)
     write_chunks(
-        chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, row, first, left, length, walk,
+        chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, at, row, first, 0, left, length, walk,
         mean, 0.0, rstd, (seed, dropout_threshold, dropout_scale), 0, 1,
         FULL, BLOCK, GROUP, PARAMETERS, WIDE, False, "evict_first", ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

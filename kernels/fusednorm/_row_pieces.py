@@ -230,7 +230,7 @@ def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.const
     FAST merges pairs of sets in one reduction tree; the interpreter, which would go from lane to lane, takes sums.
     """
     if not FAST:
-        n = tl.sum(count, 0, keep_dims=True)
+        n = tl.maximum(tl.sum(count, 0, keep_dims=True), 1.0)
         rough = tl.sum(count * mean, 0, keep_dims=True) / n
         delta = (mean - rough) + shift
         shift = tl.sum(count * delta, 0, keep_dims=True) / n

@@ -84,7 +84,7 @@ class ForwardShared:
 
     def members(self, sample: Sample) -> int:
         """Programs that share a group."""
-        return -(-sample.group_length // (self.chunks * self.block))
+        return -(-sample.frame_length // (self.chunks * self.block))
 
 
 @dataclass(frozen=True, slots=True)

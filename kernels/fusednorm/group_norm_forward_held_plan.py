@@ -31,7 +31,7 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
         case configs.ForwardRolling() if call.residual is not None or not _in_words(call):
             return fitted(call, configs.ForwardHeld(config.num_warps, config.programs_per_sm))
         case configs.ForwardHeld():
-            chunks = cdiv(sample.group_length, config.block)
+            chunks = cdiv(sample.frame_length, config.block)
             return with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
         case configs.ForwardRolling():
             chunks = cdiv(sample.group_length, config.block)
@@ -60,12 +60,23 @@ def _in_words(call: ForwardCall) -> bool:
     return call.group_vec * call.x.element_size() == 16 and call.x.data_ptr() % 16 == 0
 
 
+def _is_skewed(call: ForwardCall) -> bool:
+    """Whether groups do not all start at multiples of 16 bytes, but samples do."""
+    sample, vector = call.sample, 16 // call.x.element_size()
+    return sample.group_length % vector != 0 and sample.c * sample.hw % vector == 0
+
+
+def _can_prefetch_groups(call: ForwardCall) -> bool:
+    """Whether what is read of a group starts and ends at multiples of 16 bytes."""
+    return can_prefetch(16 // call.x.element_size() if _is_skewed(call) else call.group_vec, call.x)
+
+
 def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
     """A program for each group, or for each share of one."""
     rows, sample = call.n * call.sample.groups, call.sample
     multiprocessors = multiprocessor_count(call.x.device)
     writers = _writers(rows, config.writers, multiprocessors)
-    chunks = cdiv(sample.group_length, config.block)
+    chunks = cdiv(sample.frame_length, config.block)
     arguments = (
         *call.tensors, *call.statistics, writers, config.ahead_per_sm * multiprocessors if writers == 1 else 0,
         call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
@@ -73,7 +84,8 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
     options = {
         **_contiguous_options(call, config, chunks),
         "FULL": sample.group_length // config.block,
-        "PREFETCH": can_prefetch(call.group_vec, call.x),
+        "SKEWED": _is_skewed(call),
+        "PREFETCH": _can_prefetch_groups(call),
         "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
         "SHARED": writers > 1,
         # Shared groups are few: a program has its multiprocessor to itself.
@@ -120,10 +132,11 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
         "FULL": config.chunks if sample.group_length % slab == 0 else 0,
         # A full tree of the compiler's; the interpreter goes from slot to slot.
         "EQUAL": sample.group_length == slab * slots and slots <= 32 * config.num_warps and not INTERPRETED,
+        "SKEWED": _is_skewed(call),
         "SLOTS": slots,
         "DEPTH": depth,
         "LAG": config.lag,
-        "AHEAD": config.ahead if can_prefetch(call.group_vec, call.x) else 0,
+        "AHEAD": config.ahead if _can_prefetch_groups(call) else 0,
         "PARAMETERS": parameters_mode(call, config.block, slab),
         **resident_options(config),
         **epilogue_options(call.epilogue),

@@ -146,7 +146,7 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
                 continue
             if isinstance(config, ForwardShared):
                 members = config.members(sample)
-                config = replace(config, chunks=-(-sample.group_length // (members * config.block)))
+                config = replace(config, chunks=-(-sample.frame_length // (members * config.block)))
             yield config
         return
     if sample.hw * sample.c * itemsize >= STREAM_FROM:

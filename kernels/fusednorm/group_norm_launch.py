@@ -33,6 +33,11 @@ class Sample:
         """Elements of one group."""
         return self.channels * self.hw
 
+    @property
+    def frame_length(self) -> int:
+        """Elements from the 16 bytes on in which a contiguous group starts to its end, at most."""
+        return self.group_length + (7 if self.group_length % 8 else 0)
+
 
 def vector_width(itemsize: int, *sizes: int) -> int:
     """Elements of one access: 16 bytes of x, or the largest power of two below that divides every size."""

@@ -37,6 +37,7 @@ def share(monkeypatch):
         ((1, 6, 5, 56), 2),  # the second slab is not full, vectors in one channel
         ((1, 2, 419), 1),  # no vector access
         ((1, 6, 419), 2),  # nor here: groups of three channels in three slabs, each vector with its parameters
+        ((1, 12, 174), 4),  # groups that start and end between multiples of 16 bytes
     ],
 )
 def test_slabs_of_contiguous_groups_match_the_oracle(shape, groups, lag, dtype, share, device, poisoned):
