@@ -36,6 +36,47 @@ def _group_moments(
     return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
 
 
+@triton.jit
+def _slab_moments(
+    chunks, residuals, before, end,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean, rest and sum of squares of a slab; without masks where it is whole, whether or not all are."""
+    CHUNKS: tl.constexpr = len(chunks)
+    if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
+        count, means, rests, squares = lane_moments(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP, FAST)
+        moments = total_moments(count, means, rests, squares, True, FAST)
+    else:
+        count, means, rests, squares = lane_moments(
+            chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
+        )
+        moments = total_moments(count, means, rests, squares, False, FAST)
+    return moments
+
+
+@triton.jit
+def _write_slab(
+    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end, group_length,
+    walk, mean, rest, rstd, dropout,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
+    EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """`write_chunks` of a slab; without masks where it is whole, whether or not all are."""
+    CHUNKS: tl.constexpr = len(chunks)
+    if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
+        write_chunks(
+            chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, 0, end, group_length,
+            walk, mean, rest, rstd, dropout, 0, 1,
+            CHUNKS, BLOCK, GROUP, PARAMETERS, False, False, EVICT, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+    else:
+        write_chunks(
+            chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end,
+            group_length, walk, mean, rest, rstd, dropout, 0, 1,
+            FULL, BLOCK, GROUP, PARAMETERS, False, False, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
+        )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "members", "group_units", "groups", "channels", "channel_length", "magic", "division_shift",
@@ -148,18 +189,15 @@ def group_norm_nchw_shared_kernel(
                 if member == 0:
                     tl.store(mean_ptr + late_row, mean + rest)
                     tl.store(rstd_ptr + late_row, rstd)
-            write_chunks(
+            _write_slab(
                 late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_at, late_row, late_first,
-                late_before - first, late_end, length, walk, mean, rest, rstd, dropout, 0, 1,
-                FULL, BLOCK, GROUP, PARAMETERS, False, False, "evict_first", ACTIVATION, DROPOUT, FAST, SKEWED,
+                late_before - first, late_end, length, walk, mean, rest, rstd, dropout,
+                FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "evict_first", ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip
 
         if turn < turns:
-            count, means, rests, squares = lane_moments(
-                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
-            )
-            slab_mean, slab_rest, slab_square = total_moments(
-                count, means, rests, squares, FULL == CHUNKS and not SKEWED, FAST
+            slab_mean, slab_rest, slab_square = _slab_moments(
+                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, FAST
             )
             post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
@@ -176,10 +214,10 @@ def group_norm_nchw_shared_kernel(
                     if member == 0:
                         tl.store(mean_ptr + row, mean + rest)
                         tl.store(rstd_ptr + row, rstd)
-                write_chunks(
+                _write_slab(
                     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, x_at, row, first - before,
-                    before - first, end, length, walk, mean, rest, rstd, dropout, 0, 1,
-                    FULL, BLOCK, GROUP, PARAMETERS, False, False, "", ACTIVATION, DROPOUT, FAST, SKEWED,
+                    before - first, end, length, walk, mean, rest, rstd, dropout,
+                    FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "", ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
         tag += 1
 

@@ -39,6 +39,8 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
         case configs.ForwardShared():
             slabs = 1 if config.lag == 0 else 2
             members = config.members(sample)
+            # Vectors in two channels take the parameters of both.
+            extra += 48 if sample.hw * size % 16 else 0
             return with_room(config, slabs * config.chunks * 8 * held, extra, multiprocessors, members)
         case configs.ForwardBlock():
             tile = configs.block_tile(sample, config.block_groups, config.num_warps, size)

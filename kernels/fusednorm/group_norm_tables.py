@@ -29,7 +29,7 @@ FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
         (32768, ForwardHeld(8, programs_per_sm=2, ahead_per_sm=1)),  # 0.91 (32x256x56x56)
         (49152, ForwardHeld(8, programs_per_sm=2, ahead_per_sm=1)),  # 0.88 (16x320x64x64), 0.77 (2x320x64x64)
         (65536, ForwardHeld(16, programs_per_sm=1, ahead_per_sm=1)),  # 0.87 (8x512x64x64)
-        (131072, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        (131072, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.80 (8x640x64x64)
         (262144, ForwardShared(16, num_warps=4, programs_per_sm=4, lag=0, ahead=1)),  # 0.85 (1x512x128x128)
         (491520, ForwardShared(6, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.78 (2x960x128x128)
         (524288, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.83 (4x256x256x256)
@@ -40,8 +40,7 @@ FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
         (12288, ForwardHeld(8, programs_per_sm=2, writers=2)),
         (24576, ForwardHeld(16, programs_per_sm=1, writers=2)),
         (32768, ForwardHeld(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
-        (131072, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),
-        (524288, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (524288, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.86 (16x320x64x64)
         (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
     ),
 }
@@ -100,7 +99,7 @@ BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
 # Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
 BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] = {
     2: (
-        (40, 256, BackwardBlocks(64, 4, 1, num_warps=4, programs_per_sm=2, lag=2, ahead=1)),  # 0.57 (2x1280x16x16)
+        (40, 256, BackwardBlocks(40, 8, 1, num_warps=4, programs_per_sm=3, lag=1, ahead=1)),  # 0.61 (2x1280x16x16)
     ),
     4: (),
 }

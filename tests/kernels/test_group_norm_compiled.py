@@ -75,3 +75,14 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
             assert widest["ld"] == 16, what
         if all(part not in kernel for part in ("fold", "stats", "sums", "moments")):
             assert widest["st"] == 16, what
+
+
+def test_contiguous_groups_that_start_anywhere_are_read_and_written_in_128_bits():
+    reports = compile_elsewhere(COMPILE, "bfloat16", json.dumps([((2, 240, 61, 67), 8), ((8, 80, 59, 61), 8)]))
+    walked = {"group_norm_nchw_shared_kernel", "group_norm_nchw_held_kernel"}
+    assert walked <= {kernel for kernel, *_ in reports}
+    for kernel, options, _, spilled, registers, widest in reports:
+        if kernel in walked:
+            what = f"{kernel} {options}: {registers} registers, {spilled} bytes spilled, widest accesses {widest}"
+            assert spilled == 0, what
+            assert widest["ld"] == widest["st"] == 16, what

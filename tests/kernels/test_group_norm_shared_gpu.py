@@ -49,7 +49,9 @@ def use(monkeypatch):
         ((1, 32, 32, 32), 4),
         ((3, 40, 61, 64), 4),  # groups of ten channels, slabs and pieces that are not full
         ((40, 64, 64, 64), 8),  # more groups than are under way at once
-        ((2, 96, 37, 41), 32),  # groups of three, no vector access where groups are contiguous
+        ((2, 96, 37, 41), 32),  # groups of three that start anywhere in 16 bytes
+        ((20, 104, 43, 45), 8),  # many of them
+        ((3, 15, 61, 67), 3),  # nor do samples start at multiples of 16 bytes
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
