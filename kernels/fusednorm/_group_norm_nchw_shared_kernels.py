@@ -39,11 +39,12 @@ def _group_moments(
 @triton.jit
 def _slab_moments(
     chunks, residuals, before, end,
-    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, FAST: tl.constexpr,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
+    LANE_A_THREAD: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Mean, rest and sum of squares of a slab; without masks where it is whole, whether or not all are."""
     CHUNKS: tl.constexpr = len(chunks)
-    if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
+    if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
         count, means, rests, squares = lane_moments(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP, FAST)
         moments = total_moments(count, means, rests, squares, True, FAST)
     else:
@@ -114,6 +115,7 @@ def group_norm_nchw_shared_kernel(
     FULL: tl.constexpr,
     GROUP: tl.constexpr,
     SKEWED: tl.constexpr,
+    LANE_A_THREAD: tl.constexpr,
     EQUAL: tl.constexpr,
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -197,7 +199,7 @@ def group_norm_nchw_shared_kernel(
 
         if turn < turns:
             slab_mean, slab_rest, slab_square = _slab_moments(
-                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, FAST
+                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, LANE_A_THREAD, FAST
             )
             post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:

@@ -15,6 +15,8 @@ from fusednorm._row_moments import column_mask, offset_weight, widened
 def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
     """Chan's merge of the moments of two sets of as many values: of a reduction whose tree is a full one.
 
+    Within a thread the compiler takes one element after another, so that a thread may hold two at most.
+
     The mean of a set is mean + shift; mean stays what the first set's is, so that only differences are rounded.
     """
     delta = (mean_b - mean_a) + (shift_b - shift_a)

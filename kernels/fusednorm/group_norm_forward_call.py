@@ -8,6 +8,7 @@ from torch import Tensor
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, since_hopper
 from fusednorm.group_norm_launch import Sample, vector_width
+from fusednorm.launch import has_lane_a_thread
 from fusednorm.results import Forward
 
 
@@ -91,6 +92,18 @@ class ForwardCall:
     def channel_walk(self) -> tuple[int, ...]:
         """`walk` of kernels that find the channel of each vector of `group_vec` elements, where it has one."""
         return self.walk(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether contiguous groups do not all start at multiples of 16 bytes, but samples do."""
+        sample, vector = self.sample, 16 // self.x.element_size()
+        return sample.group_length % vector != 0 and sample.c * sample.hw % vector == 0
+
+    @property
+    def has_lane_a_thread(self) -> bool:
+        """`launch.has_lane_a_thread` of pieces of contiguous groups, which may be skewed."""
+        width = 16 if self.is_skewed else self.group_vec * self.x.element_size()
+        return has_lane_a_thread(width, self.x, self.residual, self.out.y, self.out.residual_out)
 
     def walk(self, unit: int) -> tuple[int, ...]:
         """Groups, channels, what finds the channel of a unit of elements, and the stride of scale and shift."""

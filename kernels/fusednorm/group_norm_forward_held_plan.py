@@ -59,18 +59,12 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
 
 def _in_words(call: ForwardCall) -> bool:
     """Whether groups start and end at multiples of 16 bytes."""
-    return call.group_vec * call.x.element_size() == 16 and call.x.data_ptr() % 16 == 0
-
-
-def _is_skewed(call: ForwardCall) -> bool:
-    """Whether groups do not all start at multiples of 16 bytes, but samples do."""
-    sample, vector = call.sample, 16 // call.x.element_size()
-    return sample.group_length % vector != 0 and sample.c * sample.hw % vector == 0
+    return call.has_lane_a_thread and not call.is_skewed
 
 
 def _can_prefetch_groups(call: ForwardCall) -> bool:
     """Whether what is read of a group starts and ends at multiples of 16 bytes."""
-    return can_prefetch(16 // call.x.element_size() if _is_skewed(call) else call.group_vec, call.x)
+    return can_prefetch(16 // call.x.element_size() if call.is_skewed else call.group_vec, call.x)
 
 
 def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
@@ -85,8 +79,8 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
     )  # fmt: skip
     options = {
         **_contiguous_options(call, config, chunks),
-        "FULL": sample.group_length // config.block,
-        "SKEWED": _is_skewed(call),
+        "FULL": min(sample.group_length // config.block, chunks - (not call.has_lane_a_thread)),
+        "SKEWED": call.is_skewed,
         "PREFETCH": _can_prefetch_groups(call),
         "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
         "SHARED": writers > 1,
@@ -131,10 +125,11 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
     )  # fmt: skip
     options = {
         **_contiguous_options(call, config, config.chunks),
-        "FULL": config.chunks if sample.group_length % slab == 0 else 0,
+        "FULL": config.chunks if sample.group_length % slab == 0 and call.has_lane_a_thread else 0,
+        "LANE_A_THREAD": call.has_lane_a_thread,
         # A full tree of the compiler's; the interpreter goes from slot to slot.
         "EQUAL": sample.group_length == slab * slots and slots <= 32 * config.num_warps and not INTERPRETED,
-        "SKEWED": _is_skewed(call),
+        "SKEWED": call.is_skewed,
         "SLOTS": slots,
         "DEPTH": depth,
         "LAG": config.lag,

@@ -33,7 +33,7 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
         "VEC": call.group_vec,
         "BLOCK": block,
         "CHUNKS": config.chunks,
-        "FULL": config.chunks if sample.group_length % piece == 0 else 0,
+        "FULL": config.chunks if sample.group_length % piece == 0 and call.has_lane_a_thread else 0,
         "GROUP": 16 // size,
         "num_warps": config.num_warps,
         "maxnreg": registers_for(config),

@@ -131,6 +131,15 @@ def can_prefetch(vec: int, *tensors: torch.Tensor | None) -> bool:
     )
 
 
+def has_lane_a_thread(width: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether accesses to tensors, `width` bytes where these start at multiples of 16, are of 16 bytes.
+
+    Narrower ones the compiler gives to neighbouring threads, and several lanes to each: `merge_even` then has no
+    full tree.
+    """
+    return width == 16 and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
 def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
     """Seed, threshold and scale, as the kernels that fuse dropout take them."""
     return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)

@@ -27,6 +27,7 @@ from fusednorm.launch import (
     counters,
     dependent,
     dropout_arguments,
+    has_lane_a_thread,
     mailbox,
     registers_for,
     resident_options,
@@ -83,6 +84,8 @@ def forward_launches(
     heads, strides = layout(config, cols, has_heads(weight, bias), x, residual)
     vec = vector_units(cols, *strides)
     tensors = (x, residual, weight, bias, *outputs)
+    access = _access(cols, vec, x)
+    may_be_even = access["NARROW"] or has_lane_a_thread(min(16, vec * x.element_size()), *tensors)
     sizes = (cols // vec, *(stride // vec for stride in strides), eps, *dropout_arguments(epilogue))
     options = {
         "BLOCK_N": config.block_n,
@@ -107,9 +110,9 @@ def forward_launches(
             return [Launch(layer_norm_forward_tile_kernel, programs, arguments, options, by_rows)]
         case configs.ForwardRow():
             options |= {
-                "FULL": cols // config.block_n,
+                "FULL": min(cols // config.block_n, config.chunks - (not may_be_even)),
                 "CHUNKS": config.chunks,
-                **_access(cols, vec, x),
+                **access,
                 "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias, residual),
                 "ALONE": config.programs_per_sm == 1,
                 "maxnreg": registers_for(config),
@@ -129,10 +132,10 @@ def forward_launches(
             depth = next_power_of_2(2 * config.lag)
             del options["HEADS"]
             options |= {
-                "FULL": 0 if cols % slab else config.chunks,
+                "FULL": config.chunks if cols % slab == 0 and may_be_even else 0,
                 **_slots(cols, slab, config),
                 "CHUNKS": config.chunks,
-                **_access(cols, vec, x),
+                **access,
                 "DEPTH": depth,
                 "LAG": config.lag,
                 "AHEAD": config.ahead if can_prefetch(vec, x, residual) else 0,
@@ -163,6 +166,7 @@ def _in_parts(
     shared = shared_options(vec, weight_offset, epilogue) | {"GROUP": 16 // x.element_size(), "IS_RMS": is_rms}
     early = y is not None and since_hopper(x.device)
     prefetches = can_prefetch(vec, x, residual)
+    may_be_even = has_lane_a_thread(min(16, vec * x.element_size()), x, residual)
 
     piece = config.chunks * config.block_n
     part = piece * cdiv(cols, piece * layer_norm_launch.MAX_PARTS)
@@ -179,7 +183,7 @@ def _in_parts(
             parts, parts_a_program, part // vec, cols // vec, *units, eps,
         ),
         {
-            "FULL": 0 if cols % piece else config.chunks,
+            "FULL": config.chunks if cols % piece == 0 and may_be_even else 0,
             "EQUAL_PARTS": cols == part * slots and slots <= 32 * config.num_warps,
             "BLOCK_N": config.block_n,
             "CHUNKS": config.chunks,
