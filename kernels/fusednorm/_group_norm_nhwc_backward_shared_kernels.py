@@ -18,7 +18,7 @@ from fusednorm._group_norm_nhwc_blocks import (
     tile_gradient,
     tile_mask,
 )
-from fusednorm._group_sums_exchange import slots_of_group, total_of_parts
+from fusednorm._group_sums_exchange import post_totals, slots_of_group, total_of_parts
 from fusednorm._reductions import sum_pair
 from fusednorm._row_moments import widened
 
@@ -180,17 +180,11 @@ def group_norm_nhwc_backward_shared_kernel(
                 lead_turn = step // PIECES - 1
                 lead_bundle = (team + lead_turn * teams) % bundles
                 lead_tag = start + lead_turn.to(tl.uint32)
-                slot = tl.arange(0, SLOTS)
-                for group in range(
-                    member, tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups), members
-                ):
-                    blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
-                    present = (slot < contributors) & (slot % OVERLAP <= blocks)
-                    total_ptr = slots_of_group(
-                        mailbox_ptr, team, lead_tag, group, bundle_groups, contributors, DEPTH
-                    )
-                    g, g_xhat = total_of_parts(total_ptr, lead_tag, present, SLOTS, FAST)
-                    post_pairs(total_ptr, member >= 0, lead_tag, g, g_xhat)
+                there_are = tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups)
+                post_totals(
+                    mailbox_ptr, team, lead_tag, member, members, there_are, bundle_groups, channels, block_columns,
+                    contributors, OVERLAP, SLOTS, DEPTH, FAST,
+                )  # fmt: skip
 
         if step >= BEHIND:
             late_turn = (step - BEHIND) // PIECES

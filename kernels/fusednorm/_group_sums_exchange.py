@@ -16,7 +16,7 @@ of `_exchange` do.
 import triton
 import triton.language as tl
 
-from fusednorm._exchange import HEADER_WORDS, PAIR_WORDS, collect_pairs
+from fusednorm._exchange import HEADER_WORDS, PAIR_WORDS, collect_pairs, post_pairs
 from fusednorm._reductions import total_pair
 
 
@@ -37,3 +37,21 @@ def total_of_parts(total_ptr, tag, present, SLOTS: tl.constexpr, FAST: tl.conste
     slot = tl.where(present, tl.arange(0, SLOTS), 0)
     part_g, part_g_xhat = collect_pairs(total_ptr + PAIR_WORDS + slot * PAIR_WORDS, tag)
     return total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0), FAST)
+
+
+@triton.jit
+def post_totals(
+    mailbox_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
+    OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Add up, and post, the parts of every `members`th of the `groups` groups, of which `member` is the leader.
+
+    A group has parts from each block of `block_columns` columns that it lies in, OVERLAP at most.
+    """
+    slot = tl.arange(0, SLOTS)
+    for group in range(member, groups, members):
+        blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
+        present = (slot < contributors) & (slot % OVERLAP <= blocks)
+        total_ptr = slots_of_group(mailbox_ptr, team, tag, group, team_groups, contributors, DEPTH)
+        g, g_xhat = total_of_parts(total_ptr, tag, present, SLOTS, FAST)
+        post_pairs(total_ptr, member >= 0, tag, g, g_xhat)
