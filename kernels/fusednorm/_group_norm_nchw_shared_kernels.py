@@ -18,13 +18,14 @@ from fusednorm._row_pieces import merge, merge_even, total_moments
 
 @triton.jit
 def _group_moments(
-    mailbox_ptr, team, tag, members, other, count, length, eps,
-    DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr,
+    mailbox_ptr, team, tag, members, other, before, length, eps,
+    SLAB: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     """mean, rest and rstd of a group, whose mean is mean + rest, from what all members posted; waits for that.
 
-    `other` [slots] numbers the members, `count` [slots] is the elements of each, 0 past the last.
+    `other` [slots] numbers the members, each of whom has a slab of the group's frame.
     """
+    count = count_inside(other * SLAB, before, before + length, SLAB, SKEWED).to(tl.float32)
     present = other < members
     slot_ptrs = slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
     means, rests, squares = collect(slot_ptrs, tag)
@@ -142,7 +143,6 @@ def group_norm_nchw_shared_kernel(
     last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
     turns = tl.cdiv(rows - team, teams)
     other = tl.arange(0, SLOTS)
-    usual_count = count_inside(other * slab, 0, length, slab, False).to(tl.float32)
     walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     dropout = (seed, dropout_threshold, dropout_scale)
@@ -178,14 +178,9 @@ def group_norm_nchw_shared_kernel(
             late_residuals = load_chunks(
                 residual_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED
             )
-            late_count = usual_count
-            if SKEWED:
-                late_count = count_inside(other * slab, late_before, late_before + length, slab, True).to(
-                    tl.float32
-                )
             mean, rest, rstd = _group_moments(
-                mailbox_ptr, team, tag - LAG, members, other, late_count,
-                length, eps, DEPTH, EQUAL, PARAMETERS,
+                mailbox_ptr, team, tag - LAG, members, other, late_before,
+                length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
             )  # fmt: skip
             if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
                 if member == 0:
@@ -206,12 +201,10 @@ def group_norm_nchw_shared_kernel(
                 affine = load_chunk_affine(
                     parameters, row, first - before, walk, 0, BLOCK, GROUP, PARAMETERS, False
                 )
-                count_of_other = usual_count
-                if SKEWED:
-                    count_of_other = count_inside(other * slab, before, before + length, slab, True).to(tl.float32)
                 mean, rest, rstd = _group_moments(
-                    mailbox_ptr, team, tag, members, other, count_of_other, length, eps, DEPTH, EQUAL, PARAMETERS
-                )
+                    mailbox_ptr, team, tag, members, other, before,
+                    length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
+                )  # fmt: skip
                 if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
                     if member == 0:
                         tl.store(mean_ptr + row, mean + rest)

@@ -15,6 +15,8 @@ from fusednorm.launch import (
     Launch,
     can_prefetch,
     dropout_arguments,
+    known_whole,
+    known_whole_in_slabs,
     mailbox,
     registers_for,
     resident_options,
@@ -79,7 +81,7 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
     )  # fmt: skip
     options = {
         **_contiguous_options(call, config, chunks),
-        "FULL": min(sample.group_length // config.block, chunks - (not call.has_lane_a_thread)),
+        "FULL": known_whole(sample.group_length, config.block, chunks, call.has_lane_a_thread),
         "SKEWED": call.is_skewed,
         "PREFETCH": _can_prefetch_groups(call),
         "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
@@ -125,7 +127,7 @@ def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
     )  # fmt: skip
     options = {
         **_contiguous_options(call, config, config.chunks),
-        "FULL": config.chunks if sample.group_length % slab == 0 and call.has_lane_a_thread else 0,
+        "FULL": known_whole_in_slabs(sample.group_length, config.block, config.chunks, call.has_lane_a_thread),
         "LANE_A_THREAD": call.has_lane_a_thread,
         # A full tree of the compiler's; the interpreter goes from slot to slot.
         "EQUAL": sample.group_length == slab * slots and slots <= 32 * config.num_warps and not INTERPRETED,

@@ -13,7 +13,7 @@ from fusednorm.group_norm_forward_call import ForwardCall, empty_statistics, epi
 from fusednorm.group_norm_forward_held_plan import parameters_mode, piece_walk
 from fusednorm.group_norm_launch import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.launch import Launch, dependent, dropout_arguments, registers_for
+from fusednorm.launch import Launch, dependent, dropout_arguments, known_whole_in_slabs, registers_for
 
 
 def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[Launch]:
@@ -33,7 +33,7 @@ def pieces_launches(call: ForwardCall, config: configs.ForwardPieces) -> list[La
         "VEC": call.group_vec,
         "BLOCK": block,
         "CHUNKS": config.chunks,
-        "FULL": config.chunks if sample.group_length % piece == 0 and call.has_lane_a_thread else 0,
+        "FULL": known_whole_in_slabs(sample.group_length, block, config.chunks, call.has_lane_a_thread),
         "GROUP": 16 // size,
         "num_warps": config.num_warps,
         "maxnreg": registers_for(config),

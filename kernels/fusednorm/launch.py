@@ -140,6 +140,19 @@ def has_lane_a_thread(width: int, *tensors: torch.Tensor | None) -> bool:
     return width == 16 and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
+def known_whole(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
+    """FULL of a program that has all of `length` in `chunks` chunks: those that are known to be whole.
+
+    Moments of chunks that are all whole are merged as equals, so without a lane a thread one fewer than all.
+    """
+    return min(length // block, chunks if lane_a_thread else chunks - 1)
+
+
+def known_whole_in_slabs(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
+    """`known_whole` of programs that have slabs of `chunks` chunks each: all or none."""
+    return chunks if lane_a_thread and length % (chunks * block) == 0 else 0
+
+
 def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
     """Seed, threshold and scale, as the kernels that fuse dropout take them."""
     return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)

@@ -28,6 +28,8 @@ from fusednorm.launch import (
     dependent,
     dropout_arguments,
     has_lane_a_thread,
+    known_whole,
+    known_whole_in_slabs,
     mailbox,
     registers_for,
     resident_options,
@@ -85,7 +87,8 @@ def forward_launches(
     vec = vector_units(cols, *strides)
     tensors = (x, residual, weight, bias, *outputs)
     access = _access(cols, vec, x)
-    may_be_even = access["NARROW"] or has_lane_a_thread(min(16, vec * x.element_size()), *tensors)
+    # Narrow accesses are not merged at all.
+    merges_as_equals = bool(access["NARROW"]) or has_lane_a_thread(min(16, vec * x.element_size()), *tensors)
     sizes = (cols // vec, *(stride // vec for stride in strides), eps, *dropout_arguments(epilogue))
     options = {
         "BLOCK_N": config.block_n,
@@ -110,7 +113,7 @@ def forward_launches(
             return [Launch(layer_norm_forward_tile_kernel, programs, arguments, options, by_rows)]
         case configs.ForwardRow():
             options |= {
-                "FULL": min(cols // config.block_n, config.chunks - (not may_be_even)),
+                "FULL": known_whole(cols, config.block_n, config.chunks, merges_as_equals),
                 "CHUNKS": config.chunks,
                 **access,
                 "PREFETCH": heads == "none" and can_prefetch(vec, x, weight, bias, residual),
@@ -132,7 +135,7 @@ def forward_launches(
             depth = next_power_of_2(2 * config.lag)
             del options["HEADS"]
             options |= {
-                "FULL": config.chunks if cols % slab == 0 and may_be_even else 0,
+                "FULL": known_whole_in_slabs(cols, config.block_n, config.chunks, merges_as_equals),
                 **_slots(cols, slab, config),
                 "CHUNKS": config.chunks,
                 **access,
@@ -166,7 +169,7 @@ def _in_parts(
     shared = shared_options(vec, weight_offset, epilogue) | {"GROUP": 16 // x.element_size(), "IS_RMS": is_rms}
     early = y is not None and since_hopper(x.device)
     prefetches = can_prefetch(vec, x, residual)
-    may_be_even = has_lane_a_thread(min(16, vec * x.element_size()), x, residual)
+    lane_a_thread = has_lane_a_thread(min(16, vec * x.element_size()), x, residual)
 
     piece = config.chunks * config.block_n
     part = piece * cdiv(cols, piece * layer_norm_launch.MAX_PARTS)
@@ -183,7 +186,7 @@ def _in_parts(
             parts, parts_a_program, part // vec, cols // vec, *units, eps,
         ),
         {
-            "FULL": config.chunks if cols % piece == 0 and may_be_even else 0,
+            "FULL": known_whole_in_slabs(cols, config.block_n, config.chunks, lane_a_thread),
             "EQUAL_PARTS": cols == part * slots and slots <= 32 * config.num_warps,
             "BLOCK_N": config.block_n,
             "CHUNKS": config.chunks,
