@@ -12,6 +12,7 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from normserve.callers import Caller
 from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
@@ -173,9 +174,11 @@ class _Outgoing:
 def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     reception: Reception = scope["state"]["reception"]
     sending: Departure = scope["state"]["sending"]
-    transport = "unix" if scope["client"] is None else "tcp"
+    client = scope["client"]
+    transport = "unix" if client is None else "tcp"
+    caller = Caller("unix" if client is None else client[0])
     record = RequestRecord(transport=transport, began=reception.began)
-    return Exchange(_request_id(headers), headers, record, reception, sending)
+    return Exchange(_request_id(headers), headers, caller, record, reception, sending)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from normserve.callers import Caller
 from normserve.limits import Permit
 from normserve.metrics import RequestRecord
 from normserve.transport import Buffers, Departure, Headers, Reception
@@ -15,6 +16,7 @@ class Exchange:
     Attributes:
         request_id: the client's own, if it sent a sane one.
         headers: the request's by lower-case name; of one that came twice, the last.
+        caller: who sent it.
         record: what the metrics will be told.
         reception: the request's body on the wire.
         sending: the response on the wire.
@@ -25,6 +27,7 @@ class Exchange:
 
     request_id: str
     headers: Mapping[bytes, bytes]
+    caller: Caller
     record: RequestRecord
     reception: Reception
     sending: Departure

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from .conftest import ServerProcess
 from .load import BAD, GOOD, Tally, drive, leave
 from .prometheus import Prometheus, queries
+from .servers import ServerProcess
 
 WARM_S, LOAD_S = 1.0, 5.0
 FLEET_REQUESTS = 40

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from normserve.client import Client, RetryPolicy
 
-from .conftest import ServerProcess
+from .servers import ServerProcess
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'normserve[ray]'")
 

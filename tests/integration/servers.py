@@ -1,0 +1,194 @@
+"""A real server process on a real port."""
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import httpx
+import pytest
+
+from .stage import Stage, stage_on
+
+_START_S = 60
+_LISTENING = re.compile(r"ready on (http://\S+)")
+
+
+class ServerProcess:
+    """A running `normserve serve` (or a script that stands in for it), its address and what it has logged."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if match := _LISTENING.search(line):
+                self.url = match[1]
+                self._ready.set()
+        self._ready.set()
+
+    def wait_until_ready(self, patience_s: float = _START_S) -> None:
+        assert self._ready.wait(patience_s), self.log
+        assert self.url, f"the server ended before it was ready:\n{self.log}"
+
+    @property
+    def log(self) -> str:
+        """Everything it has written, stdout and stderr together."""
+        return "".join(self.lines)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for a raw socket."""
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return url.host, url.port
+
+    def client(self) -> httpx.Client:
+        """An HTTP client of this server."""
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = 30) -> int:
+        """The exit code."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return code
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(10)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+StartServer = Callable[..., ServerProcess]
+
+
+def launch_server(
+    options: Sequence[str], environment: Mapping[str, str], script: str | None = None
+) -> ServerProcess:
+    """Start a server on the CPU and on a free port; `script` stands in for `-m normserve`."""
+    program = [script] if script else ["-m", "normserve"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
+    return ServerProcess(
+        [sys.executable, *program, "serve", "--port", "0", "--backend", "torch", *options],
+        {**clean, "PYTHONUNBUFFERED": "1", **environment},
+    )
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """One server with everything at its default, on the CPU; for tests that leave it as they found it."""
+    running = launch_server([], {})
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+@contextlib.contextmanager
+def _servers() -> Iterator[StartServer]:
+    running: list[ServerProcess] = []
+
+    def start(
+        *options: str, env: Mapping[str, str] | None = None, script: str | None = None, wait: bool = True
+    ) -> ServerProcess:
+        started = launch_server(options, env or {}, script)
+        running.append(started)
+        if wait:
+            started.wait_until_ready()
+        return started
+
+    yield start
+    for each in running:
+        each.stop()
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """Starts servers of the test's own: `start_server("--option", "value", env={...}, wait=True)`.
+
+    `script` names a Python file to run in place of `-m normserve`, with the same arguments.
+    """
+    with _servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def launched() -> Iterator[StartServer]:
+    """The same for servers that a module's tests share."""
+    with _servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def api(server: ServerProcess) -> Iterator[httpx.Client]:
+    """An HTTP client of the session's server."""
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Waits for something to become true, a test's patience at most."""
+
+    def wait(condition: Callable[[], bool], patience_s: float = 20) -> None:
+        end = time.monotonic() + patience_s
+        while not condition():
+            assert time.monotonic() < end, "it never became true"
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture(scope="module")
+def shared_stage(tmp_path_factory, launched, until):
+    gate = tmp_path_factory.mktemp("stage") / "gate"
+    with stage_on(launched, gate, until) as stage:
+        yield stage
+
+
+@pytest.fixture
+def stage(shared_stage):
+    """A stage that the module's tests share and leave as they found it: the gate is shut."""
+    yield shared_stage
+    shared_stage.gate.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def stage_of(start_server, tmp_path, until):
+    """Makes a stage of the test's own from the server's options."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*options: str) -> Stage:
+            start = functools.partial(start_server, *options)
+            return stack.enter_context(stage_on(start, tmp_path / "gate", until))
+
+        yield make
