@@ -31,8 +31,10 @@ class Server:
     def __init__(self, reply: Callable[[bytes], bytes], admits: int = 10**9) -> None:
         self._reply, self._admits = reply, admits
         self.bodies = 0
+        self.connections: list[asyncio.Task[None] | None] = []
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections.append(asyncio.current_task())
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -61,6 +63,7 @@ def against(server: Server, play: Callable[[int], Awaitable[None]]) -> None:
         finally:
             listening.close()
             await listening.wait_closed()
+        await asyncio.gather(*filter(None, server.connections))
 
     asyncio.run(run())
 

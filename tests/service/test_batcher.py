@@ -102,6 +102,24 @@ class TestLanes:
         order = drained(batcher)
         assert order.index([large[0]]) < order.index([small[4]])
 
+    def test_lane_that_was_not_free_is_owed_what_the_other_took_meanwhile(self, batcher):
+        small = [job(50, 4, eps=number) for number in range(1, 9)]
+        large = [job(100, 4) for _ in range(4)]
+        for each in (small[0], *large):
+            batcher.add(each)
+        for taken in large[:3]:
+            assert batcher.take((Lane.LARGE,)).jobs == (taken,)
+        for each in small[1:]:
+            batcher.add(each)
+        order = drained(batcher)
+        # Three large launches of 1600 bytes are six small ones of 800; they win the tie.
+        assert order.index([large[3]]) == 7
+
+    def test_a_mebibyte_is_the_last_that_is_small(self):
+        batcher = Batcher(max_requests=3, max_bytes=2**22)
+        assert batcher.lane_of(job(2**18, 1)) is Lane.SMALL
+        assert batcher.lane_of(job(2**18 + 1, 1)) is Lane.LARGE
+
     def test_batch_says_its_lane(self, batcher):
         batcher.add(job(100, 4))
         assert batcher.take((Lane.LARGE,)).lane is Lane.LARGE

@@ -1,12 +1,13 @@
 """One place increments, and a scrape tells."""
 
+import sys
 import time
-from itertools import pairwise
 
 import pytest
 from normserve.device import DeviceInfo
 from normserve.jobs import Batch, Execution
 from normserve.metrics import Metrics, RequestRecord
+from normserve.metrics.registrar import COUNTED_AT_ONCE
 from prometheus_client.parser import text_string_to_metric_families
 
 from .fake_jobs import job, tensor
@@ -125,15 +126,96 @@ def test_a_process_of_a_fleet_says_which_it_is():
     assert {sample.labels["process"] for sample in samples} == {"3"}
 
 
-def test_buckets_reach_from_ten_microseconds_to_twenty_seconds(metrics):
+def bounds(metrics, name: str) -> list[float]:
+    """The upper bounds of a histogram that has one series."""
+    samples = [sample for family in scraped(metrics) for sample in family.samples]
+    return [float(each.labels["le"]) for each in samples if each.name == f"normserve_{name}_bucket"]
+
+
+def in_bucket(metrics, name: str, value: float) -> bool:
+    """Whether the one observation of a histogram lies in the bucket that `value` belongs to."""
+    samples = [sample for family in scraped(metrics) for sample in family.samples]
+    buckets = [each for each in samples if each.name == f"normserve_{name}_bucket"]
+    return [each.value for each in buckets] == [float(float(each.labels["le"]) >= value) for each in buckets]
+
+
+def test_duration_buckets_double_from_ten_microseconds_to_twenty_seconds(metrics):
     metrics.observe_request(RequestRecord("livez", status=200))
-    name = "normserve_request_duration_seconds_bucket"
-    bounds = [
-        float(sample.labels["le"])
-        for family in scraped(metrics)
-        for sample in family.samples
-        if sample.name == name
-    ]
-    assert bounds[0] == pytest.approx(1e-5)
-    assert bounds[-2] > 20
-    assert all(later == pytest.approx(2 * earlier) for earlier, later in pairwise(bounds[:-1]))
+    expected = [1e-5 * 2**k for k in range(22)]
+    assert bounds(metrics, "request_duration_seconds") == pytest.approx([*expected, float("inf")])
+    assert 20 < expected[-1] < 22
+
+
+def test_stage_buckets_are_those_of_durations(metrics):
+    metrics.observe_request(RequestRecord("rms_norm", status=200, stages={"kernel": 0.001}))
+    metrics.observe_request(RequestRecord("livez", status=200))
+    assert bounds(metrics, "stage_duration_seconds") == bounds(metrics, "request_duration_seconds")[:23]
+
+
+def test_bandwidth_buckets_divide_a_decade_in_four_from_a_megabyte_to_a_hundred_gigabytes(metrics):
+    metrics.observe_request(answered())
+    expected = [10 ** (6 + k / 4) for k in range(21)]
+    assert bounds(metrics, "request_bandwidth_bytes_per_second") == pytest.approx([*expected, float("inf")])
+    assert expected[-1] == 1e11
+
+
+def answered(*, seconds_ago: float = 3.0, **changes) -> RequestRecord:
+    """A request whose header was complete some time ago."""
+    described = {"op": "rms_norm", "direction": "forward", "status": 200, "stages": {"kernel": 0.001}} | changes
+    return RequestRecord(**described, began=time.perf_counter() - seconds_ago)
+
+
+def test_duration_is_from_the_header_to_the_end(metrics):
+    metrics.observe_request(answered(seconds_ago=3.0))
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    assert value(metrics, "request_duration_seconds_sum", **labels) == pytest.approx(3.0, abs=1.0)
+    assert in_bucket(metrics, "request_duration_seconds", 3.0)
+
+
+def test_stage_takes_the_seconds_that_were_measured(metrics):
+    metrics.observe_request(answered(stages={"kernel": 0.003}))
+    assert in_bucket(metrics, "stage_duration_seconds", 0.003)
+
+
+def test_bandwidth_is_bytes_in_and_out_over_the_whole_time(metrics):
+    metrics.observe_request(answered(seconds_ago=3.0, received=6 * 10**9, sent=3 * 10**9))
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    rate = value(metrics, "request_bandwidth_bytes_per_second_sum", **labels)
+    assert rate == pytest.approx(3e9, rel=0.3)
+    assert in_bucket(metrics, "request_bandwidth_bytes_per_second", rate)
+
+
+def test_request_that_brought_and_took_nothing_has_no_bytes(metrics):
+    metrics.observe_request(answered())
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    assert value(metrics, "request_bandwidth_bytes_per_second_sum", **labels) == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"status": 300}, {"status": 500}, {"stages": {"recv": 0.001}}, {"status": 499}],
+    ids=["redirect", "error", "no kernel ran", "client left"],
+)
+def test_only_an_answer_that_a_kernel_computed_has_a_bandwidth(metrics, changes):
+    metrics.observe_request(answered(**changes))
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    assert value(metrics, "request_bandwidth_bytes_per_second_count", **labels) is None
+    assert value(metrics, "request_duration_seconds_count", **labels) == 1
+
+
+def test_requests_that_ended_are_not_kept_until_a_scrape(metrics):
+    record = answered()
+    metrics.observe_request(record)
+    for _ in range(COUNTED_AT_ONCE - 1):
+        metrics.observe_request(answered())
+    # This name and the argument of the call itself.
+    assert sys.getrefcount(record) == 2
+
+
+def test_departures_are_there_before_the_first(metrics):
+    assert {stage: value(metrics, "cancelled_total", stage=stage) for stage in CANCELLED_IN} == dict.fromkeys(
+        CANCELLED_IN, 0
+    )
+
+
+CANCELLED_IN = ("recv", "parse", "queue", "send")
