@@ -39,6 +39,7 @@ class FakeExecutor:
         self.is_slow = False
         self.loaded: list = []
         self.compiling: list[tuple[NormJob, Callable]] = []
+        self.stopped_within: float | None = None
 
     def start(self, reply):
         reply(Outcome(0.0, value=DeviceInfo("a device", "cpu", 1e9, {})))
@@ -60,7 +61,7 @@ class FakeExecutor:
         self.compiling.append((job, reply))
 
     def stop(self, timeout_s):
-        pass
+        self.stopped_within = timeout_s
 
     def end_compile(self, error=None) -> None:
         _, reply = self.compiling.pop(0)

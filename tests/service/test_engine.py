@@ -1,5 +1,7 @@
 """Jobs in, results out: what runs when, and with whom."""
 
+import asyncio
+
 import pytest
 from normserve.errors import (
     DrainingError,
@@ -132,6 +134,53 @@ async def test_closed_engine_finishes_what_it_has(scene):
         scene.engine.require_ready()
     scene.executor.finish()
     await running
+
+
+@scene
+async def test_giving_up_answers_everybody_who_waits(scene):
+    running, waiting = scene.submit(job(1, 4)), scene.submit(job(1, 8))
+    await turn()
+    scene.engine.close()
+    scene.engine.give_up()
+    for each in (running, waiting):
+        with pytest.raises(DrainingError):
+            await each
+    scene.executor.finish()
+    await turn()
+    assert scene.executor.running == []
+
+
+@scene
+async def test_stopping_stops_the_executor(scene):
+    scene.engine.stop(1.5)
+    assert scene.executor.stopped_within == 1.5
+
+
+@scene
+async def test_metrics_tell_of_the_device_the_queue_and_the_launches(scene):
+    def scraped() -> str:
+        return scene.metrics.render().decode()
+
+    assert scene.engine.backend_name == "fake"
+    assert 'normserve_device_copy_bandwidth_bytes_per_second{device="a device"} 1000000000.0' in scraped()
+    assert 'normserve_device_memory_bytes{kind="allocated"} 7.0' in scraped()
+    tasks = [scene.submit(job(1, cols)) for cols in (4, 8, 16)]
+    await turn()
+    assert "normserve_queue_requests 2.0" in scraped()
+    while scene.executor.running:
+        scene.executor.finish()
+        await turn()
+    for each in tasks:
+        await each
+    assert "normserve_queue_requests 0.0" in scraped()
+    assert "normserve_batch_requests_count 3" in scraped()
+
+
+def test_starting_tells_what_the_device_is():
+    started = Scene()
+    device = asyncio.run(started.engine.start())
+    assert device is started.engine.device
+    assert device.name == "a device"
 
 
 @scene

@@ -1,0 +1,190 @@
+"""What a query means: each value at the bounds of what it may be, defaults, and what goes together."""
+
+import pytest
+from normserve.errors import InvalidParameterError
+from normserve.jobs import Layout, Op, Pass
+from normserve.routes.parameters import (
+    FIXED_BY_LAYER,
+    LAYER_PARAMETERS,
+    default_eps,
+    describe,
+    make_spec,
+    operation_parameters,
+    parse_query,
+)
+from normserve.tensors import DType
+
+GROUP_FORWARD = operation_parameters(Op.GROUP_NORM, Pass.FORWARD)
+SMALLEST_FLOAT32 = 2.0**-149
+LARGEST_FLOAT32 = 3.4028234663852886e38
+
+
+def parsed(query: str, parameters=GROUP_FORWARD) -> dict:
+    return parse_query(query.encode(), parameters)
+
+
+@pytest.mark.parametrize(
+    ("query", "value"),
+    [
+        ("eps=1e-5", 1e-5),
+        (f"eps={SMALLEST_FLOAT32}", SMALLEST_FLOAT32),
+        ("eps=3.4028234663852886e38", LARGEST_FLOAT32),
+        ("eps=" + "0" * 63 + "1", 1.0),
+        ("num_groups=1", 1),
+        ("num_groups=32", 32),
+        ("num_groups=" + "0" * 18 + "7", 7),
+        ("layout=nchw", "nchw"),
+        ("layout=nhwc", "nhwc"),
+        *((f"activation={name}", name) for name in ("none", "relu", "silu", "gelu", "gelu_tanh")),
+        ("dropout=0", 0.0),
+        ("dropout=0.999999", 0.999999),
+        ("seed=0", 0),
+        ("seed=-9223372036854775808", -(2**63)),
+        ("seed=9223372036854775807", 2**63 - 1),
+        *((f"out_dtype={name}", name) for name in ("float32", "float16", "bfloat16")),
+        ("stats=true", True),
+        ("stats=1", True),
+        ("stats=false", False),
+        ("stats=0", False),
+        ("layer=a", "a"),
+        ("layer=" + "x" * 128, "x" * 128),
+        ("timeout_ms=0.001", 0.001),
+        ("timeout_ms=86400000", 86_400_000.0),
+    ],
+)
+def test_values_up_to_their_bounds_are_read(query, value):
+    name = query.partition("=")[0]
+    read = parsed(query)[name]
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *(
+            "eps=0",
+            "eps=-0.0",
+            f"eps={SMALLEST_FLOAT32 / 4}",
+            "eps=3.5e38",
+            "eps=" + "0" * 64 + "1",
+        ),
+        *("num_groups=0", "num_groups=-1", "num_groups=1.0", "num_groups=" + "1" * 65),
+        *("dropout=1", "dropout=1.0", "dropout=-0.000001", "dropout=1e400"),
+        *("seed=-9223372036854775809", "seed=9223372036854775808", "seed=0.0"),
+        *("stats=True", "stats=2", "stats=yes"),
+        *("layer=", "layer=" + "x" * 129, "layer=a/b"),
+        *("timeout_ms=0", "timeout_ms=86400001", "timeout_ms=86400000.1"),
+    ],
+)
+def test_values_beyond_their_bounds_are_refused_by_name(query):
+    with pytest.raises(InvalidParameterError, match=query.partition("=")[0] + " must be"):
+        parsed(query)
+
+
+def test_as_many_fields_as_anybody_could_need_are_read_and_no_more():
+    many = "&".join(f"eps{index}=1" for index in range(64))
+    with pytest.raises(InvalidParameterError, match="is no parameter"):
+        parsed(many)
+    with pytest.raises(InvalidParameterError, match="at most 64 name=value pairs"):
+        parsed(many + "&eps64=1")
+
+
+def test_a_name_that_comes_twice_is_refused_though_the_values_agree():
+    with pytest.raises(InvalidParameterError, match="eps must be given once"):
+        parsed("eps=1e-5&eps=1e-5")
+
+
+def test_long_values_are_not_repeated_whole():
+    with pytest.raises(InvalidParameterError) as caught:
+        parsed("activation=" + "x" * 5000)
+    assert len(caught.value.detail) < 200
+
+
+def test_an_empty_query_says_nothing():
+    assert parsed("") == {}
+
+
+BASE = {"eps", "activation", "dropout", "seed", "layer", "timeout_ms"}
+FORWARD = {"out_dtype", "stats"}
+GROUPS = {"num_groups", "layout"}
+
+
+@pytest.mark.parametrize(
+    ("op", "direction", "names"),
+    [
+        (Op.LAYER_NORM, Pass.FORWARD, BASE | FORWARD),
+        (Op.LAYER_NORM, Pass.BACKWARD, BASE),
+        (Op.RMS_NORM, Pass.FORWARD, BASE | FORWARD),
+        (Op.RMS_NORM, Pass.BACKWARD, BASE),
+        (Op.GROUP_NORM, Pass.FORWARD, BASE | FORWARD | GROUPS),
+        (Op.GROUP_NORM, Pass.BACKWARD, BASE | GROUPS),
+    ],
+)
+def test_each_operation_takes_its_own_parameters(op, direction, names):
+    parameters = operation_parameters(op, direction)
+    assert {parameter.name for parameter in parameters} == names
+    assert {described["name"] for described in describe(parameters)} == names
+    assert all(described["in"] == "query" and not described["required"] for described in describe(parameters))
+
+
+def test_a_layer_says_what_an_operation_does_not():
+    assert {parameter.name for parameter in LAYER_PARAMETERS} == {"op", "eps", "num_groups", "activation"}
+    assert set(FIXED_BY_LAYER) == {"eps", "num_groups", "activation"}
+
+
+@pytest.mark.parametrize(("op", "eps"), [(Op.LAYER_NORM, 1e-5), (Op.RMS_NORM, 1e-6), (Op.GROUP_NORM, 1e-5)])
+def test_defaults_are_those_of_the_contract(op, eps):
+    values = {"num_groups": 2} if op is Op.GROUP_NORM else {}
+    spec = make_spec(op, Pass.FORWARD, values)
+    assert default_eps(op) == spec.eps == eps
+    assert (spec.op, spec.direction) == (op, Pass.FORWARD)
+    assert spec.num_groups == values.get("num_groups", 0)
+    assert spec.layout is Layout.NCHW
+    assert (spec.activation, spec.dropout, spec.seed) == ("none", 0.0, None)
+    assert (spec.out_dtype, spec.stats) == (None, False)
+
+
+def test_what_is_said_is_what_is_asked():
+    query = "eps=0.5&num_groups=4&layout=nhwc&activation=silu&dropout=0.25&seed=7&out_dtype=float16&stats=true"
+    spec = make_spec(Op.GROUP_NORM, Pass.FORWARD, parsed(query))
+    assert (spec.eps, spec.num_groups, spec.layout, spec.activation) == (0.5, 4, Layout.NHWC, "silu")
+    assert (spec.dropout, spec.seed, spec.out_dtype, spec.stats) == (0.25, 7, DType.FLOAT16, True)
+
+
+def test_a_seed_without_dropout_draws_nothing():
+    assert make_spec(Op.RMS_NORM, Pass.FORWARD, {"dropout": 0.0, "seed": 3}).seed is None
+    assert make_spec(Op.RMS_NORM, Pass.FORWARD, {"dropout": 0.5, "seed": 0}).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "words"),
+    [
+        (Op.LAYER_NORM, {"dropout": 0.5}, "seed must be given"),
+        (Op.GROUP_NORM, {}, "num_groups must be given"),
+        (Op.LAYER_NORM, {"layer": "a", "eps": 1e-5}, "eps is the layer's"),
+        (Op.GROUP_NORM, {"layer": "a", "num_groups": 2}, "num_groups is the layer's"),
+        (Op.LAYER_NORM, {"layer": "a", "activation": "none"}, "activation is the layer's"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(op, values, words):
+    with pytest.raises(InvalidParameterError, match=words):
+        make_spec(op, Pass.FORWARD, values)
+
+
+def test_with_a_layer_group_norm_needs_no_groups():
+    assert make_spec(Op.GROUP_NORM, Pass.FORWARD, {"layer": "a"}).num_groups == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"), [("epsilon", "eps"), ("activaton", "activation"), ("groups", "num_groups")]
+)
+def test_an_unknown_name_is_refused_with_the_closest(name, closest):
+    with pytest.raises(InvalidParameterError, match=f"'{name}' is no parameter.*'{closest}'"):
+        parsed(f"{name}=1")
+
+
+@pytest.mark.parametrize("query", [b"eps=\xff", b"eps=%ff", b"eps"])
+def test_what_is_no_text_is_refused(query):
+    with pytest.raises(InvalidParameterError):
+        parse_query(query, GROUP_FORWARD)
