@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots load image test-image warm-image sbom
+.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots load fuzz image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -92,6 +92,12 @@ SCENARIO ?= steady
 load: .venv/.dev
 	$(BIN)/normload run $(SCENARIO) --url $(URL) --json load/$(notdir $(SCENARIO)).json \
 		--html load/$(notdir $(SCENARIO)).html
+
+SECONDS ?= 60
+
+# Coverage-guided, two harnesses at a time, SECONDS each.  Inputs that fail are left in fuzz-artifacts.
+fuzz: .venv/.dev
+	PYTHONPATH=. $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 # TARGET=gpu for the other image.
 image:

@@ -62,11 +62,14 @@ class Serving(RuleBasedStateMachine):
         return any(not task.done() for task in self.asked.values())
 
     @precondition(lambda self: self.somebody_waits)
-    @rule(data=st.data(), cancels=st.booleans())
-    def leave(self, data, cancels):
+    @rule(data=st.data(), cancels=st.booleans(), as_a_launch_ends=st.booleans())
+    def leave(self, data, cancels, as_a_launch_ends):
         gone = self.drawn(data)
         was_launched = gone in self.launched
-        self.play(lambda: self.asked[gone].cancel() if cancels else self.scene.engine.abandon(gone))
+        steps = [lambda: self.asked[gone].cancel() if cancels else self.scene.engine.abandon(gone)]
+        if as_a_launch_ends and self.executor.running and not cancels:
+            steps.append(self.executor.finish)
+        self.play(*steps)
         assert self.asked[gone].done()
         assert cancels or isinstance(self.asked[gone].exception(), ClientLeftError)
         if not was_launched:

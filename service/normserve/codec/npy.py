@@ -32,10 +32,12 @@ _ELEMENT_SIZES = {
 }
 _DESCR = re.compile(r"(?P<order>[<>|])(?P<kind>[a-zA-Z])(?P<size>[0-9]{1,9})(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
 
+# Python's literals know more white space than numpy writes, and str.strip() more than they.
+_SPACE = " \t\r\n"
 _ITEM = re.compile(
-    r"""(?:'(?P<key>\w{1,32})'|"(?P<key2>\w{1,32})")\s*:\s*
-        (?:'(?P<text>[^'\\\n]*)'|"(?P<text2>[^"\\\n]*)"|(?P<flag>True|False)|\((?P<sizes>[0-9,\s]*)\))
-        \s*(?:,\s*|\Z)""",
+    r"""(?:'(?P<key>\w{1,32})'|"(?P<key2>\w{1,32})")[ \t\r\n]*:[ \t\r\n]*
+        (?:'(?P<text>[^'\\\n]*)'|"(?P<text2>[^"\\\n]*)"|(?P<flag>True|False)|\((?P<sizes>[0-9, \t\r\n]*)\))
+        [ \t\r\n]*(?:,[ \t\r\n]*|\Z)""",
     re.ASCII | re.VERBOSE,
 )
 _SIZE = re.compile("0|[1-9][0-9]{0,18}")
@@ -143,10 +145,10 @@ def _parse_header(text: str) -> _Header:
 def _parse_items(text: str) -> dict[str, str | bool | tuple[int, ...]]:
     """Read `{'key': value, ...}`, a value being a string, a truth value or a tuple of whole numbers."""
     items: dict[str, str | bool | tuple[int, ...]] = {}
-    literal = text.strip()
+    literal = text.strip(_SPACE)
     if len(literal) < 2 or literal[0] != "{" or literal[-1] != "}":
         raise MalformedPayloadError("the header must be a dictionary")
-    body = literal[1:-1].strip()
+    body = literal[1:-1].strip(_SPACE)
     position = 0
     while position < len(body):
         match = _ITEM.match(body, position)
@@ -172,9 +174,9 @@ def _read_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
 
 def _read_sizes(text: str) -> tuple[int, ...]:
     """Read what stands between the parentheses; (3) is no tuple, (3,) is."""
-    if not text.strip():
+    if not text.strip(_SPACE):
         return ()
-    *sizes, last = (size.strip() for size in text.split(","))
+    *sizes, last = (size.strip(_SPACE) for size in text.split(","))
     if last:
         sizes.append(last)
     if "," not in text or not all(_SIZE.fullmatch(size) for size in sizes):

@@ -105,6 +105,8 @@ LIES = {
     "header is no dictionary": by_hand("('<f4', False, (2,))", bytes(8)),
     "header is half a dictionary": by_hand("{'descr': '<f4', 'fortran_order': False, 'shape': (2,", bytes(8)),
     "header is a call": by_hand("dict(descr='<f4', fortran_order=False, shape=(2,))", bytes(8)),
+    "a control character for a space": by_hand(header() + "\x1d", bytes(8)),
+    "a vertical tab for a space": by_hand("{'descr':\v'<f4', 'fortran_order': False, 'shape': (2,)}", bytes(8)),
     "text behind the dictionary": by_hand(header().strip() + " 1", bytes(8)),
     "invalid utf-8": by_hand(b"{'\xff': 1}", bytes(8), version=(3, 0)),
     "missing key": by_hand("{'descr': '<f4', 'fortran_order': False}", bytes(4)),
