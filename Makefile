@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots load fuzz image test-image warm-image sbom
+.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -98,6 +98,13 @@ SECONDS ?= 60
 # Coverage-guided, two harnesses at a time, SECONDS each.  Inputs that fail are left in fuzz-artifacts.
 fuzz: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+MINUTES ?= 30
+REQUESTS ?= 0
+
+# A fleet under checked load with processes killed, stopped and starved, memory, disk and descriptors exhausted.
+chaos: .venv/.dev
+	PYTHONPATH=. $(BIN)/python -m tests.chaos --minutes $(MINUTES) --requests $(REQUESTS)
 
 # TARGET=gpu for the other image.
 image:
