@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import numpy as np
@@ -90,12 +91,18 @@ def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None])
 
 @contextlib.contextmanager
 def normserve(
-    cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], backend: str, options: Sequence[str] = ()
+    cores: set[int],
+    folder: Path,
+    parameters: Mapping[str, np.ndarray],
+    backend: str,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[list[Served]]:
     """normserve over TCP and over a Unix domain socket, with a registered layer."""
     uds = folder / "normserve.sock"
     command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
-    with process([*command, "--log-level", "warning", *options], cores, {"PYTHONUNBUFFERED": "1"}) as running:
+    unbuffered = {"PYTHONUNBUFFERED": "1", **environment}
+    with process([*command, "--log-level", "warning", *options], cores, unbuffered) as running:
         served = _with_layer("normserve", running, parameters)
         yield [served, replace(served, name="normserve-uds", address=str(uds))]
 

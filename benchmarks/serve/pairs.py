@@ -1,0 +1,108 @@
+"""Two versions of the server in alternating turns: `python -m benchmarks.serve.pairs --before CHECKOUT --out FILE`.
+
+CHECKOUT is a checkout of the older version (`git worktree add CHECKOUT COMMIT`); the newer one is what runs this.
+Each server holds the same layer on the same core, the C client runs on another, and only one of them is asked at a
+time.  A pair is a turn of each, in an order that alternates; what counts is the median of the ratios within pairs,
+and the interval that holds it with a confidence of 95 % whatever the distribution (order statistics).
+"""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.serve import servers, system
+from benchmarks.serve.closed_loop import ClosedLoop
+from benchmarks.serve.posts import COLS, make_parameters, npy
+from benchmarks.serve.results import Results
+from benchmarks.serve.servers import Served
+
+#: Bytes of x and connections.
+CASES = {
+    "4 KiB": (2**12, 1),
+    "4 KiB, 64 connections": (2**12, 64),
+    "1 MiB": (2**20, 1),
+    "16 MiB": (2**24, 1),
+    "64 MiB": (2**26, 1),
+}
+COLUMNS = ("case", "pair", "before_per_second", "after_per_second", "after_over_before")
+_NPY = "application/x-npy"
+_SOURCES = ("kernels", "service", "loadtest")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.pairs")
+    parser.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--case", choices=CASES, action="append", help="all if not given")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the servers and of the client")
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    server_cores, client_cores = map(system.cores, asked.cores)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        client = ClosedLoop(folder, client_cores)
+        parameters = make_parameters()
+        versions = []
+        for version, source in (("before", asked.before), ("after", Path())):
+            own = folder / version
+            own.mkdir()
+            path = ":".join(str((source / root).resolve()) for root in _SOURCES)
+            over_tcp, _ = stack.enter_context(
+                servers.normserve(server_cores, own, parameters, "torch", environment={"PYTHONPATH": path})
+            )
+            versions.append(replace(over_tcp, name=version))
+        for case in asked.case or CASES:
+            with results.part(case):
+                _measure(results, client, versions, case, asked.pairs, asked.seconds)
+    return results.exit_code
+
+
+def _measure(
+    results: Results, client: ClosedLoop, versions: list[Served], case: str, pairs: int, seconds: float
+) -> None:
+    nbytes, connections = CASES[case]
+    x = np.random.default_rng(0).standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
+    body = npy(x)
+    ratios = []
+    for number in range(pairs):
+        turns = versions if number % 2 else versions[::-1]
+        rates = {each.name: client.turn(each, _NPY, body, seconds, connections).per_second for each in turns}
+        ratios.append(rates["after"] / rates["before"])
+        results.add(
+            {
+                "case": case,
+                "pair": number,
+                "before_per_second": f"{rates['before']:.2f}",
+                "after_per_second": f"{rates['after']:.2f}",
+                "after_over_before": f"{ratios[-1]:.4f}",
+            }
+        )
+    low, high = interval(ratios)
+    print(f"{case}: {median(ratios):.3f} of before, 95 % interval {low:.3f} to {high:.3f}", flush=True)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Between which of the sorted values the median of the distribution lies with a confidence of 95 % or more.
+
+    The widest pair of values where there are too few for that.
+    """
+    ordered, count = sorted(values), len(values)
+    rank, below = 0, 1
+    # The median lies below the value of that rank with the probability of so many heads or fewer.
+    while rank < (count - 1) // 2 and 2 * (below + comb(count, rank + 1)) <= 0.05 * 2**count:
+        rank += 1
+        below += comb(count, rank)
+    return ordered[rank], ordered[count - 1 - rank]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
