@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fusednorm import group_norm_forward_configs as configs
+from fusednorm import group_norm_forward_launch
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
 from fusednorm.group_norm_forward_plan import fold_tile, plan_forward, plan_statistics
@@ -37,6 +38,44 @@ def names(launches) -> list[str]:
 def named(launch) -> dict:
     """Arguments and options by the kernel's own names for them."""
     return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
+
+
+@pytest.mark.parametrize(
+    ("config", "last", "channels", "kernels"),
+    [
+        (configs.ForwardHeld(1, 1), False, 2, ["nchw_held"]),
+        (configs.ForwardRolling(1, 1, 1), False, 2, ["nchw_rolling"]),
+        (configs.ForwardShared(2, 1, 2, 1, 1), False, 16, ["nchw_shared"]),
+        (configs.ForwardBlock(2, 1, 1), True, 4, ["nhwc_held"]),
+        (configs.ForwardSharedBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_shared"]),
+        (configs.ForwardPieces(3, 1, 1), False, 2, ["nchw_split_moments", "fold_moments", "nchw_split_apply"]),
+        (
+            configs.ForwardStream(1, 2, 3, 3),
+            True,
+            4,
+            ["nhwc_stream_moments", "nhwc_stream_fold", "nhwc_stream_apply"],
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if "Forward" in type(value).__name__ else None,
+)
+def test_each_configuration_launches_its_own_kernels(config, last, channels, kernels):
+    launches, *_ = plan(config, channels, 32, last=last)
+    assert names(launches) == [f"group_norm_{kernel}_kernel" for kernel in kernels]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_otherwise(last, otherwise, monkeypatch):
+    chosen = configs.ForwardStream(1, 2, 3, 3) if last else configs.ForwardSweep(16, 4)
+    monkeypatch.setattr(group_norm_forward_launch, "choose_forward", lambda *_: chosen)
+    to_other = (lambda x: x.contiguous()) if last else channels_last
+    launches, *_ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
+    if otherwise:
+        assert names(launches)[0] == ("group_norm_nhwc_stats_kernel" if last else "group_norm_nchw_stats_kernel")
+    else:
+        assert names(launches)[0] == (
+            "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
+        )
 
 
 def test_tiles_take_so_many_groups_each():

@@ -135,6 +135,15 @@ def compare(launched, plan, of_call, mailboxes):
         end = start + nbytes
 
 
+@pytest.mark.parametrize("pass_", PASSES)
+def test_a_repeated_call_is_planned_once(pass_, repeating, plans):
+    operands = Operands()
+    for _ in range(3):
+        operands.call(pass_)
+    assert len(plans) == 1
+    assert len(repeating.launched) == 2 * len(plans[0])
+
+
 @pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [SHAPE, (N, C), (1, C, 3), (N, C, 1, 1), (1, C, 2, 3, 4)])
 @pytest.mark.parametrize("last", [False, True])
