@@ -137,6 +137,14 @@ async def test_closed_engine_finishes_what_it_has(scene):
 
 
 @scene
+async def test_closed_engine_stays_closed(scene):
+    scene.engine.close()
+    scene.engine.open()
+    with pytest.raises(DrainingError):
+        scene.engine.require_ready()
+
+
+@scene
 async def test_giving_up_answers_everybody_who_waits(scene):
     running, waiting = scene.submit(job(1, 4)), scene.submit(job(1, 8))
     await turn()

@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+from normserve.engine import State
 from normserve.errors import (
     ClientLeftError,
     DeadlineExceededError,
@@ -90,3 +91,16 @@ async def test_device_that_fails_answers_those_who_wait_for_a_compile(scene):
     for each in (waiting, doomed):
         with pytest.raises(DeviceFailureError):
             await each
+
+
+@compiling_scene
+async def test_device_that_fails_while_it_compiles_has_failed(scene):
+    told = []
+    scene.engine.on_failure = lambda: told.append(True)
+    doomed = scene.submit(job(1, 8))
+    await turn()
+    scene.executor.end_compile(DeviceFailureError("gone"))
+    with pytest.raises(DeviceFailureError):
+        await doomed
+    assert told == [True]
+    assert scene.engine.state is State.FAILED
