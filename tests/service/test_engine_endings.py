@@ -166,3 +166,14 @@ async def test_device_failure_answers_everybody_and_is_told_once(scene):
     assert scene.engine.state is State.FAILED
     assert told == [True]
     assert scene.executor.running == []
+
+
+@scene
+async def test_device_failure_answers_who_came_in_the_same_turn(scene):
+    running = scene.submit(job(1, 4))
+    await turn()
+    late = scene.submit(job(1, 8))
+    scene.executor.finish(DeviceFailureError("gone"))
+    for each in (running, late):
+        with pytest.raises(DeviceFailureError):
+            await asyncio.wait_for(each, 5)
