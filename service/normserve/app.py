@@ -51,7 +51,12 @@ class Service:
         self.settings = settings
         self.siblings = siblings or Siblings(None)
         self.metrics = Metrics(self.siblings.process)
-        self.limits = Limits(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
+        self.limits = Limits(
+            max_requests=settings.max_inflight_requests,
+            max_bytes=settings.max_inflight_bytes,
+            stall_s=settings.body_grace_s / 5,
+            on_revoked=self.metrics.observe_revocation,
+        )
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
@@ -129,6 +134,8 @@ def _routers(service: Service) -> list[APIRouter]:
         max_body_bytes=settings.max_body_bytes,
         pause_s=settings.body_timeout_s,
         total_s=settings.transfer_timeout_s,
+        min_bytes_per_s=settings.min_body_bytes_per_s,
+        grace_s=settings.body_grace_s,
     )
     limits = settings.model_dump(
         include={

@@ -164,7 +164,9 @@ class _Outgoing:
         self.started = True
         self._exchange.record.status = message["status"]
         headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode())]
-        if not self._incoming.complete and self._incoming.is_quick_to_drop:
+        # Of a body that was cut off nobody can tell when the rest comes.
+        is_cut_off = self._exchange.reception.is_cut_off
+        if not self._incoming.complete and self._incoming.is_quick_to_drop and not is_cut_off:
             await self._incoming.drop()
         if not self._incoming.complete:
             headers.append((b"connection", b"close"))

@@ -62,6 +62,14 @@ class Settings(BaseSettings):
     cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
     header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")
     body_timeout_s: float = Field(30, gt=0, description="Longest pause while a body is received.")
+    min_body_bytes_per_s: float = Field(
+        4096,
+        ge=0,
+        description="Least mean rate of a body once its first seconds are over; 0 for none.",
+    )
+    body_grace_s: float = Field(
+        10, gt=0, description="After how long that rate counts; a fifth of it where others want the body's place."
+    )
     send_timeout_s: float = Field(30, gt=0, description="Longest pause of a client that reads its response.")
     transfer_timeout_s: float = Field(
         300, gt=0, description="Longest time that a body may take, or a response once its client reads slowly."

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from normserve.callers import Caller
 from normserve.errors import OverloadedError
 from normserve.limits import Limits
 from normserve.routes.body import BodyReader
@@ -20,7 +21,9 @@ class Reception:
     def __init__(self, announced: int) -> None:
         self.announced = announced
 
-    async def into(self, make_room, *, pause_s, total_s):
+    is_complete = True
+
+    async def into(self, make_room, **how_slow):
         return make_room(self.announced)[: self.announced]
 
 
@@ -46,11 +49,12 @@ class Chunked:
     """Outgrows the memory that it was given twice."""
 
     announced = None
+    is_complete = True
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    async def into(self, make_room, *, pause_s, total_s):
+    async def into(self, make_room, **how_slow):
         for share in (8, 4):
             make_room(self.nbytes // share)
         room = make_room(self.nbytes)
@@ -60,7 +64,7 @@ class Chunked:
 
 def read(slabs: SlabPool, nbytes: int, reception: type = Reception) -> memoryview:
     reader = BodyReader(Limits(max_requests=4, max_bytes=64 * MIB), slabs, 64 * MIB, 5.0, 5.0)
-    exchange = SimpleNamespace(reception=reception(nbytes), permit=None)
+    exchange = SimpleNamespace(reception=reception(nbytes), permit=None, caller=Caller("127.0.0.1"))
     return asyncio.run(reader.read(exchange))
 
 

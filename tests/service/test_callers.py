@@ -11,3 +11,22 @@ def test_a_caller_without_a_key_shares_with_its_address():
 
 def test_an_address_is_no_key():
     assert Caller("team").tenant != Caller("10.0.0.1", "team").tenant
+
+
+def test_ipv6_addresses_of_one_network_are_one_tenant():
+    tenants = {Caller(address).tenant for address in ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff")}
+    assert tenants == {"2001:db8:1:2::/64"}
+    assert Caller("2001:db8:1:3::1").tenant not in tenants
+
+
+def test_ipv4_addresses_on_a_socket_of_both_kinds_stay_apart():
+    assert Caller("::ffff:10.0.0.1").tenant == Caller("10.0.0.1").tenant
+    assert Caller("::ffff:10.0.0.1").tenant != Caller("::ffff:10.0.0.2").tenant
+
+
+def test_a_link_local_address_is_one_too():
+    assert Caller("fe80::1%eth0").tenant == "fe80::/64"
+
+
+def test_what_is_no_address_stays_what_it_is():
+    assert Caller("odd:thing").tenant == "odd:thing"

@@ -65,6 +65,10 @@ class Metrics:
         """Count a client that left after the kernel had its whole response, and before it had read that."""
         self._requests.cancelled("send").inc()
 
+    def observe_revocation(self, reason: str) -> None:
+        """Count a body that was cut off so that others could come in, by one of `revocation.REASONS`."""
+        self._requests.revoked(reason).inc()
+
     def observe_request(self, record: RequestRecord) -> None:
         """Count one request, at its very end."""
         self._requests.observe(record)

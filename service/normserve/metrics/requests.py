@@ -4,6 +4,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from normserve import revocation
 from normserve.errors import NormserveError
 from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
 
@@ -75,6 +76,9 @@ class Requests:
             _BANDWIDTH_BUCKETS,
         )
         self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
+        self.revoked = make.counter(
+            "revoked_total", "Bodies cut off because others wanted their place, by reason.", ("reason",)
+        )
         self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
         self.cancelled = make.counter(
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
@@ -83,6 +87,8 @@ class Requests:
         # A rate sees the step from 0 to 1, and none from nothing to 1.
         for reason in REJECTIONS:
             self._rejected(reason)
+        for reason in revocation.REASONS:
+            self.revoked(reason)
         for cause in _causes(NormserveError):
             self._errors(cause)
         for stage in ("recv", "parse", "queue", "send"):

@@ -16,6 +16,8 @@ _FIRST_BYTES = 2**20
 _PACKED_BYTES = 256 * 1024
 # Memory for shorter ones is there in less time than another thread.
 _LONG_BYTES = 2**20
+# Bytes a second: what comes more slowly comes not at all, to those who wait for its place.
+_SLOWEST = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class BodyReader:
     Attributes:
         max_body_bytes: of one body.
         pause_s, total_s: longest pause of a body, and longest time for all of it.
+        min_bytes_per_s, grace_s: least mean rate of a body, and after how long it counts.
     """
 
     limits: Limits
@@ -32,27 +35,46 @@ class BodyReader:
     max_body_bytes: int
     pause_s: float
     total_s: float
+    min_bytes_per_s: float = 0.0
+    grace_s: float = 0.0
 
     async def read(self, exchange: Exchange) -> memoryview:
-        """Take a permit, and only then let the body come.
+        """Take a permit, and only then let the body come.  Without a body nothing is kept of the permit.
 
         Raises:
             TooLargeError: it is longer than bodies may be; an announced one is refused unread.
-            OverloadedError: there is no permit or no memory for it.
+            OverloadedError: there is no permit or no memory for it, or others were given those that it had.
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client went away.
         """
-        announced = exchange.reception.announced
+        reception, caller = exchange.reception, exchange.caller
+        announced = reception.announced
         self.require_short(announced or 0)
-        exchange.permit = permit = self.limits.acquire(announced or 0)
+        exchange.permit = permit = self.limits.acquire(announced or 0, caller.tenant, caller.quota)
         room = _Room(self, permit, announced)
-        if self.slabs.source.is_slow:
-            await room.prepare()
-        body = await exchange.reception.into(room.make, pause_s=self.pause_s, total_s=self.total_s)
-        if announced is None:
-            self.require_short(len(body))
-            permit.grow(max(0, len(body) - permit.nbytes))
-            body = await room.settled(body)
+        try:
+            if self.slabs.source.is_slow:
+                await room.prepare()
+            if not reception.is_complete:
+                # No slower than one that would be whole in time.
+                permit.receive(reception, max(self.min_bytes_per_s, (announced or 0) / self.total_s, _SLOWEST))
+            body = await reception.into(
+                room.make,
+                pause_s=self.pause_s,
+                total_s=self.total_s,
+                min_bytes_per_s=self.min_bytes_per_s,
+                grace_s=self.grace_s,
+            )
+            permit.complete_body()
+            if announced is None:
+                self.require_short(len(body))
+                permit.grow(max(0, len(body) - permit.nbytes))
+                body = await room.settled(body)
+        except BaseException:
+            # The error's way to a client that still sends may take a while, and it holds this frame.
+            permit.release()
+            room.slab = None
+            raise
         return body
 
     def require_short(self, nbytes: int) -> None:

@@ -69,9 +69,10 @@ class _Body:
             if message["type"] == "http.disconnect":
                 reception.fail(ClientLeftError("the client left while its body was received"))
                 return
-            if piece := message.get("body", b""):
+            # It may have been cut off meanwhile.
+            if reception.is_filling and (piece := message.get("body", b"")):
                 reception.append(piece)
-            if reception.is_filling and not message.get("more_body", False):
+            if not message.get("more_body", False):
                 reception.complete()
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from normserve.errors import NormserveError, RequestTimeoutError
+from normserve.transport.pace import Pace
 
 _SECOND_LOOK_S = 0.01
 
@@ -42,7 +43,20 @@ class Reception:
         """From the header to the last byte that came."""
         return self._ended - self.began
 
-    async def into(self, make_room: Callable[[int], memoryview], *, pause_s: float, total_s: float) -> memoryview:
+    @property
+    def is_cut_off(self) -> bool:
+        """The rest will not come, or is not wanted."""
+        return self._failure is not None
+
+    async def into(
+        self,
+        make_room: Callable[[int], memoryview],
+        *,
+        pause_s: float,
+        total_s: float,
+        min_bytes_per_s: float = 0.0,
+        grace_s: float = 0.0,
+    ) -> memoryview:
         """Receive the whole body.
 
         A body that came in one piece with its header is returned where it lies, without asking for memory.
@@ -52,10 +66,12 @@ class Reception:
                 whatever errors that may raise.
             pause_s: longest pause of the client.
             total_s: longest time for all of it.
+            min_bytes_per_s: least mean rate, once `grace_s` are over; 0 for none.
 
         Raises:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: it went away.
+            NormserveError: what `fail` was called with.
         """
         if self._failure is not None:
             raise copy.copy(self._failure)
@@ -64,11 +80,13 @@ class Reception:
             self.received = len(early)
             return memoryview(early)
         self._make_room = make_room
-        self._memory = make_room(len(early) if self.announced is None else self.announced)
+        if self.announced is not None:
+            self._memory = make_room(self.announced)
         self.is_filling = True
-        self._take(early)
         try:
-            await self._completion(pause_s, total_s)
+            self._take(early)
+            pace = Pace(time.perf_counter(), pause_s, total_s, min_bytes_per_s, grace_s)
+            await self._completion(pace)
             return self._memory[: self.received]
         finally:
             self._let_go()
@@ -100,10 +118,15 @@ class Reception:
         self.is_filling = False
         # One that is never raised: a traceback would hold whoever waits for this body, and through him this.
         self._failure = copy.copy(error)
+        if not self.is_complete:
+            # Others may be waiting for it; one that is whole belongs to the route, which has not run yet.
+            self._memory = memoryview(b"")
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_exception(error)
 
     def _take(self, data: bytes | bytearray) -> None:
+        if not data:
+            return
         end = self.received + len(data)
         if end > len(self._memory):
             assert self._make_room is not None
@@ -113,10 +136,10 @@ class Reception:
         self._memory[self.received : end] = data
         self.received = end
 
-    async def _completion(self, pause_s: float, total_s: float) -> None:
+    async def _completion(self, pace: Pace) -> None:
         loop = asyncio.get_running_loop()
         self._arrival = loop.create_future()
-        watch = _Watch(self, self._arrival, loop, pause_s, total_s)
+        watch = _Watch(self, loop, pace)
         try:
             await self._arrival
         finally:
@@ -132,47 +155,33 @@ class Reception:
 class _Watch:
     """Ends the wait for a body whose client is too slow."""
 
-    def __init__(
-        self,
-        reception: Reception,
-        arrival: asyncio.Future[None],
-        loop: asyncio.AbstractEventLoop,
-        pause_s: float,
-        total_s: float,
-    ) -> None:
+    def __init__(self, reception: Reception, loop: asyncio.AbstractEventLoop, pace: Pace) -> None:
         self._reception = reception
-        self._arrival = arrival
         self._loop = loop
-        self._pause_s, self._total_s = pause_s, total_s
-        self._give_up = time.perf_counter() + total_s
-        self._arm()
+        self._pace = pace
+        self._arm(pace.began)
 
     def stop(self) -> None:
         self._timer.cancel()
 
-    def _arm(self) -> None:
-        left = self._give_up - time.perf_counter()
-        wait_s = max(0.0, min(self._pause_s, left))
-        self._timer = self._loop.call_later(wait_s, self._look, self._reception.received)
+    def _arm(self, now: float) -> None:
+        wait_s = self._pace.next_look_s(now, self._reception.received)
+        self._timer = self._loop.call_later(wait_s, self._look, self._look_again)
 
-    def _look(self, before: int) -> None:
-        if time.perf_counter() >= self._give_up:
-            self._end(f"the body had not come after {self._total_s:g} s")
-        elif self._reception.received == before:
-            # After a stall of the server's own, its timers come due before it has read what is waiting.
-            self._timer = self._loop.call_later(_SECOND_LOOK_S, self._look_again, before)
+    def _look(self, at_fault: Callable[[str], None]) -> None:
+        now = time.perf_counter()
+        fault = self._pace.fault(now, self._reception.received)
+        if fault is None:
+            self._arm(now)
         else:
-            self._arm()
+            at_fault(fault)
 
-    def _look_again(self, before: int) -> None:
-        if self._reception.received == before:
-            self._end(f"no more of the body came for {self._pause_s:g} s")
-        else:
-            self._arm()
+    def _look_again(self, fault: str) -> None:
+        # After a stall of the server's own, its timers come due before it has read what is waiting.
+        self._timer = self._loop.call_later(_SECOND_LOOK_S, self._look, self._end)
 
-    def _end(self, why: str) -> None:
-        if not self._arrival.done():
-            self._arrival.set_exception(RequestTimeoutError(why))
+    def _end(self, fault: str) -> None:
+        self._reception.fail(RequestTimeoutError(fault))
 
 
 def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

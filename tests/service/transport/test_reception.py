@@ -1,9 +1,11 @@
 """A body walks into the memory that a route has for it, or says why not."""
 
 import asyncio
+import weakref
 
+import numpy as np
 import pytest
-from normserve.errors import ClientLeftError, RequestTimeoutError, TooLargeError
+from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError, TooLargeError
 from normserve.transport import Reception
 
 
@@ -21,11 +23,13 @@ class Memory:
         return memoryview(bytearray(nbytes))
 
 
-def receive(reception: Reception, memory: Memory, *events, pause_s: float = 5, total_s: float = 5) -> bytes:
+def receive(
+    reception: Reception, memory: Memory, *events, pause_s: float = 5, total_s: float = 5, **rate: float
+) -> bytes:
     """Run the route's side, and the connection's: `events` are called between steps of the loop."""
 
     async def both() -> bytes:
-        route = asyncio.ensure_future(reception.into(memory, pause_s=pause_s, total_s=total_s))
+        route = asyncio.ensure_future(reception.into(memory, pause_s=pause_s, total_s=total_s, **rate))
         for event in events:
             await asyncio.sleep(0)
             event()
@@ -92,6 +96,55 @@ def test_slow_body_is_given_up(pause_s, total_s, said):
     reception = Reception(6, bytearray)
     with pytest.raises(RequestTimeoutError, match=said):
         receive(reception, Memory(), pause_s=pause_s, total_s=total_s)
+    assert not reception.is_filling
+
+
+def test_body_below_the_least_rate_is_given_up():
+    reception = Reception(600, bytearray)
+    with pytest.raises(RequestTimeoutError, match="less than 1000 bytes a second"):
+        receive(reception, Memory(), arriving(reception, b"abc"), min_bytes_per_s=1000, grace_s=0.01)
+    assert not reception.is_filling
+    assert reception.is_cut_off
+
+
+def test_body_that_is_cut_off_holds_no_memory_from_then_on():
+    memories = []
+
+    def memory(nbytes: int) -> memoryview:
+        slab = np.empty(nbytes, np.uint8)
+        memories.append(weakref.ref(slab))
+        return slab.data
+
+    reception = Reception(6, bytearray)
+
+    def cut_off() -> None:
+        reception.fail(OverloadedError("for another"))
+        assert memories[0]() is None
+
+    with pytest.raises(OverloadedError):
+        receive(reception, memory, arriving(reception, b"ab"), cut_off)
+    assert len(memories) == 1
+
+
+def test_body_that_is_whole_is_not_lost_to_what_comes_after():
+    """Its route may not have run since."""
+    reception = Reception(2, bytearray)
+    whole_and_left = lambda: (reception.complete(), reception.fail(ClientLeftError("gone")))  # noqa: E731
+    assert receive(reception, Memory(), arriving(reception, b"ab"), whole_and_left) == b"ab"
+
+
+def test_silent_chunked_body_needs_no_memory():
+    memory = Memory()
+    reception = Reception(None, bytearray)
+    with pytest.raises(ClientLeftError):
+        receive(reception, memory, lambda: None, lambda: reception.fail(ClientLeftError("gone")))
+    assert memory.asked == []
+
+
+def test_first_piece_for_which_there_is_no_memory_ends_the_body():
+    reception = Reception(None, lambda: bytearray(b"12345"))
+    with pytest.raises(TooLargeError):
+        receive(reception, Memory(limit=4))
     assert not reception.is_filling
 
 

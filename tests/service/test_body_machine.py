@@ -1,0 +1,154 @@
+"""Bodies that come, stall, are cut off, are left alone and are computed: permits and memory all come home."""
+
+import asyncio
+from types import SimpleNamespace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from normserve.callers import Caller
+from normserve.errors import ClientLeftError, NormserveError
+from normserve.limits import Limits
+from normserve.routes.body import BodyReader
+from normserve.slabs import SlabPool
+from normserve.transport import Reception
+
+UNIT = 2**16
+MAX_REQUESTS, MAX_BYTES, MAX_BODY = 3, 6 * UNIT, 3 * UNIT
+
+
+class Client:
+    """One request: what its connection does, and the task that serves it."""
+
+    def __init__(self, machine: "Machine", announced: int | None, address: str) -> None:
+        self.announced = announced
+        self.left = MAX_BODY + 1 if announced is None else announced
+        self.sent = bytearray()
+        self.reception = Reception(announced, bytearray)
+        if not announced and announced is not None:
+            self.reception.complete()
+        self.exchange = SimpleNamespace(reception=self.reception, permit=None, caller=Caller(address))
+        self.computed = asyncio.Event()
+        self.task = machine.loop.create_task(self.serve(machine.reader))
+
+    async def serve(self, reader: BodyReader) -> str:
+        """The edge and a route."""
+        try:
+            body = await reader.read(self.exchange)
+            assert body == self.sent
+            self.exchange.permit.grow(1)
+            await self.computed.wait()
+            return "computed"
+        except NormserveError as error:
+            assert self.exchange.permit is None or not self.reception.is_filling
+            return error.code
+        finally:
+            if self.exchange.permit is not None:
+                self.exchange.permit.release()
+
+    def send(self, piece: bytes) -> None:
+        """As the connection does: bytes that nobody receives are lost here."""
+        piece = piece[: self.left]
+        if not self.reception.is_filling or self.reception.is_complete:
+            return
+        self.left -= len(piece)
+        self.sent += piece
+        if self.announced is None:
+            self.reception.append(piece)
+            return
+        self.reception.room()[: len(piece)] = piece
+        self.reception.advance(len(piece))
+        if not self.left:
+            self.reception.complete()
+
+
+class Machine(RuleBasedStateMachine):
+    """Clients at two addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.now = 0.0
+        self.limits = Limits(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, clock=lambda: self.now)
+        self.slabs = SlabPool(max_idle_bytes=0)
+        self.reader = BodyReader(self.limits, self.slabs, MAX_BODY, pause_s=60, total_s=60, min_bytes_per_s=1000)
+        self.clients: list[Client] = []
+
+    def turn(self) -> None:
+        """Let the loop do what there is to do."""
+        for _ in range(5):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    @rule(
+        announced=st.sampled_from((None, 0, 10, UNIT, 3 * UNIT, MAX_BODY + 1)),
+        address=st.sampled_from(("10.0.0.1", "10.0.0.2")),
+        is_quick=st.booleans(),
+    )
+    def come(self, announced: int | None, address: str, is_quick: bool) -> None:
+        self.clients.append(Client(self, announced, address))
+        if not is_quick:
+            self.turn()
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data(), nbytes=st.sampled_from((0, 1, 10, UNIT // 2, 3 * UNIT)), is_quick=st.booleans())
+    def send(self, data: st.DataObject, nbytes: int, is_quick: bool) -> None:
+        data.draw(st.sampled_from(self.clients)).send(bytes(nbytes))
+        if not is_quick:
+            self.turn()
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def end_chunks(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.clients))
+        if client.announced is None and client.reception.is_filling:
+            client.reception.complete()
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.clients)).reception.fail(ClientLeftError("gone"))
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.clients)).task.cancel()
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.clients)).computed.set()
+        self.turn()
+
+    @rule(seconds=st.sampled_from((0.5, 2.0, 10.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def budget_is_kept(self) -> None:
+        held = [client.exchange.permit for client in self.clients if client.exchange.permit is not None]
+        inside = [permit for permit in held if permit._limits is not None]
+        assert self.limits.requests == len(inside) <= MAX_REQUESTS
+        assert self.limits.bytes == sum(permit.nbytes for permit in inside) <= MAX_BYTES
+
+    @invariant()
+    def memory_is_what_permits_say(self) -> None:
+        # A slab of 10 bytes is 64 KiB long.
+        assert self.slabs.used_bytes <= self.limits.bytes + MAX_REQUESTS * 65536
+
+    def teardown(self) -> None:
+        for client in self.clients:
+            client.computed.set()
+            if not client.reception.is_complete:
+                client.reception.fail(ClientLeftError("gone"))
+        self.turn()
+        assert all(client.task.done() for client in self.clients)
+        outcomes = {client.task.result() for client in self.clients if not client.task.cancelled()}
+        assert outcomes <= {"computed", "overloaded", "request_timeout", "client_left", "too_large"}
+        self.clients.clear()
+        assert (self.limits.requests, self.limits.bytes, self.slabs.used_bytes) == (0, 0, 0)
+        assert not self.limits._receiving
+        self.loop.close()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
