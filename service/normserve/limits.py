@@ -18,6 +18,8 @@ _MEMORY_S = 10.0
 _LONGEST_WAIT_S = 60.0
 # A tenant below its share comes next; so long its place is kept from those above theirs.
 _SHORTEST_WAIT_S = 1.0
+# At all bodies while one may stall.
+_LOOKS = 8
 
 
 class Outflow:
@@ -84,6 +86,7 @@ class Limits:
         self._by_name = self._tenants.by_name
         # Permits whose body is still being received, in the order of their beginning.
         self._receiving: dict[Permit, Inflow] = {}
+        self._next_look = clock()
 
     @property
     def tenants(self) -> int:
@@ -189,6 +192,7 @@ class Limits:
                 # Only who is within its share may take from those that are above theirs.
                 share if is_within else None,
                 now,
+                looks_at_all=not lacking.is_nothing and self._is_time_to_look(now),
             )
             if revoked is not None:
                 for permit, reason in revoked:
@@ -198,6 +202,13 @@ class Limits:
         error = self._refusal(requests, nbytes, is_within)
         tenants.refuse(holder, now, is_owed=is_within)
         raise error
+
+    def _is_time_to_look(self, now: float) -> bool:
+        """A flood of those that are refused need not look at each body each time."""
+        if now < self._next_look:
+            return False
+        self._next_look = now + self._stall_s / _LOOKS
+        return True
 
     def _refusal(self, requests: int, nbytes: int, is_within: bool) -> OverloadedError:
         if self.requests + requests > self._max_requests:

@@ -27,11 +27,16 @@ class Body(Protocol):
 
 
 class Inflow:
-    """How fast a body comes.  It is looked at only where others want its place, and costs nothing before."""
+    """How fast a body comes.  It is looked at only where others want its place, and costs nothing before.
+
+    Attributes:
+        is_stalled: it came more slowly than it was due, when it was last looked at.
+    """
 
     def __init__(self, body: Body, due_bytes_per_s: float, stall_s: float, now: float) -> None:
         """Args: stall_s: the shortest time over which a body's rate is judged."""
         self.body = body
+        self.is_stalled = False
         self._due = due_bytes_per_s
         self._stall_s = stall_s
         self._since = now
@@ -42,14 +47,12 @@ class Inflow:
         """Its rate of late over the one that is due; that of a body which has just begun as if it had for long."""
         came, span = self.body.received - self._received, now - self._since
         if span >= self._stall_s:
-            self._rate = came / span
+            rate = self._rate = came / span
             self._received, self._since = self.body.received, now
-            return self._rate / self._due
-        return max(self._rate or 0.0, came / self._stall_s) / self._due
-
-    def is_stalled(self, pace: float) -> bool:
-        """Whether that rate, known for long enough, is less than what is due."""
-        return pace < 1 and self._rate is not None
+        else:
+            rate = max(self._rate or 0.0, came / self._stall_s)
+        self.is_stalled = self._rate is not None and rate < self._due
+        return rate / self._due
 
 
 class Held(Protocol):
@@ -85,7 +88,12 @@ _H = TypeVar("_H", bound=Held)
 
 
 def choose_revoked(
-    receiving: Iterable[tuple[_H, Inflow]], lacking: Lacking, share: Share | None, now: float
+    receiving: Iterable[tuple[_H, Inflow]],
+    lacking: Lacking,
+    share: Share | None,
+    now: float,
+    *,
+    looks_at_all: bool = True,
 ) -> list[tuple[_H, str]] | None:
     """The permits to revoke and why; None where all that could be are too few.
 
@@ -95,21 +103,13 @@ def choose_revoked(
     Args:
         receiving: those whose body is not known to be whole.
         share: each tenant's, if the newcomer may take from those that hold more.
+        looks_at_all: also at bodies that did not stall when they were last looked at, which takes its time.
     """
     if lacking.is_nothing:
         return []
-    candidates = []
-    for held, inflow in receiving:
-        if inflow.body.is_complete:
-            continue
-        pace = inflow.pace(now)
-        is_stalled = inflow.is_stalled(pace)
-        if is_stalled or share is not None:
-            candidates.append((not is_stalled, pace, -held.nbytes, held))
-    candidates.sort(key=itemgetter(0, 1, 2))
     chosen: list[tuple[_H, str]] = []
     left: dict[Tenant, tuple[int, int]] = {}
-    for is_lively, _, _, held in candidates:
+    for is_lively, _, _, held in _candidates(receiving, lacking, share, now, looks_at_all):
         if lacking.is_nothing:
             break
         requests, nbytes = left.get(held.tenant, (held.tenant.requests, held.tenant.bytes))
@@ -120,6 +120,31 @@ def choose_revoked(
             left[held.tenant] = requests - 1, nbytes - held.nbytes
             lacking = lacking.less(held)
     return _necessary(chosen, lacking) if lacking.is_nothing else None
+
+
+def _candidates(
+    receiving: Iterable[tuple[_H, Inflow]], lacking: Lacking, share: Share | None, now: float, looks_at_all: bool
+) -> list[tuple[bool, float, int, _H]]:
+    """Those that may give way in the order in which they do, each behind what that order is by; none if too few."""
+    possible = [
+        (held, inflow)
+        for held, inflow in receiving
+        if (looks_at_all or inflow.is_stalled or _has_more(held.tenant, share)) and not inflow.body.is_complete
+    ]
+    is_too_little = len(possible) < lacking.requests or sum(held.nbytes for held, _ in possible) < lacking.bytes
+    if is_too_little and not looks_at_all:
+        return []
+    candidates = []
+    for held, inflow in possible:
+        pace = inflow.pace(now)
+        if inflow.is_stalled or _has_more(held.tenant, share):
+            candidates.append((not inflow.is_stalled, pace, -held.nbytes, held))
+    return sorted(candidates, key=itemgetter(0, 1, 2))
+
+
+def _has_more(tenant: Tenant, share: Share | None) -> bool:
+    """Whether a tenant has more than its share of anything."""
+    return share is not None and (tenant.requests > share.requests or tenant.bytes > share.bytes)
 
 
 def _is_above(share: Share | None, lacking: Lacking, requests: int, nbytes: int) -> bool:

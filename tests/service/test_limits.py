@@ -218,6 +218,17 @@ class TestBodiesThatStall:
             limits.acquire(10)
         assert told.failure is not_yet_told.failure is None
 
+    def test_a_flood_of_what_cannot_fit_keeps_no_stalled_body_alive(self, limits, now):
+        limits.acquire(500)
+        for _ in range(3):
+            receiving(limits, 1)
+        now[0] += 2
+        for _ in range(100):
+            with pytest.raises(OverloadedError):
+                limits.acquire(1000)
+        limits.acquire(0)
+        assert limits.requests == 4
+
     def test_nobody_is_cut_off_for_one_that_is_refused_all_the_same(self, limits, now):
         limits.acquire(500)
         _, body = receiving(limits, 500)
