@@ -229,6 +229,17 @@ class TestBodiesThatStall:
         limits.acquire(0)
         assert limits.requests == 4
 
+    def test_requests_that_fit_put_off_no_look(self, limits, now):
+        held = [limits.acquire(0, "many") for _ in range(3)]
+        receiving(limits, 0, "third")
+        with pytest.raises(OverloadedError):
+            limits.acquire(0, "few")
+        held[0].release()
+        now[0] += 1.9
+        limits.acquire(0, "few")
+        now[0] += 0.1
+        limits.acquire(0, "few")
+
     def test_nobody_is_cut_off_for_one_that_is_refused_all_the_same(self, limits, now):
         limits.acquire(500)
         _, body = receiving(limits, 500)
@@ -293,6 +304,11 @@ class TestShares:
         self.refused(limits, 501, "greedy")
         computed[0].release()
         limits.acquire(0, "many")
+
+    def test_nor_takes_anything_from_others(self, limits):
+        bodies = [receiving(limits, 125, "many")[1] for _ in range(8)]
+        self.refused(limits, 501, "greedy")
+        assert all(body.failure is None for body in bodies)
 
     def test_nor_loses_the_one_that_it_has_for_less(self, limits):
         computed = [limits.acquire(125, "many") for _ in range(8)]
