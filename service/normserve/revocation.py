@@ -80,9 +80,6 @@ class Lacking(NamedTuple):
         """What lacks if a permit is not revoked after all."""
         return Lacking(self.requests + 1, self.bytes + held.nbytes)
 
-    def is_helped_by(self, held: Held) -> bool:
-        return self.requests > 0 or (self.bytes > 0 and held.nbytes > 0)
-
 
 _H = TypeVar("_H", bound=Held)
 
@@ -115,10 +112,9 @@ def choose_revoked(
         requests, nbytes = left.get(held.tenant, (held.tenant.requests, held.tenant.bytes))
         if is_lively and not _is_above(share, lacking, requests, nbytes):
             continue
-        if lacking.is_helped_by(held):
-            chosen.append((held, SHARE if is_lively else STALLED))
-            left[held.tenant] = requests - 1, nbytes - held.nbytes
-            lacking = lacking.less(held)
+        chosen.append((held, SHARE if is_lively else STALLED))
+        left[held.tenant] = requests - 1, nbytes - held.nbytes
+        lacking = lacking.less(held)
     return _necessary(chosen, lacking) if lacking.is_nothing else None
 
 
@@ -155,7 +151,7 @@ def _is_above(share: Share | None, lacking: Lacking, requests: int, nbytes: int)
 
 
 def _necessary(chosen: list[tuple[_H, str]], lacking: Lacking) -> list[tuple[_H, str]]:
-    """Without those that a larger one, chosen after them, has made superfluous."""
+    """Without those that help nothing, or that a larger one, chosen after them, has made superfluous."""
     kept = []
     for held, reason in chosen:
         if lacking.more(held).is_nothing:

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from normserve.callers import Caller
-from normserve.errors import OverloadedError
+from normserve.errors import OverloadedError, RequestTimeoutError
 from normserve.limits import Limits
 from normserve.routes.body import BodyReader
 from normserve.slabs import PLAIN, SlabPool, Source, plain_memory
+from normserve.transport import Reception as RealReception
 
 MIB = 2**20
 
@@ -118,3 +119,24 @@ class TestChunkedBodies:
         assert bytes(body) == bytes(range(256)) * (8 * MIB // 256)
         assert set(made_on) == {threading.current_thread()}
         assert slabs.used_bytes >= 8 * MIB
+
+
+@pytest.mark.parametrize("announced", [16 * MIB, None])
+def test_a_body_that_stalls_gives_its_place_and_its_memory_to_the_next_at_once(slabs, announced):
+    now = [0.0]
+    limits = Limits(max_requests=1, max_bytes=16 * MIB, clock=lambda: now[0])
+    reader = BodyReader(limits, slabs, 16 * MIB, 60.0, 60.0, min_bytes_per_s=4096, grace_s=60.0)
+
+    async def stall() -> None:
+        stalls = RealReception(announced, lambda: bytearray(b"first"))
+        exchange = SimpleNamespace(reception=stalls, permit=None, caller=Caller("127.0.0.1"))
+        reading = asyncio.ensure_future(reader.read(exchange))
+        await asyncio.sleep(0)
+        assert slabs.used_bytes > 0
+        now[0] += 2
+        limits.acquire(8 * MIB, "10.0.0.1")
+        assert (limits.requests, limits.bytes, slabs.used_bytes) == (1, 8 * MIB, 0)
+        with pytest.raises(RequestTimeoutError):
+            await reading
+
+    asyncio.run(stall())

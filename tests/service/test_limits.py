@@ -208,6 +208,15 @@ class TestBodiesThatStall:
         permit.release()
         assert (limits.requests, limits.bytes) == (1, 10)
 
+    def test_what_has_left_is_not_cut_off(self, limits, now):
+        permit, body = receiving(limits, 1000)
+        permit.release()
+        limits.acquire(1000)
+        now[0] += 2
+        with pytest.raises(OverloadedError):
+            limits.acquire(10)
+        assert body.failure is None
+
     def test_a_body_that_is_whole_is_never_cut_off(self, limits, now):
         permit, told = receiving(limits, 500)
         permit.complete_body()
@@ -306,8 +315,9 @@ class TestShares:
         limits.acquire(0, "many")
 
     def test_nor_takes_anything_from_others(self, limits):
-        bodies = [receiving(limits, 125, "many")[1] for _ in range(8)]
-        self.refused(limits, 501, "greedy")
+        limits.acquire(0, "third")
+        bodies = [receiving(limits, 250, "many")[1] for _ in range(4)]
+        self.refused(limits, 400, "greedy")
         assert all(body.failure is None for body in bodies)
 
     def test_nor_loses_the_one_that_it_has_for_less(self, limits):
@@ -318,12 +328,20 @@ class TestShares:
         self.refused(limits, 0, "many")
         limits.acquire(1, "few")
 
+    def test_nor_is_it_kept_from_itself(self, limits):
+        computed = [limits.acquire(125, "many") for _ in range(8)]
+        self.refused(limits, 1, "few")
+        for permit in computed[1:]:
+            permit.release()
+        limits.acquire(600, "few")
+
     def test_one_request_is_within_any_share(self, now):
         limits = Limits(max_requests=2, max_bytes=1000, clock=lambda: now[0])
         computed = [limits.acquire(0, "a"), limits.acquire(0, "b")]
         for name in "cde":
             self.refused(limits, 0, name)
         computed[0].release()
+        self.refused(limits, 0, "b")
         limits.acquire(0, "e")
 
     def test_those_within_their_share_lose_nothing_to_one_that_comes(self, limits):

@@ -52,6 +52,14 @@ def test_every_name_and_label_is_one_of_the_projects_or_of_the_process(metrics):
 def test_errors_are_there_before_the_first(metrics):
     assert value(metrics, "errors_total", cause="device_failure") == 0
     assert value(metrics, "rejected_total", reason="overloaded") == 0
+    assert value(metrics, "revoked_total", reason="stalled") == value(metrics, "revoked_total", reason="share") == 0
+
+
+@pytest.mark.parametrize(("reason", "other"), [("stalled", "share"), ("share", "stalled")])
+def test_revocation_is_counted_by_its_reason(metrics, reason, other):
+    metrics.observe_revocation(reason)
+    assert value(metrics, "revoked_total", reason=reason) == 1
+    assert value(metrics, "revoked_total", reason=other) == 0
 
 
 def test_launch_is_counted(metrics):
