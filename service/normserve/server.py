@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from normserve.app import Service, create_app
 from normserve.errors import NormserveError
 from normserve.fleet import NOT_READY, READY
-from normserve.http_errors import render, status_of
+from normserve.http_errors import NO_SNIFFING, render, status_of
 from normserve.metrics import RequestRecord
 from normserve.routes.status import curl_line
 from normserve.settings import Settings
@@ -203,6 +203,7 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         access_log=False,
         log_config=None,
         server_header=False,
+        headers=[(name.decode(), value.decode()) for name, value in (NO_SNIFFING,)],
         proxy_headers=False,
         timeout_keep_alive=max(1, round(settings.keep_alive_s)),
         timeout_graceful_shutdown=_CLOSE_S,
