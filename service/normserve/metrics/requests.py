@@ -13,6 +13,7 @@ NONE = "none"
 #: The status under which a request is counted whose client was gone before its answer.
 CLIENT_LEFT = 499
 
+REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address")
 REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
 
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
@@ -75,6 +76,9 @@ class Requests:
             _BANDWIDTH_BUCKETS,
         )
         self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
+        self.refused_connections = make.counter(
+            "connections_refused_total", "Connections refused as they were accepted, by the limit.", ("reason",)
+        )
         self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
         self.cancelled = make.counter(
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
@@ -83,6 +87,8 @@ class Requests:
         # A rate sees the step from 0 to 1, and none from nothing to 1.
         for reason in REJECTIONS:
             self._rejected(reason)
+        for reason in REFUSED_CONNECTIONS:
+            self.refused_connections(reason)
         for cause in _causes(NormserveError):
             self._errors(cause)
         for stage in ("recv", "parse", "queue", "send"):

@@ -21,12 +21,16 @@ class Connection(asyncio.BufferedProtocol):
 
     uvicorn's protocol is held and not inherited from, because an event loop hands `bytes` to whatever is an
     `asyncio.Protocol`.
+
+    Attributes:
+        on_lost: called when the connection has ended.
     """
 
     def __init__(self, manners: Manners, scratch: memoryview, **of_uvicorn: Any) -> None:
         self._http = HttpProtocol(manners, **of_uvicorn)
         self._scratch = scratch
         self._filling: Reception | None = None
+        self.on_lost: Callable[[], None] | None = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         http = self._http
@@ -51,6 +55,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._http.connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def eof_received(self) -> bool:
         return self._http.eof_received()

@@ -24,7 +24,10 @@ def fault_in(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | 
         return None
     if version == "1.0" or b"content-length" in singular:
         return MalformedHttpError("Transfer-Encoding must come in HTTP/1.1 and without Content-Length")
-    if coding.lower() != b"chunked":
+    coding = coding.lower()
+    if coding.rpartition(b",")[2].strip(b" \t") != b"chunked":
+        return MalformedHttpError("the last transfer coding must be chunked: where else would the body end")
+    if coding != b"chunked":
         return UnsupportedTransferEncodingError("a body must come as it is or chunked, in no other transfer coding")
     return None
 
