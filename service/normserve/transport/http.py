@@ -67,6 +67,8 @@ class HttpProtocol(HttpToolsProtocol):
         # Of the header that is arriving: how much of it came, and the last bytes, in which its end may begin.
         self._header_bytes = 0
         self._header_tail = b""
+        # The last whole one of a request with a body, as long as the parser stands at its end.
+        self._last_header: bytes | None = None
         self._header_began = False
         self._header_ended = False
         self._singular: dict[bytes, bytes] = {}
@@ -169,12 +171,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._end_body()
 
     def _take_announced(self, data: memoryview) -> memoryview:
-        piece, rest = data[: self.unparsed], data[self.unparsed :]
-        self.unparsed -= len(piece)
-        self.on_body(bytes(piece))
+        length = min(len(data), self.unparsed)
+        self.unparsed -= length
+        self.on_body(bytes(data[:length]))
         if not self.unparsed:
             self._end_body()
-        return rest
+        return data[length:]
 
     def _take_chunks(self, chunks: ChunkedBody, data: memoryview) -> memoryview:
         try:
@@ -194,7 +196,15 @@ class HttpProtocol(HttpToolsProtocol):
         """Take bytes up to the end of a header, or of empty lines before it."""
         end = self._end_of_header(data)
         # Beyond the limit nothing is looked at, so that what is refused does not depend on how bytes arrive.
-        piece = data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)]
+        piece = bytes(data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)])
+        if piece == self._last_header:
+            self._begin_alike()
+            return data[end:]
+        if self._last_header is not None:
+            # The parser waits for a body that it will never see.
+            self.parser = httptools.HttpRequestParser(self)
+            self._last_header = None
+        came_before = self._header_bytes
         self._header_bytes += len(piece)
         self._header_ended = 0 < len(piece) == end
         upgrades = False
@@ -209,14 +219,25 @@ class HttpProtocol(HttpToolsProtocol):
             self._header_tail = b""
             if self._header_began:
                 self.send_400_response("")
-            elif self.unparsed or self.chunks is not None or upgrades:
-                # The old one waits for a body that it will never see, or for another protocol.
+            elif upgrades or self.chunks is not None or (self.unparsed and came_before):
                 self.parser = httptools.HttpRequestParser(self)
+            elif self.unparsed:
+                self._last_header = piece
         elif len(piece) < len(data):
             self._refuse(HeadersTooLargeError(f"the header must be at most {_MAX_HEADER_BYTES} bytes"))
         else:
-            self._header_tail = (self._header_tail + bytes(piece[-3:]))[-3:]
+            self._header_tail = (self._header_tail + piece[-3:])[-3:]
         return data[len(piece) :]
+
+    def _begin_alike(self) -> None:
+        """A header came that is the last one's, byte for byte: the parser still stands at its end."""
+        headers, url, expects = self.headers.copy(), self.url, self.expect_100_continue
+        super().on_message_begin()
+        self.headers += headers
+        self.url, self.expect_100_continue = url, expects
+        self._header_watch.stop()
+        super().on_headers_complete()
+        self._attend(self.cycle)
 
     def _end_of_header(self, data: memoryview) -> int:
         """Where the first empty line ends; 0 if it is not there yet."""

@@ -160,6 +160,21 @@ def test_fault_of_a_pipelined_body_is_answered_in_its_turn():
         assert result.closed
 
 
+@pytest.mark.parametrize("length", [LIMIT - 200, LIMIT, LIMIT + 1])
+@pytest.mark.parametrize("cut_at", [None, 100, 16 * 1024])
+def test_headers_that_are_alike_are_requests_of_their_own(length, cut_at):
+    head = b"POST /a HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+    last = GET[:-2] + b"X: "
+    last += b"a" * (length - len(last) - 4) + b"\r\n\r\n"
+    stream = head + b"ab" + head + b"cd" + GET + head + b"ef" + last
+    step = cut_at or len(stream)
+    result = view(feed([stream[at : at + step] for at in range(0, len(stream), step)], settles=cut_at != 100))
+    assert [each.body for each in result.requests[:4]] == [b"ab", b"cd", b"", b"ef"]
+    assert len({id(each.headers) for each in result.requests}) == len(result.requests)
+    assert result.requests[0].headers == result.requests[1].headers == result.requests[3].headers
+    assert result.statuses == [200] * 4 + ([200] if length <= LIMIT else [431])
+
+
 def test_nothing_is_read_behind_a_request_that_closes():
     closing = b"GET /a HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n"
     result = view(feed([closing + GET + b"\0"]))
