@@ -9,6 +9,7 @@ import hmac
 import logging
 import random
 import re
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -39,7 +40,7 @@ class Edge:
     def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
         self._app = app
         self._metrics = metrics
-        self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,9 +65,9 @@ class Edge:
             self._close(exchange, outgoing)
 
     def _authorise(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._authorization is None or not path.startswith(_GUARDED):
+        if self._key is None or not path.startswith(_GUARDED):
             return
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._authorization):
+        if not hmac.compare_digest(_bearer_token(headers) or b"", self._key):
             raise UnauthorizedError("an API key must be given as Authorization: Bearer KEY, and be right")
 
     def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
@@ -171,6 +172,12 @@ class _Outgoing:
         if not self._incoming.complete:
             headers.append((b"connection", b"close"))
         await self._send({**message, "headers": headers})
+
+
+def _bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """What the request gives as `Authorization: Bearer TOKEN`; None where it gives nothing of the kind."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
 
 
 def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:

@@ -2,6 +2,7 @@
 
 NormserveError
 ├── MalformedHttpError           malformed_http         the bytes are no well-formed HTTP request
+├── UnsupportedTransferEncodingError  unsupported_transfer_encoding
 ├── HeadersTooLargeError         headers_too_large
 ├── RequestTimeoutError          request_timeout        header or body came too slowly
 ├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
@@ -23,6 +24,7 @@ NormserveError
 ├── DeviceFailureError           device_failure         sticky: the process is of no more use
 └── RetryLaterError                                     carries retry_after_s
     ├── OverloadedError          overloaded
+    ├── TooManyConnectionsError  too_many_connections
     ├── DrainingError            draining
     ├── NotReadyError            not_ready
     └── DeviceOutOfMemoryError   device_out_of_memory
@@ -44,6 +46,10 @@ class NormserveError(Exception):
 
 class MalformedHttpError(NormserveError):
     code = "malformed_http"
+
+
+class UnsupportedTransferEncodingError(NormserveError):
+    code = "unsupported_transfer_encoding"
 
 
 class HeadersTooLargeError(NormserveError):
@@ -138,6 +144,10 @@ class RetryLaterError(NormserveError):
 
 class OverloadedError(RetryLaterError):
     code = "overloaded"
+
+
+class TooManyConnectionsError(RetryLaterError):
+    code = "too_many_connections"
 
 
 class DrainingError(RetryLaterError):

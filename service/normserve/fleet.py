@@ -16,17 +16,17 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from normserve.connections import ConnectionLimits, connections_for_descriptors
+from normserve.handover import READY, REFUSED, Heard, hand_over
+from normserve.listeners import listening, url_of
 from normserve.settings import Settings, environment_of
 from normserve.siblings import Place
 
 log = logging.getLogger(__name__)
 
-READY, NOT_READY = b"+", b"-"
-
-_BACKLOG = 2048
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 # One that ran so long did not fail at its start.
 _STEADY_S = 60.0
@@ -35,9 +35,20 @@ _STEADY_S = 60.0
 class Process:
     """One place of the fleet, and the process that is in it now."""
 
-    def __init__(self, settings: Settings, index: int, devices: list[str], folder: Path) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        index: int,
+        devices: list[str],
+        folder: Path,
+        on_connection_end: Callable[[str], None],
+    ) -> None:
+        """Args: on_connection_end: told the address of each connection that has ended."""
         self._settings = _settings_of(settings, devices[index], len(devices))
         self._index, self._devices, self._folder = index, devices, folder
+        self._on_connection_end = on_connection_end
+        # Addresses of the connections that the process has, by their numbers.
+        self._held: dict[int, str] = {}
         self._channel: socket.socket | None = None
         self._running: asyncio.subprocess.Process | None = None
         self.restarts = 0
@@ -65,7 +76,7 @@ class Process:
             )
         self._channel = here
         loop = asyncio.get_running_loop()
-        loop.add_reader(here, self._hear, here)
+        loop.add_reader(here, self._hear, here, Heard())
         assert self._running.stdin is not None
         self._running.stdin.write(pickle.dumps((self._settings, place)))
         self._running.stdin.close()
@@ -75,32 +86,40 @@ class Process:
             loop.remove_reader(here)
             here.close()
             self._channel, self.is_ready = None, False
+            for address in self._held.values():
+                self._on_connection_end(address)
+            self._held.clear()
 
-    def hand_over(self, connection: socket.socket) -> bool:
+    def take(self, connection: socket.socket, number: int, address: str) -> bool:
         """Give it a connection; whether it took it."""
-        if self._channel is None:
+        if self._channel is None or not hand_over(self._channel, number, connection):
             return False
-        try:
-            socket.send_fds(self._channel, [b"c"], [connection.fileno()])
-        except OSError:
-            return False
+        self._held[number] = address
         return True
+
+    def tell(self, number: int) -> bool:
+        """Give it a message; whether it took it."""
+        return self._channel is not None and hand_over(self._channel, number)
 
     def signal(self) -> None:
         """Have it drain, or stop at once if it does."""
         if self._running is not None and self._running.returncode is None:
             self._running.send_signal(signal.SIGTERM)
 
-    def _hear(self, channel: socket.socket) -> None:
+    def _hear(self, channel: socket.socket, heard: Heard) -> None:
         try:
-            said = channel.recv(64)
+            said = channel.recv(4096)
         except OSError:
             said = b""
         if not said:
             asyncio.get_running_loop().remove_reader(channel)
             self.is_ready = False
             return
-        self.is_ready = said[-1:] == READY
+        for number in heard.feed(said):
+            if (address := self._held.pop(number, None)) is not None:
+                self._on_connection_end(address)
+            else:
+                self.is_ready = number == READY
         if self.is_ready:
             self.was_ready.set()
 
@@ -111,7 +130,15 @@ class Fleet:
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
         devices = settings.devices.split(",")
-        self._processes = [Process(settings, index, devices, folder) for index in range(len(devices))]
+        self._limits = ConnectionLimits(
+            max_all=connections_for_descriptors(settings.max_connections),
+            max_per_address=settings.max_connections_per_address,
+            on_refused=self._count_refused,
+        )
+        self._processes = [
+            Process(settings, index, devices, folder, self._limits.release) for index in range(len(devices))
+        ]
+        self._numbers = itertools.count()
         self._turns = itertools.cycle(range(len(devices)))
         self._ending = asyncio.Event()
         self._exit_code = 0
@@ -119,11 +146,13 @@ class Fleet:
     async def run(self) -> int:
         """Serve until told to stop; the exit code."""
         loop = asyncio.get_running_loop()
-        with _listening(self._settings) as listeners:
+        with listening(self._settings) as listeners:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._end)
             announcing = asyncio.create_task(self._announce(listeners[0]))
-            accepting = [asyncio.create_task(self._accept(listener)) for listener in listeners]
+            accepting = [
+                asyncio.create_task(self._limits.accept(listener, self._hand_over)) for listener in listeners
+            ]
             await asyncio.gather(*(self._keep(process) for process in self._processes))
             for task in (announcing, *accepting):
                 task.cancel()
@@ -153,56 +182,27 @@ class Fleet:
         for process in self._processes:
             process.signal()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                # Out of descriptors, for one: connections wait until some are given back.
-                log.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            with connection:
-                if connection.family != socket.AF_UNIX:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await self._hand_over(connection)
-
-    async def _hand_over(self, connection: socket.socket) -> None:
+    async def _hand_over(self, connection: socket.socket, address: str) -> None:
         """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
-        while True:
-            in_turn = [self._processes[next(self._turns)] for _ in self._processes]
-            next(self._turns)
-            willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
-            if any(process.hand_over(connection) for process in willing):
-                return
-            await asyncio.sleep(0.05)
+        number = next(self._numbers)
+        with connection:
+            while True:
+                in_turn = [self._processes[next(self._turns)] for _ in self._processes]
+                next(self._turns)
+                willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
+                if any(process.take(connection, number, address) for process in willing):
+                    return
+                await asyncio.sleep(0.05)
+
+    def _count_refused(self, reason: str) -> None:
+        any(process.tell(REFUSED[reason]) for process in self._processes)
 
     async def _announce(self, listener: socket.socket) -> None:
         for process in self._processes:
             await process.was_ready.wait()
-        host, port = listener.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = url_of(listener)
         log.info("%d processes on %s are ready on %s", len(self._processes), self._settings.devices, url)
         print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
-
-
-@contextlib.contextmanager
-def _listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        port = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
-        listeners = [stack.enter_context(port)]
-        if settings.uds is not None:
-            settings.uds.unlink(missing_ok=True)
-            listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
-            listeners[-1].bind(str(settings.uds))
-            listeners[-1].listen(_BACKLOG)
-            stack.callback(settings.uds.unlink, missing_ok=True)
-        for listener in listeners:
-            listener.setblocking(False)
-        yield listeners
 
 
 def _settings_of(settings: Settings, device: str, count: int) -> Settings:

@@ -34,7 +34,9 @@ STATUSES: dict[type[NormserveError], int] = {
     errors.HeadersTooLargeError: 431,
     errors.ClientLeftError: 499,
     errors.DeviceFailureError: 500,
+    errors.UnsupportedTransferEncodingError: 501,
     errors.DrainingError: 503,
+    errors.TooManyConnectionsError: 503,
     errors.NotReadyError: 503,
     errors.DeviceOutOfMemoryError: 503,
     errors.DeadlineExceededError: 504,
@@ -46,7 +48,12 @@ _CLOSING = (
     errors.MalformedHttpError,
     errors.HeadersTooLargeError,
     errors.RequestTimeoutError,
+    errors.TooManyConnectionsError,
+    errors.UnsupportedTransferEncodingError,
 )
+
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+"""Stands on every response: a browser takes a body for what it is said to be."""
 
 
 def status_of(error: NormserveError) -> int:
@@ -80,7 +87,7 @@ def render(error: NormserveError) -> bytes:
     request_id = secrets.token_hex(16)
     status, headers, body = problem(error, request_id)
     head = [f"HTTP/1.1 {status} {_title(status)}".encode()]
-    head += [name + b": " + value for name, value in headers]
+    head += [name + b": " + value for name, value in (NO_SNIFFING, *headers)]
     head.append(b"x-request-id: " + request_id.encode())
     return b"\r\n".join([*head, b"", body])
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from normserve.app import Service, create_app
+from normserve.connections import ConnectionLimits, connections_for_descriptors
 from normserve.errors import NormserveError
-from normserve.fleet import NOT_READY, READY
-from normserve.http_errors import render, status_of
+from normserve.handover import NOT_READY, READY, REFUSED, Reports, receive
+from normserve.http_errors import NO_SNIFFING, render, status_of
+from normserve.listeners import listening, url_of
+from normserve.logs import Throttled
 from normserve.metrics import RequestRecord
 from normserve.routes.status import curl_line
 from normserve.settings import Settings
-from normserve.transport import Manners, Patience, listen
+from normserve.transport import Connection, Manners, Patience, listen
 
 log = logging.getLogger(__name__)
 
@@ -34,29 +38,52 @@ _FAREWELL_S = 0.3
 # for it: at the default of 5 ms a server answers a tenth as often as else, at this two fifths.
 _SWITCH_S = 0.0005
 
+_REASONS = {number: reason for reason, number in REFUSED.items()}
+
 
 class Server(uvicorn.Server):
     """A uvicorn server that finishes what it admitted before it stops, and exits with a meaning."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, channel: socket.socket | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: FastAPI,
+        listeners: Sequence[socket.socket],
+        stop_listening: Callable[[], None],
+        channel: socket.socket | None,
+    ) -> None:
+        """Args: listeners, channel: where connections come from, the one or the other."""
         super().__init__(config)
+        self._listeners = listeners
+        self._stop_listening = stop_listening
+        self._accepting: list[asyncio.Task[None]] = []
         self._channel = channel
+        self._reports = None if channel is None else Reports(channel)
         self._app = app
         self._service: Service = app.state.service
+        settings = self._service.settings
+        self._limits = ConnectionLimits(
+            max_all=connections_for_descriptors(settings.max_connections),
+            max_per_address=settings.max_connections_per_address,
+            on_refused=self._service.metrics.observe_refused_connection,
+        )
+        self._service.metrics.watch_connections(lambda: len(self.server_state.connections))
+        self._lost_log = Throttled(log)
         self._service.engine.on_failure = self._fail
         self._background: set[asyncio.Task[None]] = set()
         self._draining = False
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets if self._channel is None else [])
-        place, uds = self._service.siblings.place, self._service.settings.uds
+        await super().startup([])
+        place = self._service.siblings.place
         if place is not None:
-            self.servers.append(await self._listen_on_unix_socket(place.socket_of(place.index)))
-        if uds is not None:
-            self.servers.append(await self._listen_on_unix_socket(uds))
+            self.servers.append(await self._listen_to_siblings(place.socket_of(place.index)))
         if self._channel is not None:
             asyncio.get_running_loop().add_reader(self._channel, self._receive_connection)
+        for listener in self._listeners:
+            accepting = self._limits.accept(listener, self._take_connection)
+            self._accepting.append(asyncio.get_running_loop().create_task(accepting))
         self._spawn(self._announce())
 
     @contextlib.contextmanager
@@ -90,46 +117,65 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_FAREWELL_S)
         self.should_exit = True
 
-    def _protocol(self) -> Any:
+    def _protocol(self) -> Connection:
         factory: Any = self.config.http_protocol_class
-        return factory(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        protocol: Connection = factory(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    async def _take_connection(self, connection: socket.socket, address: str) -> None:
+        """This process accepted it."""
+        self._spawn(self._serve_connection(connection, functools.partial(self._limits.release, address)))
 
     def _receive_connection(self) -> None:
         """Another process accepted it; when that one is gone, this one ends as well."""
         assert self._channel is not None
+        assert self._reports is not None
         try:
-            said, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
+            received = receive(self._channel)
         except BlockingIOError:
             return
-        except OSError:
-            said, descriptors = b"", []
-        if not said:
+        if received is None:
             asyncio.get_running_loop().remove_reader(self._channel)
             if not self._draining:
                 self._on_signal()
             return
+        number, descriptors = received
+        if (reason := _REASONS.get(number)) is not None:
+            self._service.metrics.observe_refused_connection(reason)
+        elif not descriptors:
+            self._lost_log.warning("a connection was lost: no descriptor is free")
+            self._reports.send(number)
         for descriptor in descriptors:
-            self._spawn(self._serve_connection(socket.socket(fileno=descriptor)))
+            connection = socket.socket(fileno=descriptor)
+            connection.setblocking(False)
+            self._spawn(self._serve_connection(connection, functools.partial(self._reports.send, number)))
 
-    async def _serve_connection(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
+    async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+        protocol = self._protocol()
+        protocol.on_lost = on_end
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+        except OSError:
+            # Gone before it was a connection.
+            connection.close()
+            on_end()
 
-    def _tell(self, state: bytes) -> None:
-        if self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._channel.send(state)
+    def _tell(self, state: int) -> None:
+        if self._reports is not None:
+            self._reports.send(state)
 
-    async def _listen_on_unix_socket(self, path: Path) -> asyncio.Server:
-        """With the same protocol as the port; a socket that an earlier process left is replaced."""
+    async def _listen_to_siblings(self, path: Path) -> asyncio.Server:
+        """With the same protocol as clients have, and without their limits."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_unix_server(self._protocol, path=path, backlog=self.config.backlog)
-        log.info("listening on unix:%s", path)
-        return server
+        return await loop.create_unix_server(self._protocol, path=path, backlog=self.config.backlog)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._service.settings.uds is not None:
-            self._service.settings.uds.unlink(missing_ok=True)
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        self._stop_listening()
         await super().shutdown(sockets)
 
     async def _announce(self) -> None:
@@ -150,7 +196,7 @@ class Server(uvicorn.Server):
         if self._channel is not None:
             self._tell(READY)
             return
-        url = self._url()
+        url = url_of(self._listeners[0])
         with_key = self._service.settings.api_key is not None
         log.info("ready on %s", url)
         example = curl_line(url, with_key=with_key)
@@ -160,12 +206,6 @@ class Server(uvicorn.Server):
         self.exit_code = 1
         self._tell(NOT_READY)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
-
-    def _url(self) -> str:
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        # A server that listens everywhere is reached here by the loopback address.
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -203,11 +243,18 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         access_log=False,
         log_config=None,
         server_header=False,
+        headers=[(name.decode(), value.decode()) for name, value in (NO_SNIFFING,)],
         proxy_headers=False,
         timeout_keep_alive=max(1, round(settings.keep_alive_s)),
         timeout_graceful_shutdown=_CLOSE_S,
     )
-    server = Server(config, app, channel)
     sys.setswitchinterval(_SWITCH_S)
-    server.run()
+    with contextlib.ExitStack() as stack:
+        try:
+            listeners = stack.enter_context(listening(settings)) if channel is None else []
+        except OSError as error:
+            log.critical("the server cannot listen: %s", error)
+            return 1
+        server = Server(config, app, listeners, stack.close, channel)
+        server.run()
     return server.exit_code

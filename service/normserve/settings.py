@@ -35,6 +35,15 @@ class Settings(BaseSettings):
         256, ge=1, description="Requests inside the server at once; the next one is told to come back later."
     )
     max_inflight_bytes: int = Field(4 * 2**30, ge=1, description="Bytes of request bodies inside at once.")
+    max_connections: int = Field(
+        4096, ge=1, description="Connections open at once, over all processes; the next one is answered 503."
+    )
+    max_connections_per_address: int = Field(
+        2048,
+        ge=1,
+        description="Of those, from one IPv4 address, IPv6 /64 network or user of the Unix socket: as many as a "
+        "proxy needs, and not all.",
+    )
     max_idle_slab_bytes: int = Field(
         2**30, ge=0, description="Bytes of memory kept for the bodies and results of requests to come."
     )

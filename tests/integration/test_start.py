@@ -12,7 +12,7 @@ from .wire import assert_alive
 def test_port_in_use(start_server, server):
     refused = start_server("--port", str(server.address[1]), wait=False)
     assert refused.wait() != 0
-    assert "address already in use" in refused.log
+    assert "Address already in use" in refused.log
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -34,6 +34,10 @@ class Metrics:
         """Report what has been admitted; asked at each scrape."""
         self._state.watched += [(self._state.inflight_requests(), requests), (self._state.inflight_bytes(), nbytes)]
 
+    def watch_connections(self, count: Callable[[], int]) -> None:
+        """Report how many connections are open; asked at each scrape."""
+        self._state.watched.append((self._state.connections(), count))
+
     def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
         """Report the memory of the slabs; asked at each scrape."""
         slabs = self._state.slab_bytes
@@ -60,6 +64,10 @@ class Metrics:
     def observe_compile(self, seconds: float) -> None:
         """Count a class whose kernels were compiled beside the work."""
         self._launches.observe_compile(seconds)
+
+    def observe_refused_connection(self, reason: str) -> None:
+        """Count a connection that was refused; `reason` names the setting."""
+        self._requests.refused_connections(reason).inc()
 
     def observe_late_departure(self) -> None:
         """Count a client that left after the kernel had its whole response, and before it had read that."""

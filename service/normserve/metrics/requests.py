@@ -14,6 +14,7 @@ NONE = "none"
 #: The status under which a request is counted whose client was gone before its answer.
 CLIENT_LEFT = 499
 
+REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address")
 REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
 
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
@@ -79,6 +80,9 @@ class Requests:
         self.revoked = make.counter(
             "revoked_total", "Bodies cut off because others wanted their place, by reason.", ("reason",)
         )
+        self.refused_connections = make.counter(
+            "connections_refused_total", "Connections refused as they were accepted, by the limit.", ("reason",)
+        )
         self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
         self.cancelled = make.counter(
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
@@ -89,6 +93,8 @@ class Requests:
             self._rejected(reason)
         for reason in revocation.REASONS:
             self.revoked(reason)
+        for reason in REFUSED_CONNECTIONS:
+            self.refused_connections(reason)
         for cause in _causes(NormserveError):
             self._errors(cause)
         for stage in ("recv", "parse", "queue", "send"):

@@ -16,6 +16,7 @@ class State:
             "inflight_requests", "Admitted operations whose last byte is not out yet."
         )
         self.inflight_bytes = make.gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
+        self.connections = make.gauge("connections", "Open connections of clients.")
         self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
         self.slab_bytes = make.gauge(
             "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)

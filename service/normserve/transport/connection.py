@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from normserve.transport.http import HEAD_BYTES, HttpProtocol, Manners
+from normserve.transport.reception import Reception
 
 # Of a chunked or an unwanted body.
 _PIECE_BYTES = 256 * 1024
+# Chunks of one byte take a microsecond each, and everybody waits while those of one read are looked at.
+_TINY_CHUNKS_BYTES = 32 * 1024
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -18,38 +21,45 @@ class Connection(asyncio.BufferedProtocol):
 
     uvicorn's protocol is held and not inherited from, because an event loop hands `bytes` to whatever is an
     `asyncio.Protocol`.
+
+    Attributes:
+        on_lost: called when the connection has ended.
     """
 
     def __init__(self, manners: Manners, scratch: memoryview, **of_uvicorn: Any) -> None:
         self._http = HttpProtocol(manners, **of_uvicorn)
         self._scratch = scratch
-        self._lent = scratch
+        self._filling: Reception | None = None
+        self.on_lost: Callable[[], None] | None = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         http = self._http
-        if (reception := http.filling) is not None:
-            self._lent = reception.room()
-        elif http.unparsed:
-            self._lent = self._scratch[: http.unparsed]
-        else:
-            self._lent = self._scratch[:HEAD_BYTES] if http.expects_header else self._scratch
-        return self._lent
+        self._filling = http.filling
+        if self._filling is not None:
+            return self._filling.room()
+        if http.unparsed:
+            return self._scratch[: http.unparsed]
+        if http.chunks is not None:
+            return self._scratch[: max(_TINY_CHUNKS_BYTES, http.chunks.remaining)]
+        return self._scratch[:HEAD_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        data, self._lent = self._lent[:nbytes], self._scratch
-        if self._http.unparsed:
-            self._http.body_received(data)
+        if self._filling is not None:
+            self._filling = None
+            self._http.filled(nbytes)
         else:
-            self._http.data_received(data)
+            self._http.data_received(self._scratch[:nbytes])
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._http.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._http.connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
-    def eof_received(self) -> None:
-        self._http.eof_received()
+    def eof_received(self) -> bool:
+        return self._http.eof_received()
 
     def pause_writing(self) -> None:
         self._http.pause_writing()

@@ -30,6 +30,10 @@ class HeaderWatch:
         self._on_late = on_late
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._timer is not None
+
     def start(self) -> None:
         self.stop()
         self._timer = self._loop.call_later(self._patience.header_s, self._on_late)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from normserve.transport.half_closed import PROBE
+
 Headers = Sequence[tuple[bytes, bytes]]
 Buffers = Sequence[bytes | memoryview]
 
@@ -61,6 +63,7 @@ class Sending(Departure):
         self._transport = transport
         self._loop = loop
         self._cycle: RequestResponseCycle | None = cycle
+        self._is_probed = False
         self._was_closing = False
         self._is_closed = False
         self._held: list[bytes | memoryview] = []
@@ -75,8 +78,7 @@ class Sending(Departure):
         head = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
         if not cycle.keep_alive:
             head.append(b"connection: close\r\n")
-        whole = [STATUS_LINE[status], *head, b"\r\n"]
-        self._began = time.perf_counter()
+        whole = [self._begin_with(STATUS_LINE[status]), *head, b"\r\n"]
         if nbytes <= _JOIN_BYTES:
             self._transport.write(b"".join([*whole, *buffers]))
         else:
@@ -105,7 +107,7 @@ class Sending(Departure):
     def write(self, data: bytes | memoryview) -> None:
         """Send, or hold for what follows; nothing is held longer than the running step of the loop."""
         if not self._began:
-            self._began = time.perf_counter()
+            data = self._begin_with(data)
         if not len(data):
             return
         self._held.append(data)
@@ -114,6 +116,17 @@ class Sending(Departure):
             self.flush()
         elif len(self._held) == 1:
             self._loop.call_soon(self.flush)
+
+    def probe(self) -> None:
+        """Send the response's first bytes ahead of it, if it has not begun: a client that has gone resets them."""
+        if not self._began:
+            self._is_probed = True
+            self._transport.write(PROBE)
+
+    def _begin_with(self, data: bytes | memoryview) -> bytes | memoryview:
+        """The first of the response that is still to be sent."""
+        self._began = time.perf_counter()
+        return data[len(PROBE) :] if self._is_probed else data
 
     def flush(self) -> None:
         """Send what is held."""

@@ -1,0 +1,106 @@
+"""Chunked bodies, taken apart as they arrive: their framing is bounded, and their trailers are dropped."""
+
+import re
+
+from normserve.errors import HeadersTooLargeError, MalformedHttpError
+
+# Of the line that begins a chunk, and of a trailer.
+_MAX_LINE_BYTES = 4096
+_MAX_TRAILER_BYTES = 16 * 1024
+# Beside its data a chunk of one byte takes five bytes, a usual one less than a thousandth of its length.
+_FREE_FRAMING_BYTES = 64 * 1024
+_FRAMING_BYTES_PER_BYTE = 8
+
+# Fifteen digits keep far away from where 64 bits end.
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~\x80-\xff]*)?\r\n")
+_TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r\n")
+
+
+class ChunkedBody:
+    """Finds the data in a chunked body.
+
+    It keeps no more than one unfinished line, and looks at each byte once.  What it says depends on the bytes
+    alone, not on how they were cut on their way.
+
+    Attributes:
+        is_complete: the last chunk and the trailer section have come.
+        remaining: bytes that the chunk which is arriving still has.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self.remaining = 0
+        # Bytes still to come of the line end behind a chunk's data.
+        self._line_end = b""
+        self._line = b""
+        self._in_trailers = False
+        self._trailer_bytes = 0
+        self._framing_bytes = 0
+        self._data_bytes = 0
+
+    def feed(self, received: bytes) -> tuple[bytes, int]:
+        """Take what came next: the data in it, and how many bytes of it belonged to this body.
+
+        Raises:
+            MalformedHttpError: it is not chunked, or its framing takes too many bytes for its data.
+            HeadersTooLargeError: the trailer section is too long.
+        """
+        pieces: list[bytes] = []
+        at, end = 0, len(received)
+        while at < end and not self.is_complete:
+            if self.remaining:
+                piece = received[at : at + self.remaining]
+                pieces.append(piece)
+                self.remaining -= len(piece)
+                at += len(piece)
+            elif self._line_end:
+                piece = received[at : at + len(self._line_end)]
+                if not self._line_end.startswith(piece):
+                    raise MalformedHttpError("a chunk's data must end where its size says, with CR LF")
+                self._line_end = self._line_end[len(piece) :]
+                at += len(piece)
+            else:
+                at = self._take_line(received, at)
+        return b"".join(pieces), at
+
+    def _take_line(self, received: bytes, at: int) -> int:
+        """Take a line, or what has come of it; where it ends."""
+        limit = min(len(received), at + _MAX_LINE_BYTES - len(self._line))
+        found = received.find(b"\n", at, limit)
+        end = found + 1 if found >= 0 else limit
+        line = self._line + received[at:end] if self._line else received[at:end]
+        if self._in_trailers and self._trailer_bytes + len(line) > _MAX_TRAILER_BYTES:
+            raise HeadersTooLargeError(f"the trailer section must be at most {_MAX_TRAILER_BYTES} bytes")
+        if found < 0:
+            if len(line) == _MAX_LINE_BYTES:
+                raise MalformedHttpError(f"a line within a chunked body must be at most {_MAX_LINE_BYTES} bytes")
+            self._line = line
+            return end
+        self._line = b""
+        if self._in_trailers:
+            self._end_trailer(line)
+        else:
+            self._begin_chunk(line)
+        return end
+
+    def _begin_chunk(self, line: bytes) -> None:
+        size = _SIZE_LINE.fullmatch(line)
+        if size is None:
+            raise MalformedHttpError("a chunk must begin with its size in hexadecimal digits and CR LF")
+        self.remaining = int(size[1], 16)
+        # With the line end behind its data.
+        self._framing_bytes += len(line) + 2
+        self._data_bytes += self.remaining
+        if self._framing_bytes > _FREE_FRAMING_BYTES + _FRAMING_BYTES_PER_BYTE * self._data_bytes:
+            raise MalformedHttpError("the body's chunks take too many bytes beside their data")
+        if self.remaining:
+            self._line_end = b"\r\n"
+        else:
+            self._in_trailers = True
+
+    def _end_trailer(self, line: bytes) -> None:
+        self._trailer_bytes += len(line)
+        if line == b"\r\n":
+            self.is_complete = True
+        elif not _TRAILER_LINE.fullmatch(line):
+            raise MalformedHttpError("a trailer must be a field's name, a colon and a value, and end with CR LF")

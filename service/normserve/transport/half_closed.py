@@ -1,0 +1,41 @@
+"""Clients that have ended their side of a connection: most wait for their answers, others have gone."""
+
+import asyncio
+import select
+import socket
+
+# Every response begins with these bytes, so they can go ahead of it.  A host whose client has gone answers them
+# with a reset; one whose client reads takes them.
+PROBE = b"HTTP/1.1 "
+
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.005, 0.5
+
+
+class HalfClosedWatch:
+    """Aborts a transport whose client has gone.
+
+    The end of the client's data does not tell whether it has, and the event loop looks no further than to that.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._poll = select.poll()
+        self._poll.register(transport.get_extra_info("socket").fileno(), 0)
+        self._timer = loop.call_later(_FIRST_LOOK_S, self._look, _FIRST_LOOK_S)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self, pause_s: float) -> None:
+        # Only a hang-up or an error can be reported where nothing is asked for.
+        if self._poll.poll(0):
+            self._transport.abort()
+            return
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._timer = self._loop.call_later(pause_s, self._look, pause_s)
+
+
+def tells_departures(transport: asyncio.Transport) -> bool:
+    """Whether the kernel tells by itself that the client has gone, without anything being sent."""
+    return bool(transport.get_extra_info("socket").family == socket.AF_UNIX)

@@ -1,0 +1,39 @@
+"""What the fields of a request's header must say before anybody may act on it."""
+
+from collections.abc import Mapping
+
+from normserve.errors import MalformedHttpError, NormserveError, UnsupportedTransferEncodingError
+
+SINGULAR = frozenset({b"authorization", b"content-length", b"host", b"transfer-encoding"})
+"""Fields by which two readers of the same bytes could see different requests, were they allowed to come twice."""
+
+
+def fault_in(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | None:
+    """Why a request is not served that the parser lets pass; None where there is nothing to say.
+
+    Args:
+        version: of HTTP, as in "1.1".
+        singular: those of its fields that may come once, by lower-case name.
+    """
+    if version != "1.1" and version != "1.0":
+        return MalformedHttpError("this server speaks HTTP/1.1 and HTTP/1.0")
+    if b"host" not in singular and version == "1.1":
+        return MalformedHttpError("an HTTP/1.1 request must have a Host field")
+    coding = singular.get(b"transfer-encoding")
+    if coding is None:
+        return None
+    if version == "1.0" or b"content-length" in singular:
+        return MalformedHttpError("Transfer-Encoding must come in HTTP/1.1 and without Content-Length")
+    coding = coding.lower()
+    if coding.rpartition(b",")[2].strip(b" \t") != b"chunked":
+        return MalformedHttpError("the last transfer coding must be chunked: where else would the body end")
+    if coding != b"chunked":
+        return UnsupportedTransferEncodingError("a body must come as it is or chunked, in no other transfer coding")
+    return None
+
+
+def body_bytes(singular: Mapping[bytes, bytes]) -> int | None:
+    """The announced length of the body of a request that has no fault; None when it is chunked."""
+    if b"transfer-encoding" in singular:
+        return None
+    return int(singular.get(b"content-length", 0))

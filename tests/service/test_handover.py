@@ -1,0 +1,61 @@
+"""What the processes of a fleet say to one another arrives whole and in order."""
+
+import asyncio
+import socket
+
+import pytest
+from normserve.handover import MESSAGE, READY, Heard, Reports, hand_over, receive
+
+
+@pytest.fixture
+def pair():
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        there.setblocking(False)
+        yield here, there
+
+
+def test_connection_and_its_number_arrive_together(pair):
+    here, there = pair
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert hand_over(here, 7, ours)
+        assert hand_over(here, 8)
+        number, (descriptor,) = receive(there)
+        with socket.socket(fileno=descriptor) as received:
+            received.send(b"a")
+            assert (number, theirs.recv(1)) == (7, b"a")
+    assert receive(there) == (8, [])
+    with pytest.raises(BlockingIOError):
+        receive(there)
+
+
+def test_end_of_the_other_process(pair):
+    here, there = pair
+    here.close()
+    assert receive(there) is None
+    assert not hand_over(there, 1)
+
+
+@pytest.mark.parametrize("step", [1, 3, 8, 20])
+def test_messages_come_out_of_any_pieces(step):
+    said = b"".join(map(MESSAGE.pack, [1, READY, 2**40]))
+    heard = Heard()
+    assert [n for at in range(0, 24, step) for n in heard.feed(said[at : at + step])] == [1, READY, 2**40]
+
+
+def test_no_report_is_lost_while_nobody_listens(pair):
+    here, there = pair
+    count = 5000
+
+    async def play() -> list[int]:
+        reports, heard, told = Reports(here), Heard(), []
+        for number in range(count):
+            reports.send(number)
+        while len(told) < count:
+            told += heard.feed(await asyncio.get_running_loop().sock_recv(there, 4096))
+        reports.send(count)
+        return told + heard.feed(await asyncio.get_running_loop().sock_recv(there, 4096))
+
+    assert asyncio.run(asyncio.wait_for(play(), 20)) == list(range(count + 1))
