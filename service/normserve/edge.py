@@ -5,24 +5,26 @@ whose body nobody will read, gives permits back and tells the metrics.
 """
 
 import asyncio
-import hmac
 import logging
 import random
 import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from normserve.access_log import AccessLog
+from normserve.authorisation import Authorisation
 from normserve.callers import Caller
-from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
+from normserve.errors import ClientLeftError, NormserveError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
+from normserve.layer_audit import LAYERS, note_layer_change
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
+from normserve.siblings import Siblings
 from normserve.transport import Buffers, Departure, Headers, Reception
 
 log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
-_GUARDED = "/v1/"
 
 _names = random.Random()
 
@@ -36,14 +38,28 @@ _LINGER_BYTES = 64 * 2**20
 class Edge:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        siblings: Siblings,
+        authorisation: Authorisation | None = None,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        """Args: authorisation: where keys are asked for; access_log: where one is kept."""
         self._app = app
         self._metrics = metrics
-        self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
+        self._siblings = siblings
+        self._authorisation = authorisation
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # Nothing is served on WebSockets, and nobody would be asked for a key there.
+            await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = _exchange(scope, headers)
@@ -52,24 +68,20 @@ class Edge:
         outgoing = _Outgoing(send, incoming, exchange)
         exchange.respond = outgoing.respond
         try:
-            self._authorise(scope["path"], headers)
+            if self._authorisation is not None:
+                self._authorisation.admit(scope, _bearer_token(headers), exchange)
             await self._app(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
             await respond_problem(error, exchange, outgoing.send)
         except Exception:
-            log.exception("request %s met an error that nobody expected", exchange.request_id)
+            fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
+            log.exception("a request met an error that nobody expected", extra={"fields": fields})
             if not outgoing.started:
                 await respond_problem(NormserveError("an error of the server's own"), exchange, outgoing.send)
         finally:
-            self._close(exchange, outgoing)
+            self._close(scope, exchange, outgoing)
 
-    def _authorise(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._authorization is None or not path.startswith(_GUARDED):
-            return
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._authorization):
-            raise UnauthorizedError("an API key must be given as Authorization: Bearer KEY, and be right")
-
-    def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
+    def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
         if exchange.permit is not None:
             exchange.permit.release()
         record = exchange.record
@@ -78,9 +90,13 @@ class Edge:
             record.stages["send"] = exchange.sending.seconds
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
+        if record.op == LAYERS and not self._siblings.sent(scope):
+            note_layer_change(scope, exchange)
         if exchange.client_left or not exchange.sending.is_delivered:
             record.status = CLIENT_LEFT
         self._metrics.observe_request(record)
+        if self._access_log is not None:
+            self._access_log.note(scope, exchange)
 
 
 async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:
@@ -179,6 +195,12 @@ def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     caller = Caller("unix" if client is None else client[0])
     record = RequestRecord(transport=transport, began=reception.began)
     return Exchange(_request_id(headers), headers, caller, record, reception, sending)
+
+
+def _bearer_token(headers: dict[bytes, bytes]) -> bytes | None:
+    """The key that a request brings; None without one."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token if scheme == b"Bearer" and token else None
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

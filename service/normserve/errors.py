@@ -5,7 +5,8 @@ NormserveError
 ├── HeadersTooLargeError         headers_too_large
 ├── RequestTimeoutError          request_timeout        header or body came too slowly
 ├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
-├── UnauthorizedError            unauthorized
+├── UnauthorizedError            unauthorized           no API key, one that is not known or one that has expired
+├── ForbiddenError               forbidden              the API key may not do this
 ├── NotFoundError                not_found
 │   └── UnknownLayerError        unknown_layer
 ├── MethodNotAllowedError        method_not_allowed
@@ -23,6 +24,7 @@ NormserveError
 ├── DeviceFailureError           device_failure         sticky: the process is of no more use
 └── RetryLaterError                                     carries retry_after_s
     ├── OverloadedError          overloaded
+    ├── RateLimitedError         rate_limited           more requests a second than the API key may send
     ├── DrainingError            draining
     ├── NotReadyError            not_ready
     └── DeviceOutOfMemoryError   device_out_of_memory
@@ -60,6 +62,10 @@ class MalformedPayloadError(NormserveError):
 
 class UnauthorizedError(NormserveError):
     code = "unauthorized"
+
+
+class ForbiddenError(NormserveError):
+    code = "forbidden"
 
 
 class NotFoundError(NormserveError):
@@ -138,6 +144,10 @@ class RetryLaterError(NormserveError):
 
 class OverloadedError(RetryLaterError):
     code = "overloaded"
+
+
+class RateLimitedError(RetryLaterError):
+    code = "rate_limited"
 
 
 class DrainingError(RetryLaterError):

@@ -185,7 +185,8 @@ class Fleet:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("%d processes on %s are ready on %s", len(self._processes), self._settings.devices, url)
-        print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
+        if self._settings.log_format == "text":
+            print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from normserve import __version__, audit
 from normserve.app import Service, create_app
 from normserve.errors import NormserveError
 from normserve.fleet import NOT_READY, READY
@@ -76,6 +77,7 @@ class Server(uvicorn.Server):
             return
         self._draining = True
         self._tell(NOT_READY)
+        audit.draining()
         log.info("draining: admitted work is finished, new work refused")
         self._service.engine.close()
         self._spawn(self._drain())
@@ -151,9 +153,11 @@ class Server(uvicorn.Server):
             self._tell(READY)
             return
         url = self._url()
-        with_key = self._service.settings.api_key is not None
         log.info("ready on %s", url)
-        example = curl_line(url, with_key=with_key)
+        if self._service.settings.log_format == "json":
+            # Whoever reads lines of JSON is to get nothing else.
+            return
+        example = curl_line(url, with_key=self._service.keys is not None)
         print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)
 
     def _fail(self) -> None:
@@ -209,5 +213,7 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
     )
     server = Server(config, app, channel)
     sys.setswitchinterval(_SWITCH_S)
+    audit.started(__version__, settings.shown())
     server.run()
+    audit.ended(server.exit_code)
     return server.exit_code
