@@ -20,7 +20,8 @@ class Authorisation:
         self._keys = keys
         self._scopes = scopes
         self._siblings = siblings
-        self._refusals = Refusals()
+        # Apart, so that strangers who guess do not crowd out what is told of a known key.
+        self._refused_strangers, self._refused_keys = Refusals(), Refusals()
 
     def admit(self, scope: Scope, token: bytes | None, exchange: Exchange) -> None:
         """Let a request through, and note in its exchange whose it is.
@@ -47,7 +48,8 @@ class Authorisation:
         try:
             _require(token, grant, needed).take_request()
         except (UnauthorizedError, ForbiddenError) as error:
-            self._refusals.tell(
+            refusals = self._refused_strangers if grant is None else self._refused_keys
+            refusals.tell(
                 _reason(error, token, grant),
                 scope["method"],
                 scope["path"],

@@ -1,8 +1,8 @@
 """Logging to stderr: one event a line, as text or as JSON.
 
 A record may carry fields, `extra={"fields": {...}}`: text shows them as name=value after the message, JSON as
-members beside it.  What a client sent cannot begin a line of its own, nor move a terminal's cursor: control characters are
-escaped in either format.
+members beside it.  What a client sent cannot begin a line of its own, nor move a terminal's cursor: control
+characters are escaped in either format.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Deny by default: each route that is registered, and each that will be, with no key and with a key of each scope."""
+"""Deny by default: every route, those of later included, without a key and with a key of each scope."""
 
 import asyncio
 
@@ -137,7 +137,13 @@ def later_routes(app: FastAPI) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/mounted/data"), ("GET", "/plain"), ("GET", "/v1/later"), ("POST", "/v1/later"), ("POST", "/v1/direct")],
+    [
+        ("GET", "/mounted/data"),
+        ("GET", "/plain"),
+        ("GET", "/v1/later"),
+        ("POST", "/v1/later"),
+        ("POST", "/v1/direct"),
+    ],
 )
 def test_what_is_added_without_a_scope_is_refused(app, method, path):
     later_routes(app)

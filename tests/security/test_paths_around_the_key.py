@@ -132,7 +132,7 @@ def test_pipelined_requests_are_each_asked(locked):
 
 def test_a_refused_body_is_never_admitted(locked):
     """What nobody may send takes no memory: the head alone is answered."""
-    head = "POST /v1/layer_norm HTTP/1.1\r\nHost: server\r\nContent-Length: 1073741824\r\n\r\n".encode()
+    head = b"POST /v1/layer_norm HTTP/1.1\r\nHost: server\r\nContent-Length: 1073741824\r\n\r\n"
     with Connection(locked.address) as connection:
         connection.sendall(head)
         assert connection.answer().status_code == 401

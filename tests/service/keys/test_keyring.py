@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 from normserve.errors import RateLimitedError, UnauthorizedError
-from normserve.keys import ApiKey, KeyScope, Keyring
+from normserve.keys import ApiKey, Keyring, KeyScope
 
 INFER = frozenset([KeyScope.INFER])
 
