@@ -5,7 +5,6 @@ import time
 from starlette.types import Scope
 
 from normserve.audit import Refusals
-from normserve.callers import Caller
 from normserve.errors import ForbiddenError, NormserveError, UnauthorizedError
 from normserve.exchange import Exchange
 from normserve.keys import Grant, Keyring
@@ -39,9 +38,8 @@ class Authorisation:
             return
         grant = None if token is None else self._keys.find(token)
         if grant is not None:
-            name = grant.key.name
-            exchange.caller = Caller(exchange.caller.address, name)
-            exchange.record.key = name
+            exchange.caller = grant.caller(exchange.caller.address)
+            exchange.record.key = grant.key.name
         # The process that the client reached has asked for the key; this one may have yet to read of it.
         if self._siblings.sent(scope):
             return

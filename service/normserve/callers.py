@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from normserve.quotas import Quota
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -10,10 +12,12 @@ class Caller:
     Attributes:
         address: the client's IP address; `unix` on a Unix socket.
         key: the name of its API key, never the key itself; None where no key was given or none is asked for.
+        quota: what its key may have at most; None where there is no such limit.
     """
 
     address: str
     key: str | None = None
+    quota: Quota | None = None
 
     @property
     def tenant(self) -> str:

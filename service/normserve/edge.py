@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 import re
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -187,6 +188,12 @@ class _Outgoing:
         await self._send({**message, "headers": headers})
 
 
+def _bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """What the request gives as `Authorization: Bearer TOKEN`; None where it gives nothing of the kind."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
+
+
 def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     reception: Reception = scope["state"]["reception"]
     sending: Departure = scope["state"]["sending"]
@@ -195,12 +202,6 @@ def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     caller = Caller("unix" if client is None else client[0])
     record = RequestRecord(transport=transport, began=reception.began)
     return Exchange(_request_id(headers), headers, caller, record, reception, sending)
-
-
-def _bearer_token(headers: dict[bytes, bytes]) -> bytes | None:
-    """The key that a request brings; None without one."""
-    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-    return token if scheme == b"Bearer" and token else None
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

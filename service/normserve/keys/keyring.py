@@ -4,47 +4,41 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 
+from normserve.callers import Caller
 from normserve.errors import RateLimitedError, UnauthorizedError
 from normserve.keys.file import ApiKey, KeyScope
+from normserve.quotas import Quota, RequestRate
 
 #: The name of the one key that `--api-key` sets.
 DEFAULT_NAME = "default"
 
-
-class RequestRate:
-    """A token bucket: `per_second` requests on average, and one second's worth of them at once."""
-
-    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
-        self.per_second = per_second
-        self._clock = clock
-        self._capacity = max(1.0, per_second)
-        self._tokens = self._capacity
-        self._filled = clock()
-
-    def take(self) -> float:
-        """Take one token; 0 if there was one, else the seconds until there is."""
-        now = self._clock()
-        self._tokens = min(self._capacity, self._tokens + (now - self._filled) * self.per_second)
-        self._filled = now
-        if self._tokens < 1:
-            return (1 - self._tokens) / self.per_second
-        self._tokens -= 1
-        return 0.0
+_MAX_CALLERS = 256
 
 
 class Grant:
-    """A key that is known, and what it has used up."""
+    """A key that is known, and what it has used up.
 
-    __slots__ = ("_rate", "key")
+    Attributes:
+        rate: what its requests are counted in, those that need no permit as well; None where they are not.
+        quota: the limits of what it has inside at once; None where there are none.
+    """
+
+    __slots__ = ("_callers", "key", "quota", "rate")
 
     def __init__(self, key: ApiKey, rate: RequestRate | None) -> None:
         self.key = key
-        self._rate = rate
+        self.rate = rate
+        self.quota = None if key.max_inflight_bytes is None else Quota(key.max_inflight_bytes)
+        self._callers: dict[str, Caller] = {}
 
-    @property
-    def rate(self) -> RequestRate | None:
-        """What its requests are counted in."""
-        return self._rate
+    def caller(self, address: str) -> Caller:
+        """Who sends from that address with this key; remembered, since most come again and again."""
+        caller = self._callers.get(address)
+        if caller is None:
+            if len(self._callers) >= _MAX_CALLERS:
+                self._callers.clear()
+            caller = self._callers[address] = Caller(address, self.key.name, self.quota)
+        return caller
 
     def require_valid(self, now: float) -> None:
         """Raises: UnauthorizedError: it has expired by `now`, in seconds since 1970."""
@@ -54,10 +48,14 @@ class Grant:
 
     def take_request(self) -> None:
         """Raises: RateLimitedError: it has sent more requests a second than it may."""
-        if self._rate is not None and (wait_s := self._rate.take()):
+        rate = self.rate
+        if rate is None:
+            return
+        if wait_s := rate.wait_s():
             raise RateLimitedError(
-                f"the API key may send {self._rate.per_second:g} requests a second, and has sent more", wait_s
+                f"the API key may send {rate.per_second:g} requests a second, and has sent more", wait_s
             )
+        rate.take()
 
 
 class Keyring:

@@ -3,6 +3,7 @@
 import hashlib
 
 import pytest
+from normserve.callers import Caller
 from normserve.errors import RateLimitedError, UnauthorizedError
 from normserve.keys import ApiKey, Keyring, KeyScope
 
@@ -112,3 +113,21 @@ def test_reading_the_file_again_gives_no_rate_back(clock):
 
 def test_a_key_without_a_rate_has_none():
     assert taken(Keyring([key("a", b"one")]).find(b"one"), 1000) == 1000
+
+
+def test_callers_are_told_apart_by_key_and_by_address():
+    ring = Keyring([key("a", b"one", max_inflight_bytes=1000), key("b", b"two")])
+    one, two = ring.find(b"one"), ring.find(b"two")
+    for _ in range(2):
+        for number in range(300):
+            address = f"10.0.0.{number}"
+            assert (one.caller(address).address, one.caller(address).key) == (address, "a")
+    assert one.caller("10.0.0.1").quota.max_inflight_bytes == 1000
+    assert two.caller("10.0.0.1") == Caller("10.0.0.1", "b")
+
+
+def test_addresses_are_not_remembered_without_end():
+    grant = Keyring([key("a", b"one")]).find(b"one")
+    for number in range(10_000):
+        grant.caller(str(number))
+    assert len(grant._callers) <= 256

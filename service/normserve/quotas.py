@@ -1,0 +1,44 @@
+"""What one tenant may have at most, however much is free."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class RequestRate:
+    """A token bucket: so many requests a second in the long run, those of one second at once.
+
+    Not thread-safe: it belongs to the event loop's thread.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args: per_second: above 0; below 1, requests come one at a time."""
+        self.per_second = per_second
+        self._clock = clock
+        self._capacity = max(1.0, per_second)
+        self._tokens = self._capacity
+        self._filled = clock()
+
+    def wait_s(self) -> float:
+        """Seconds until another request may come; 0 if it may come now."""
+        now = self._clock()
+        self._tokens = min(self._capacity, self._tokens + (now - self._filled) * self.per_second)
+        self._filled = now
+        return max(0.0, (1 - self._tokens) / self.per_second)
+
+    def take(self) -> None:
+        """A request has come; `wait_s` said that it may."""
+        self._tokens -= 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quota:
+    """The limits of one tenant, which all of its requests share; None is no limit.
+
+    Attributes:
+        max_inflight_bytes: that its requests may hold together.
+        rate: of its requests.
+    """
+
+    max_inflight_bytes: int | None = None
+    rate: RequestRate | None = None
