@@ -36,13 +36,13 @@ class Authorisation:
         needed = self._scopes.needed(scope)
         if needed == PUBLIC:
             return
+        # The process that the client reached has asked for the key; this one may have yet to read of it.
+        if self._siblings.sent(scope):
+            return
         grant = None if token is None else self._keys.find(token)
         if grant is not None:
             exchange.caller = grant.caller(exchange.caller.address)
             exchange.record.key = grant.key.name
-        # The process that the client reached has asked for the key; this one may have yet to read of it.
-        if self._siblings.sent(scope):
-            return
         try:
             _require(token, grant, needed).take_request()
         except (UnauthorizedError, ForbiddenError) as error:

@@ -214,6 +214,8 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
     server = Server(config, app, channel)
     sys.setswitchinterval(_SWITCH_S)
     audit.started(__version__, settings.shown())
+    if service.keys is not None:
+        audit.keys_loaded(service.keys.names)
     server.run()
     audit.ended(server.exit_code)
     return server.exit_code

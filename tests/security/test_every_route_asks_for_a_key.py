@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from normserve.app import create_app
 from normserve.jobs import Op, Pass
 from normserve.settings import Settings
@@ -169,14 +169,27 @@ def test_what_nobody_knows_is_401_before_it_is_404(app):
     assert {answer.status_code for answer in ask(app, [("GET", path, METRICS) for path in paths])} == {404}
 
 
+def test_with_any_key_a_method_that_a_path_does_not_take_is_405(app):
+    requests = [("PATCH", "/v1/layers/a", INFER), ("GET", "/v1/layer_norm", METRICS), ("POST", "/livez", LAYERS)]
+    assert {answer.status_code for answer in ask(app, requests)} == {405}
+    (options,) = ask(app, [("OPTIONS", "/v1/layers/a", METRICS)])
+    assert options.status_code == 204
+    assert options.headers["allow"] == "DELETE, GET, HEAD, OPTIONS, PUT"
+
+
 def test_a_websocket_is_refused(app):
     sent = []
+
+    async def talk(socket: WebSocket) -> None:
+        await socket.accept()
+
+    app.add_api_websocket_route("/v1/talk", talk)
 
     async def run() -> None:
         async def send(message) -> None:
             sent.append(message)
 
-        scope = {"type": "websocket", "path": "/v1/layer_norm", "headers": [], "state": {}, "server": ("a", 1)}
+        scope = {"type": "websocket", "path": "/v1/talk", "headers": [], "state": {}}
         await app.state.entrance(scope, None, send)
 
     asyncio.run(run())

@@ -82,7 +82,7 @@ class Requests:
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
         )
         self._key_requests = make.counter(
-            "key_requests_total", "Requests that came with an API key that is known.", ("key", "code")
+            "key_requests_total", "Requests that needed an API key and came with a known one.", ("key", "code")
         )
         self._key_bytes = make.counter(
             "key_bytes_total", "Bytes of those requests' bodies and of their responses'.", ("key", "direction")
