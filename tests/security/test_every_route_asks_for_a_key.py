@@ -169,6 +169,20 @@ def test_what_nobody_knows_is_401_before_it_is_404(app):
     assert {answer.status_code for answer in ask(app, [("GET", path, METRICS) for path in paths])} == {404}
 
 
+def test_below_a_root_path_no_route_is_taken_for_another(app):
+    """Some servers put the application below a path, which the router strips and direct routes do not."""
+
+    async def run(root: str, path: str, key: str) -> int:
+        transport = httpx.ASGITransport(PlainAsgi(app.state.entrance), root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return (await client.post(path, headers=bearing(key))).status_code
+
+    assert asyncio.run(run("/v1", "/v1/layer_norm", METRICS)) == 403
+    assert asyncio.run(run("/v1", "/v1/v1/layer_norm", METRICS)) == 403
+    assert asyncio.run(run("/norm", "/norm/v1/layer_norm", METRICS)) == 403
+    assert asyncio.run(run("/norm", "/norm/v1/layer_norm", INFER)) not in (401, 403, 404)
+
+
 def test_with_any_key_a_method_that_a_path_does_not_take_is_405(app):
     requests = [("PATCH", "/v1/layers/a", INFER), ("GET", "/v1/layer_norm", METRICS), ("POST", "/livez", LAYERS)]
     assert {answer.status_code for answer in ask(app, requests)} == {405}

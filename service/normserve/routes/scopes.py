@@ -66,12 +66,14 @@ class RouteScopes:
 
         What no route handles needs any key: who has none is not told which paths there are.
         """
-        if not scope.get("root_path"):
-            needed = self._exact.get((scope["method"], scope["path"]))
-            if needed is not None:
-                return needed
+        exact = self._exact.get((scope["method"], scope["path"]))
+        below = scope.get("root_path")
+        if exact is not None and not below:
+            return exact
         route = self._route(scope)
-        return ANY_KEY if route is None else self._declared.get((scope["method"], getattr(route, "path", "")))
+        needed = ANY_KEY if route is None else self._declared.get((scope["method"], getattr(route, "path", "")))
+        # Below a root path direct routes are found by the whole path, and all others by what follows the root.
+        return needed if exact is None or exact == needed else None
 
     def template(self, scope: Scope) -> str:
         """The path of the route that handles a request, with its parameters' names in place of their values."""
