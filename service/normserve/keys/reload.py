@@ -58,10 +58,12 @@ class KeysFile:
             try:
                 # A file may lie where reading takes long.
                 keys = await asyncio.to_thread(self._read_if_changed)
-            except KeysFileError as error:
-                if str(error) != complaint:
-                    log.error("the API keys stay as they were: %s", error)
-                complaint = str(error)
+            except Exception as error:
+                # Whatever it is: a server that stopped looking would never hear of a key that was revoked.
+                said = str(error) if isinstance(error, KeysFileError) else f"{self._path}: {type(error).__name__}"
+                if said != complaint:
+                    log.error("the API keys stay as they were: %s", said)
+                complaint = said
                 continue
             if keys is not None:
                 complaint = None

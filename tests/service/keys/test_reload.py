@@ -84,6 +84,23 @@ def test_a_broken_file_changes_nothing_and_is_told_of_once(path, caplog):
     assert "No such file" in missing
 
 
+def test_an_unforeseen_error_does_not_end_the_watch(path, monkeypatch, caplog):
+    async def run() -> list[list[str]]:
+        file = KeysFile(path)
+        file.read()
+        with monkeypatch.context() as patch:
+            patch.setattr(KeysFile, "_read_if_changed", lambda self: 1 / 0)
+            watched = Watched(file)
+            await watched.until(lambda: caplog.records)
+        path.write_text(TWO)
+        await watched.until(lambda: watched.applied)
+        await watched.stop()
+        return watched.applied
+
+    assert asyncio.run(run()) == [["two"]]
+    assert "the API keys stay as they were" in caplog.text
+
+
 def test_a_file_that_is_being_written_is_read_once_it_rests(path, monkeypatch):
     """A part of a file of keys may be a file of fewer keys."""
     file = KeysFile(path)
