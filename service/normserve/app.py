@@ -11,7 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from normserve import __version__
+from normserve import __version__, audit
+from normserve.access_log import AccessLog
+from normserve.authorisation import Authorisation
 from normserve.backends.base import Backend
 from normserve.backends.choose import choose_backend
 from normserve.batcher import Batcher
@@ -22,6 +24,7 @@ from normserve.engine import Engine
 from normserve.errors import MethodNotAllowedError, NormserveError, NotFoundError
 from normserve.exchange import Exchange
 from normserve.executor import Executor
+from normserve.keys import ApiKey, Keyring, KeysFile
 from normserve.layers import LayerRegistry
 from normserve.limits import Limits
 from normserve.metrics import Metrics
@@ -30,6 +33,7 @@ from normserve.routes.direct import DirectPaths
 from normserve.routes.layers import Layers, make_layer
 from normserve.routes.operations import Operations
 from normserve.routes.page import Page
+from normserve.routes.scopes import RouteScopes
 from normserve.routes.status import Status
 from normserve.settings import Settings
 from normserve.siblings import Siblings
@@ -67,6 +71,31 @@ class Service:
         )
         executor = Executor(make_backend or self._choose_backend)
         self.engine = Engine(executor, batcher, compilation, self.metrics)
+
+        self._keys_file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file)
+        self.keys = self._known_keys()
+
+    def _known_keys(self) -> Keyring | None:
+        """The API keys that are asked for; None where none are."""
+        if self._keys_file is not None:
+            keys = Keyring(self._keys_file.read())
+        elif self.settings.api_key is not None:
+            keys = Keyring.of_one(self.settings.api_key.get_secret_value())
+        else:
+            return None
+        self.metrics.know_keys(keys.names)
+        return keys
+
+    async def watch_keys(self) -> None:
+        """Read the file of API keys again whenever it changes, until cancelled."""
+        if self._keys_file is not None:
+            await self._keys_file.watch(self._replace_keys)
+
+    def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        assert self.keys is not None
+        self.keys.replace(keys)
+        self.metrics.know_keys(self.keys.names)
+        audit.keys_loaded(self.keys.names)
 
     def _choose_backend(self) -> Backend:
         sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
@@ -121,8 +150,14 @@ def create_app(
     app.state.routes = [route for router in routers for route in router.routes]
     # Included routers are matched twice for each request, and FastAPI's own pages before them.
     app.router.routes[:0] = app.state.routes
-    key = None if settings.api_key is None else settings.api_key.get_secret_value()
-    app.state.entrance = Edge(DirectPaths(app, app.state.routes), service.metrics, key)
+    scopes = RouteScopes(app.router.routes, metrics_are_public=settings.api_keys_file is None)
+    app.state.entrance = Edge(
+        DirectPaths(app, app.state.routes),
+        service.metrics,
+        service.siblings,
+        None if service.keys is None else Authorisation(service.keys, scopes, service.siblings),
+        AccessLog(scopes, service.siblings) if settings.access_log else None,
+    )
     return app
 
 
@@ -152,7 +187,7 @@ def _routers(service: Service) -> list[APIRouter]:
         Operations(service.engine, service.layers, bodies, settings.timeout_ms).router(),
         Layers(service.engine, service.layers, service.siblings, bodies).router(),
         Status(service.engine, service.layers, service.metrics, service.siblings, limits).router(),
-        Page(with_key=settings.api_key is not None).router(),
+        Page(with_key=service.keys is not None).router(),
     ]
 
 
@@ -173,9 +208,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     # The server listens while it warms up, and says so at /readyz.
     warming = asyncio.create_task(service.warm_up())
     app.state.warming = warming
+    watching = asyncio.create_task(service.watch_keys())
     try:
         yield
     finally:
+        watching.cancel()
         service.engine.close()
         warming.cancel()
         with contextlib.suppress(asyncio.CancelledError, NormserveError):

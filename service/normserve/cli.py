@@ -1,4 +1,4 @@
-"""The command line: `normserve serve` and `normserve version`."""
+"""The command line: `normserve serve`, `normserve api-key` and `normserve version`."""
 
 import argparse
 import signal
@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 
 from normserve import __version__
 from normserve.fleet import serve_fleet
+from normserve.keys import KeysFile, KeysFileError
+from normserve.keys.generate import entry, new_key
 from normserve.logs import configure_logging
 from normserve.settings import Settings
 
@@ -33,17 +35,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.pop("command") == "version":
         print(f"normserve {__version__}")
         return 0
+    if "key_name" in given:
+        return _make_key(given["key_name"])
     try:
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         for fault in error.errors():
             name = "_".join(str(part) for part in fault["loc"])
-            print(
-                f"normserve serve: {_option(name)} (NORMSERVE_{name.upper()}): {fault['msg']}",
-                file=sys.stderr,
-            )
+            # What is wrong with several at once has no place of its own.
+            where = f"{_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
+            print(f"normserve serve: {where}{fault['msg']}", file=sys.stderr)
         return 2
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
+    if settings.api_keys_file is not None:
+        try:
+            KeysFile(settings.api_keys_file).read()
+        except KeysFileError as error:
+            print(f"normserve serve: --api-keys-file (NORMSERVE_API_KEYS_FILE): {error}", file=sys.stderr)
+            return 2
     # Until the server handles it: as a container's first process this one has no default for SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     if settings.devices:
@@ -71,8 +80,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, field in Settings.model_fields.items():
         serve.add_argument(_option(name), dest=name, **_argument(name, field))
+    make_key = commands.add_parser(
+        "api-key",
+        help="make a key for --api-keys-file",
+        description="Make a random API key. The key itself goes to stderr, once and nowhere else; its entry for the"
+        " file of --api-keys-file goes to stdout, so that it can be appended: normserve api-key NAME >> keys.toml",
+    )
+    make_key.add_argument("key_name", metavar="NAME", help="what logs and metrics call it")
     commands.add_parser("version", help="print the version")
     return parser
+
+
+def _make_key(name: str) -> int:
+    key = new_key()
+    try:
+        table = entry(name, key)
+    except ValueError as error:
+        print(f"normserve api-key: {error}", file=sys.stderr)
+        return 2
+    print(f"the key, which is shown only here: {key}", file=sys.stderr)
+    print(table)
+    return 0
 
 
 def _option(name: str) -> str:
@@ -81,6 +109,8 @@ def _option(name: str) -> str:
 
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     """How a setting looks on the command line; Settings itself checks the value."""
+    if field.annotation is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": field.description, "default": None}
     default = "" if field.default is None else f" [default: {field.default}]"
     return {"metavar": _metavar(name, field), "help": (field.description or "") + default, "default": None}
 

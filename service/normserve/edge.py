@@ -5,7 +5,6 @@ whose body nobody will read, gives permits back and tells the metrics.
 """
 
 import asyncio
-import hmac
 import logging
 import random
 import re
@@ -13,17 +12,20 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from normserve.access_log import AccessLog
+from normserve.authorisation import Authorisation
 from normserve.callers import Caller
-from normserve.errors import ClientLeftError, NormserveError, UnauthorizedError
+from normserve.errors import ClientLeftError, NormserveError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
+from normserve.layer_audit import LAYERS, note_layer_change
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
+from normserve.siblings import Siblings
 from normserve.transport import Buffers, Departure, Headers, Reception
 
 log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
-_GUARDED = "/v1/"
 
 _names = random.Random()
 
@@ -37,14 +39,28 @@ _LINGER_BYTES = 64 * 2**20
 class Edge:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        siblings: Siblings,
+        authorisation: Authorisation | None = None,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        """Args: authorisation: where keys are asked for; access_log: where one is kept."""
         self._app = app
         self._metrics = metrics
-        self._key = None if api_key is None else api_key.encode()
+        self._siblings = siblings
+        self._authorisation = authorisation
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # Nothing is served on WebSockets, and nobody would be asked for a key there.
+            await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = _exchange(scope, headers)
@@ -53,24 +69,20 @@ class Edge:
         outgoing = _Outgoing(send, incoming, exchange)
         exchange.respond = outgoing.respond
         try:
-            self._authorise(scope["path"], headers)
+            if self._authorisation is not None:
+                self._authorisation.admit(scope, _bearer_token(headers), exchange)
             await self._app(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
             await respond_problem(error, exchange, outgoing.send)
         except Exception:
-            log.exception("request %s met an error that nobody expected", exchange.request_id)
+            fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
+            log.exception("a request met an error that nobody expected", extra={"fields": fields})
             if not outgoing.started:
                 await respond_problem(NormserveError("an error of the server's own"), exchange, outgoing.send)
         finally:
-            self._close(exchange, outgoing)
+            self._close(scope, exchange, outgoing)
 
-    def _authorise(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._key is None or not path.startswith(_GUARDED):
-            return
-        if not hmac.compare_digest(_bearer_token(headers) or b"", self._key):
-            raise UnauthorizedError("an API key must be given as Authorization: Bearer KEY, and be right")
-
-    def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
+    def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
         if exchange.permit is not None:
             exchange.permit.release()
         record = exchange.record
@@ -79,9 +91,13 @@ class Edge:
             record.stages["send"] = exchange.sending.seconds
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
+        if record.op == LAYERS and not self._siblings.sent(scope):
+            note_layer_change(scope, exchange)
         if exchange.client_left or not exchange.sending.is_delivered:
             record.status = CLIENT_LEFT
         self._metrics.observe_request(record)
+        if self._access_log is not None:
+            self._access_log.note(scope, exchange)
 
 
 async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:

@@ -6,7 +6,8 @@ NormserveError
 ├── HeadersTooLargeError         headers_too_large
 ├── RequestTimeoutError          request_timeout        header or body came too slowly
 ├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
-├── UnauthorizedError            unauthorized
+├── UnauthorizedError            unauthorized           no API key, one that is not known or one that has expired
+├── ForbiddenError               forbidden              the API key may not do this
 ├── NotFoundError                not_found
 │   └── UnknownLayerError        unknown_layer
 ├── MethodNotAllowedError        method_not_allowed
@@ -25,6 +26,7 @@ NormserveError
 └── RetryLaterError                                     carries retry_after_s
     ├── OverloadedError          overloaded
     ├── TooManyConnectionsError  too_many_connections
+    ├── RateLimitedError         rate_limited           more requests a second than the API key may send
     ├── DrainingError            draining
     ├── NotReadyError            not_ready
     └── DeviceOutOfMemoryError   device_out_of_memory
@@ -66,6 +68,10 @@ class MalformedPayloadError(NormserveError):
 
 class UnauthorizedError(NormserveError):
     code = "unauthorized"
+
+
+class ForbiddenError(NormserveError):
+    code = "forbidden"
 
 
 class NotFoundError(NormserveError):
@@ -148,6 +154,10 @@ class OverloadedError(RetryLaterError):
 
 class TooManyConnectionsError(RetryLaterError):
     code = "too_many_connections"
+
+
+class RateLimitedError(RetryLaterError):
+    code = "rate_limited"
 
 
 class DrainingError(RetryLaterError):

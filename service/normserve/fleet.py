@@ -202,7 +202,8 @@ class Fleet:
             await process.was_ready.wait()
         url = url_of(listener)
         log.info("%d processes on %s are ready on %s", len(self._processes), self._settings.devices, url)
-        print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
+        if self._settings.log_format == "text":
+            print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
 
 
 def _settings_of(settings: Settings, device: str, count: int) -> Settings:

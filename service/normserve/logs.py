@@ -1,18 +1,123 @@
-"""Logging: one format, to stderr."""
+"""Logging to stderr: one event a line, as text or as JSON.
 
+A record may carry fields, `extra={"fields": {...}}`: text shows them as name=value after the message, JSON as
+members beside it.  What a client sent cannot begin a line of its own, nor move a terminal's cursor: control
+characters are escaped in either format.
+"""
+
+import json
 import logging
+import re
+import sys
+import threading
 import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from pythonjsonlogger.json import JsonFormatter
 
 _FORMAT = "%(asctime)s %(levelname)-8s %(name)s: %(message)s"
+# What ends a line for some reader of it, what controls a terminal, and what reorders the letters around it.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_MEMBERS = frozenset(["time", "level", "logger", "message", "exception", "stack", "process"])
+_PLAIN = re.compile(r"[A-Za-z0-9._:/{}@%+-]+")
+
+# These are wanted whatever the level of the rest: the first always, the second once it is asked for.
+_ALWAYS_SHOWN = ("normserve.audit", "normserve.access")
 
 
-def configure_logging(level: str) -> None:
+class TextLines(logging.Formatter):
+    """For a reader."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line; a traceback follows it, indented, so that none of its lines looks like another event's."""
+        record.message = _CONTROL.sub(_escaped, record.message)
+        line = super().formatMessage(record)
+        return line + "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """The traceback."""
+        lines = super().formatException(ei).split("\n")
+        return "\n".join("    " + _CONTROL.sub(_escaped, line) for line in lines)
+
+
+class JsonLines(JsonFormatter):
+    """For a program: an object with `time`, `level`, `logger`, `message` and the record's fields."""
+
+    def __init__(self, process: str | None = None) -> None:
+        """Args: process: which process of a fleet this is."""
+        super().__init__(
+            ["levelname", "name", "message"],
+            rename_fields={
+                "levelname": "level",
+                "name": "logger",
+                "exc_info": "exception",
+                "stack_info": "stack",
+            },
+            static_fields={} if process is None else {"process": process},
+            timestamp="time",
+        )
+
+    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
+        """Of what a record carries beside the usual, only its fields: libraries add what is for terminals."""
+        super().add_fields(log_data, record, message_dict)
+        for name in log_data.keys() - _MEMBERS:
+            del log_data[name]
+        for name, value in _fields(record).items():
+            log_data.setdefault(name, value)
+
+
+def configure_logging(level: str, form: str = "text", process: str | None = None) -> None:
     """Log the server's own words from `level` on; of the HTTP library's only errors.
 
     It warns of each malformed request, and strangers shall not fill the log.
+
+    Args:
+        form: `text` or `json`.
+        process: which process of a fleet this is.
     """
-    logging.basicConfig(format=_FORMAT, level=level.upper())
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(process) if form == "json" else TextLines())
+    logging.basicConfig(handlers=[handler], level=level.upper())
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    for name in _ALWAYS_SHOWN:
+        logging.getLogger(name).setLevel(logging.INFO)
+    if form == "json":
+        # What Python itself would write to stderr as text.
+        logging.captureWarnings(True)
+        sys.excepthook = _log_exception
+        threading.excepthook = _log_exception_of_thread
+
+
+def _log_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    logging.getLogger("normserve").critical("an exception ended the process", exc_info=(kind, error, traceback))
+
+
+def _log_exception_of_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None:
+        found = (args.exc_type, args.exc_value, args.exc_traceback)
+        logging.getLogger("normserve").critical("an exception ended a thread", exc_info=found)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    fields: Mapping[str, object] = getattr(record, "fields", {})
+    return fields
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if _PLAIN.fullmatch(text) else json.dumps(value, default=str)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("ascii", "backslashreplace").decode() if found[0] > "\x7f" else f"\\x{ord(found[0]):02x}"
 
 
 class Throttled:

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from normserve import __version__, audit
 from normserve.app import Service, create_app
 from normserve.connections import ConnectionLimits, connections_for_descriptors
 from normserve.errors import NormserveError
@@ -103,6 +104,7 @@ class Server(uvicorn.Server):
             return
         self._draining = True
         self._tell(NOT_READY)
+        audit.draining()
         log.info("draining: admitted work is finished, new work refused")
         self._service.engine.close()
         self._spawn(self._drain())
@@ -197,9 +199,11 @@ class Server(uvicorn.Server):
             self._tell(READY)
             return
         url = url_of(self._listeners[0])
-        with_key = self._service.settings.api_key is not None
         log.info("ready on %s", url)
-        example = curl_line(url, with_key=with_key)
+        if self._service.settings.log_format == "json":
+            # Whoever reads lines of JSON is to get nothing else.
+            return
+        example = curl_line(url, with_key=self._service.keys is not None)
         print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)
 
     def _fail(self) -> None:
@@ -256,5 +260,9 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
             log.critical("the server cannot listen: %s", error)
             return 1
         server = Server(config, app, listeners, stack.close, channel)
+        audit.started(__version__, settings.shown())
+        if service.keys is not None:
+            audit.keys_loaded(service.keys.names)
         server.run()
+        audit.ended(server.exit_code)
     return server.exit_code

@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -28,7 +28,12 @@ class Settings(BaseSettings):
         None, description="A .safetensors file whose norm layers are registered before the server is ready."
     )
     api_key: SecretStr | None = Field(
-        None, min_length=1, description="If set, /v1 asks for it as `Authorization: Bearer KEY`."
+        None,
+        min_length=1,
+        description="If set, all but the probes, the pages and /metrics ask for it as `Authorization: Bearer KEY`.",
+    )
+    api_keys_file: Path | None = Field(
+        None, description="A TOML file of named API keys in place of that one; /metrics asks for one, too."
     )
     max_body_bytes: int = Field(2**30, ge=1, description="Longest request body; a longer one is refused.")
     max_inflight_requests: int = Field(
@@ -86,6 +91,18 @@ class Settings(BaseSettings):
     keep_alive_s: float = Field(75, gt=0, description="How long an idle connection stays open.")
     drain_s: float = Field(30, gt=0, description="Longest wait for admitted work after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
+    log_format: Literal["text", "json"] = Field("text", description="How it is logged: lines to read, or JSON.")
+    access_log: bool = Field(False, description="Log each request at its end, whatever the level.")
+
+    @model_validator(mode="after")
+    def _has_one_source_of_keys(self) -> Self:
+        if self.api_key is not None and self.api_keys_file is not None:
+            raise ValueError("--api-key and --api-keys-file must not be given together")
+        return self
+
+    def shown(self) -> dict[str, Any]:
+        """Every setting as JSON has it, secrets masked."""
+        return self.model_dump(mode="json")
 
 
 def environment_of(device: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from normserve.siblings import Siblings
 def main() -> int:
     """Serve; the exit code."""
     settings, place = pickle.load(sys.stdin.buffer)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format, str(place.index))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.setblocking(False)
     return serve(settings, create_app(settings, siblings=Siblings(place)), channel)

@@ -1,6 +1,7 @@
 """The live page: what it is made of, and what a browser makes of it under load."""
 
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from normserve.routes.page import commands
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+
+from tests.security.keys import INFER, METRICS, write_keys
 
 from .load import drive
 from .wire import assert_problem
@@ -85,6 +88,57 @@ def test_locked_server_shows_it_and_how_to_give_the_key(launched):
     assert answer.status_code == 200
     assert answer.text.count("Bearer $NORMSERVE_API_KEY") == 4
     assert "s3cret" not in answer.text
+
+
+KEY_FORM = """
+const listeners = {};
+const element = () => ({ value: "", textContent: "", hidden: true });
+const elements = { "key-form": element(), "key": element(), "key-hint": element() };
+elements["key-form"].addEventListener = (event, call) => (listeners[event] = call);
+const kept = new Map();
+globalThis.document = { getElementById: (id) => elements[id] };
+globalThis.sessionStorage = {
+  getItem: (name) => kept.get(name) ?? null,
+  setItem: (name, value) => kept.set(name, value),
+  removeItem: (name) => kept.delete(name),
+};
+const code = require("fs").readFileSync(process.argv[1]).toString("base64");
+import(`data:text/javascript;base64,${code}`).then((page) => {
+  const told = [];
+  const tell = (what) =>
+    told.push([what, page.isWaitingForKey(), page.credentials(), elements["key-hint"].textContent]);
+  const type = (key) => {
+    elements.key.value = key;
+    listeners.submit({ preventDefault: () => told.push("kept on the page") });
+  };
+  tell("at first");
+  if (page.isRefused({ status: 401 }) && page.isRefused({ status: 403 }) && !page.isRefused({ status: 503 }))
+    page.askForKey("<b>none</b>");
+  tell("refused");
+  type("two\\nlines");
+  tell("nonsense");
+  type("  a-key ");
+  tell("typed");
+  page.askForKey("expired");
+  tell("refused again");
+  console.log(JSON.stringify(told));
+});
+"""
+
+
+def test_the_form_asks_for_a_key_until_there_is_one(tool):
+    """Without a browser: what its module does with the form, what it keeps, and what it sends."""
+    command = [tool("node", "nodejs"), "--eval", KEY_FORM, str(FOLDER / "key.js")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == [
+        ["at first", False, {}, ""],
+        ["refused", True, {}, "<b>none</b>"],
+        "kept on the page",
+        ["nonsense", True, {}, "A key has letters, digits and signs only."],
+        "kept on the page",
+        ["typed", False, {"authorization": "Bearer a-key"}, "A key has letters, digits and signs only."],
+        ["refused again", True, {}, "expired"],
+    ]
 
 
 def test_page_is_counted_as_no_operation(api):
@@ -273,6 +327,23 @@ def test_a_fleet_is_told_of_as_a_whole(server, visit):
     facts = dict(row.split("\t", 1) for row in opened.text("#facts").splitlines())
     assert facts["Processes"] == "2 of 3 answer"
     assert facts["In flight"].startswith("5,")
+
+
+def test_it_asks_for_a_key_where_metrics_do(launched, visit, tmp_path_factory):
+    keys = write_keys(tmp_path_factory.mktemp("keys"))
+    server = launched("--api-keys-file", str(keys))
+    opened = visit(f"{server.url}/")
+    opened.wait("!document.querySelector('#key-form').hidden")
+    assert "Authorization: Bearer KEY" in opened.text("#key-hint")
+    for key, told in (("a-guess", "not one that the server knows"), (INFER, "needs the scope metrics")):
+        opened.page.fill("#key", key)
+        opened.page.press("#key", "Enter")
+        opened.wait(f"document.querySelector('#key-hint').innerText.includes('{told}')")
+    opened.page.fill("#key", METRICS)
+    opened.page.press("#key", "Enter")
+    opened.wait("document.querySelector('#state').innerText === 'ready'")
+    assert opened.page.is_hidden("#key-form")
+    assert opened.page.url == f"{server.url}/"
 
 
 def test_it_works_behind_a_proxy(server, browser):

@@ -1,5 +1,6 @@
 """The command line: what it offers, what it passes on, and how it complains."""
 
+import hashlib
 import subprocess
 import sys
 from importlib.metadata import version
@@ -8,6 +9,7 @@ import normserve
 import normserve.server
 import pytest
 from normserve.cli import main
+from normserve.keys import parse_keys
 from normserve.settings import Settings
 
 
@@ -69,6 +71,45 @@ def test_wrong_value_names_its_option(served, capsys):
     assert main(["serve", "--port", "many"]) == 2
     assert "--port (NORMSERVE_PORT)" in capsys.readouterr().err
     assert not served
+
+
+def test_a_new_key_is_shown_once_and_its_entry_can_be_appended(capsys):
+    assert main(["api-key", "team-1"]) == 0
+    shown = capsys.readouterr()
+    (key,) = parse_keys(shown.out.encode())
+    secret = shown.err.split()[-1]
+    assert (key.name, key.digest) == ("team-1", hashlib.sha256(secret.encode()).digest())
+    assert secret not in shown.out
+
+
+def test_a_key_needs_a_name_that_it_can_have(capsys):
+    assert main(["api-key", "two words"]) == 2
+    shown = capsys.readouterr()
+    assert "normserve api-key: a key's name must be" in shown.err
+    assert shown.out == ""
+
+
+def test_keys_that_cannot_be_read_end_the_start(served, tmp_path, capsys):
+    path = tmp_path / "keys.toml"
+    path.write_text("[[keys]]")
+    assert main(["serve", "--api-keys-file", str(path)]) == 2
+    assert f"--api-keys-file (NORMSERVE_API_KEYS_FILE): {path}: keys[0].name" in capsys.readouterr().err
+    assert not served
+
+
+def test_what_contradicts_is_told_without_an_option(served, capsys):
+    assert main(["serve", "--api-key", "s3cret", "--api-keys-file", "keys.toml"]) == 2
+    error = capsys.readouterr().err
+    assert "must not be given together" in error
+    assert "s3cret" not in error
+    assert not served
+
+
+def test_a_switch_takes_no_value(served):
+    main(["serve", "--access-log"])
+    main(["serve", "--no-access-log"])
+    main(["serve"])
+    assert [settings.access_log for settings in served] == [True, False, False]
 
 
 @pytest.mark.parametrize("arguments", [[], ["server"], ["serve", "--prot", "1"]])

@@ -104,6 +104,24 @@ def test_error_is_counted_by_cause_and_rejection_by_reason(metrics):
     assert value(metrics, "rejected_total", reason="invalid_shape") is None
 
 
+def test_requests_are_counted_by_the_name_of_their_key(metrics):
+    metrics.know_keys(["a", "b"])
+    assert value(metrics, "key_requests_total", key="a", code="200") == 0
+    for status, key in ((200, "a"), (200, "a"), (403, "a"), (200, "b"), (200, None)):
+        metrics.observe_request(RequestRecord("info", status=status, key=key, received=10, sent=100))
+    assert value(metrics, "key_requests_total", key="a", code="200") == 2
+    assert value(metrics, "key_requests_total", key="a", code="403") == 1
+    assert value(metrics, "key_requests_total", key="b", code="200") == 1
+    assert value(metrics, "key_bytes_total", key="a", direction="in") == 30
+    assert value(metrics, "key_bytes_total", key="a", direction="out") == 300
+
+
+def test_a_key_that_is_gone_keeps_its_series(metrics):
+    metrics.know_keys(["a"])
+    metrics.know_keys(["b"])
+    assert value(metrics, "key_bytes_total", key="a", direction="in") == 0
+
+
 def test_departure_is_counted_by_stage(metrics):
     metrics.observe_request(RequestRecord("layer_norm", status=499, waiting_in="queue"))
     assert value(metrics, "cancelled_total", stage="queue") == 1

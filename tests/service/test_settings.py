@@ -1,5 +1,7 @@
 """Settings come from where they should, once, and never change."""
 
+import json
+
 import pytest
 from normserve.settings import Settings
 from pydantic import ValidationError
@@ -37,6 +39,8 @@ def test_every_setting_says_what_it_is(name):
         {"max_body_bytes": 0},
         {"timeout_ms": 0},
         {"api_key": ""},
+        {"api_key": "a", "api_keys_file": "keys.toml"},
+        {"log_format": "xml"},
         {"unknown": 1},
         {"drain_s": -1},
     ],
@@ -48,3 +52,10 @@ def test_nonsense_is_refused(wrong):
 
 def test_api_key_is_not_shown():
     assert "s3cret" not in repr(Settings(api_key="s3cret"))
+
+
+def test_what_is_shown_has_every_setting_and_no_secret():
+    shown = Settings(api_key="s3cret", checkpoint="a.safetensors").shown()
+    assert shown.keys() == Settings.model_fields.keys()
+    assert shown["checkpoint"] == "a.safetensors"
+    assert "s3cret" not in json.dumps(shown)

@@ -4,7 +4,7 @@ Units are base units, label sets are closed: never a shape, an id, a layer's nam
 that a client chose.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from normserve import __version__
 from normserve.device import DeviceInfo
@@ -56,6 +56,10 @@ class Metrics:
     def set_ready(self, ready: bool) -> None:
         """Report whether the server takes work."""
         self._state.ready().set(ready)
+
+    def know_keys(self, names: Iterable[str]) -> None:
+        """Show the series of API keys of these names from now on."""
+        self._requests.know_keys(names)
 
     def observe_launch(self, batch: Batch, execution: Execution) -> None:
         """Count one launch."""

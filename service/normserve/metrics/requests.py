@@ -1,7 +1,7 @@
 """What is counted of a request at its end."""
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from normserve import revocation
@@ -15,7 +15,7 @@ NONE = "none"
 CLIENT_LEFT = 499
 
 REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address")
-REJECTIONS = ("overloaded", "draining", "not_ready", "too_large", "deadline_exceeded")
+REJECTIONS = ("overloaded", "rate_limited", "draining", "not_ready", "too_large", "deadline_exceeded")
 
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
 _BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
@@ -30,6 +30,7 @@ class RequestRecord:
         direction: "forward", "backward" or "none".
         status: of the response; 499 when the client left before it was complete.
         error: code of the error that answered it.
+        key: the name of the API key that it came with, None without one that is known.
         stages: seconds by stage, of those it went through.
         waiting_in: the stage that it is in, should it be cut off.
         received, sent: bytes of bodies.
@@ -43,6 +44,7 @@ class RequestRecord:
     transport: str = "tcp"
     status: int = 0
     error: str | None = None
+    key: str | None = None
     stages: dict[str, float] = field(default_factory=dict)
     waiting_in: str = "recv"
     received: int = 0
@@ -87,6 +89,12 @@ class Requests:
         self.cancelled = make.counter(
             "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
         )
+        self._key_requests = make.counter(
+            "key_requests_total", "Requests that needed an API key and came with a known one.", ("key", "code")
+        )
+        self._key_bytes = make.counter(
+            "key_bytes_total", "Bytes of those requests' bodies and of their responses'.", ("key", "direction")
+        )
         self._ended: list[RequestRecord] = []
         # A rate sees the step from 0 to 1, and none from nothing to 1.
         for reason in REJECTIONS:
@@ -100,6 +108,13 @@ class Requests:
         for stage in ("recv", "parse", "queue", "send"):
             self.cancelled(stage)
 
+    def know_keys(self, names: Iterable[str]) -> None:
+        """Show these keys' series before their first request; those of keys that are gone stay."""
+        for name in names:
+            self._key_requests(name, "200")
+            self._key_bytes(name, "in")
+            self._key_bytes(name, "out")
+
     def observe(self, record: RequestRecord) -> None:
         record.seconds = time.perf_counter() - record.began
         self._ended.append(record)
@@ -111,7 +126,9 @@ class Requests:
         alike: dict[Hashable, list[RequestRecord]] = {}
         for record in self._ended:
             labels = (record.op, record.direction, record.dtype, record.transport, record.status)
-            alike.setdefault((labels, record.error, record.waiting_in, *record.stages), []).append(record)
+            alike.setdefault((labels, record.error, record.key, record.waiting_in, *record.stages), []).append(
+                record
+            )
         self._ended.clear()
         for records in alike.values():
             self._count(records)
@@ -124,6 +141,10 @@ class Requests:
         self._duration(*labels).observe_all([record.seconds for record in records])
         for stage in first.stages:
             self._stage_duration(stage).observe_all([record.stages[stage] for record in records])
+        if first.key is not None:
+            self._key_requests(first.key, str(first.status)).inc(count)
+            self._key_bytes(first.key, "in").inc(sum([record.received for record in records]))
+            self._key_bytes(first.key, "out").inc(sum([record.sent for record in records]))
         if first.error is not None:
             self._errors(first.error).inc(count)
         if first.error in REJECTIONS:

@@ -1,6 +1,7 @@
 // Reads GET /metrics every two seconds, as Prometheus does, and shows what happened between readings: the same
 // figures as everywhere else, of every process of a fleet, and nothing that the server must keep for this page.
 
+import { askForKey, credentials, isRefused, isWaitingForKey } from "./key.js";
 import { Interval, Reading } from "./metrics.js";
 import { Plot } from "./plots.js";
 import * as units from "./units.js";
@@ -114,11 +115,17 @@ function showFacts(now) {
 }
 
 async function ask(path) {
-  return fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  return fetch(path, { cache: "no-store", headers: credentials(), signal: AbortSignal.timeout(PATIENCE_MS) });
 }
 
 async function read() {
   const answer = await ask("metrics");
+  if (isRefused(answer)) {
+    showState("an API key is asked for", false);
+    askForKey((await answer.json()).detail);
+    readings.splice(0);
+    return;
+  }
   if (!answer.ok) throw new Error(`GET /metrics answered ${answer.status}`);
   const now = new Reading(await answer.text(), Date.now() / 1000);
   const ready = now.sum("normserve_ready");
@@ -135,7 +142,7 @@ async function read() {
 async function forever() {
   for (;;) {
     const began = performance.now();
-    if (!document.hidden) {
+    if (!document.hidden && !isWaitingForKey()) {
       try {
         await read();
       } catch {

@@ -18,7 +18,7 @@ from normserve.routes.status import curl_line
 
 _READS = ["GET", "HEAD"]
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_SOURCES = ("index.html", "live.css", "live.js", "metrics.js", "plots.js", "units.js", "icon.svg")
+_SOURCES = ("index.html", "live.css", "live.js", "key.js", "metrics.js", "plots.js", "units.js", "icon.svg")
 _VENDORED = ("uplot/uPlot.iife.min.js", "uplot/uPlot.min.css")
 
 _HEADERS = {
@@ -36,7 +36,8 @@ class Page:
     """What the page's handlers work with.
 
     Attributes:
-        with_key: whether the operations ask for an API key.  The page does not: it tells what /metrics tells.
+        with_key: whether the operations ask for an API key.  The page does not; where /metrics does, whoever looks
+            at the page is asked for one.
     """
 
     with_key: bool

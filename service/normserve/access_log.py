@@ -1,0 +1,37 @@
+"""The access log: one line, of the logger `normserve.access`, for each request at its end."""
+
+import logging
+
+from starlette.types import Scope
+
+from normserve.exchange import Exchange
+from normserve.routes.scopes import RouteScopes
+from normserve.siblings import Siblings
+
+_log = logging.getLogger("normserve.access")
+
+
+class AccessLog:
+    """Notes requests; what one process of a fleet asks another for is no request of a client's."""
+
+    def __init__(self, scopes: RouteScopes, siblings: Siblings) -> None:
+        self._scopes = scopes
+        self._siblings = siblings
+
+    def note(self, scope: Scope, exchange: Exchange) -> None:
+        """Log a request that has ended, with the template of its route: anybody can ask for any path."""
+        if self._siblings.sent(scope):
+            return
+        record = exchange.record
+        fields = {
+            "method": scope["method"],
+            "path": self._scopes.template(scope),
+            "status": record.status,
+            "key": exchange.caller.key or "-",
+            "address": exchange.caller.address,
+            "received_bytes": record.received,
+            "sent_bytes": record.sent,
+            "ms": round(record.seconds * 1000, 3),
+            "request_id": exchange.request_id,
+        }
+        _log.info("request", extra={"fields": fields})

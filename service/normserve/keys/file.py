@@ -1,0 +1,136 @@
+"""The file of API keys: TOML, one table `[[keys]]` for each, with the SHA-256 of the key in place of the key."""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+#: Each key has series of its own in the metrics.
+MAX_KEYS = 1000
+
+#: What a key may be called: names stand in logs and metrics.
+KEY_NAME = r"[A-Za-z0-9._-]{1,64}"
+
+
+class KeyScope(StrEnum):
+    """What a key may do."""
+
+    INFER = "infer"
+    LAYERS = "layers"
+    METRICS = "metrics"
+
+
+class KeysFileError(ValueError):
+    """The file of API keys cannot be read, or is not what it must be.  Its text repeats no value of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One API key, without the key itself.
+
+    Attributes:
+        name: what logs and metrics call it.
+        digest: SHA-256 of the key, 32 bytes.
+        scopes: what it may do.
+        expires: from when on it is refused, in seconds since 1970; None for never.
+        requests_per_second: as many requests are let through, on average; None for any number.
+        max_inflight_bytes: bytes of its requests inside at once; None for as many as the server takes.
+    """
+
+    name: str
+    digest: bytes
+    scopes: frozenset[KeyScope]
+    expires: float | None = None
+    requests_per_second: float | None = None
+    max_inflight_bytes: int | None = None
+
+
+class _Entry(BaseModel):
+    """A table of the file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    name: str = Field(pattern=f"^{KEY_NAME}$")
+    sha256: str = Field(pattern=r"^[0-9A-Fa-f]{64}$")
+    may: list[str] = Field(min_length=1)
+    expires: datetime | None = None
+    requests_per_second: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    max_inflight_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+
+    @field_validator("may")
+    @classmethod
+    def _is_known(cls, may: list[str]) -> list[str]:
+        if len(set(may)) < len(may) or not set(may) <= set(KeyScope):
+            raise ValueError("must be a list of " + ", ".join(KeyScope) + ", each once at most")
+        return may
+
+    @field_validator("expires")
+    @classmethod
+    def _has_offset(cls, expires: datetime | None) -> datetime | None:
+        if expires is not None and expires.tzinfo is None:
+            raise ValueError("must be a date and a time with an offset, as in 2030-01-31T12:00:00Z")
+        return expires
+
+    def key(self) -> ApiKey:
+        return ApiKey(
+            name=self.name,
+            digest=bytes.fromhex(self.sha256),
+            scopes=frozenset(map(KeyScope, self.may)),
+            expires=None if self.expires is None else self.expires.timestamp(),
+            requests_per_second=self.requests_per_second,
+            max_inflight_bytes=self.max_inflight_bytes,
+        )
+
+
+class _File(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    keys: list[_Entry] = Field(min_length=1, max_length=MAX_KEYS)
+
+
+def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
+    """The keys of a file's content, in its order.
+
+    Raises:
+        KeysFileError: it is no such file; says where.
+    """
+    try:
+        tables = tomllib.loads(content.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError, ValueError):
+        # Errors of the parser quote the file, in which somebody may have written a key.
+        raise KeysFileError("it is no well-formed TOML in UTF-8") from None
+    try:
+        keys = tuple(entry.key() for entry in _File.model_validate(tables).keys)
+    except ValidationError as error:
+        raise KeysFileError(_fault(error)) from None
+    _require_unlike("name", [key.name for key in keys])
+    _require_unlike("sha256", [key.digest for key in keys])
+    return keys
+
+
+def _fault(error: ValidationError) -> str:
+    """The first fault, by where it is: `keys[2].sha256: …`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # A field that nobody knows may be a key that was written in the wrong place.
+    known = {*_File.model_fields, *_Entry.model_fields}
+    where = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            where += f"[{part}]"
+        else:
+            where += ("." if where else "") + (part if part in known else "(another field)")
+    return f"{where}: {first['msg']}"
+
+
+def _require_unlike(field: str, values: Sequence[object]) -> None:
+    seen: dict[object, int] = {}
+    for index, value in enumerate(values):
+        if value in seen:
+            raise KeysFileError(f"keys[{index}].{field} is that of keys[{seen[value]}] again")
+        seen[value] = index

@@ -1,0 +1,143 @@
+"""A file of keys is read again when it changes, and only a whole one is believed."""
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+from normserve.keys import KeysFile, KeysFileError
+from normserve.keys.generate import entry
+
+ONE, TWO = entry("one", "1"), entry("two", "2")
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.touch(0o600)
+    file.write_text(ONE)
+    return file
+
+
+class Watched:
+    """A file that is watched; `step` waits until it has been looked at."""
+
+    def __init__(self, file: KeysFile) -> None:
+        self.applied: list[list[str]] = []
+        self._looked = asyncio.Condition()
+        self._task = asyncio.create_task(self._watch(file))
+
+    async def _watch(self, file: KeysFile) -> None:
+        await file.watch(lambda keys: self.applied.append([key.name for key in keys]), every_s=0.001)
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                assert not self._task.done()
+                await asyncio.sleep(0.001)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+
+def test_a_change_is_applied_once(path):
+    async def run() -> list[list[str]]:
+        file = KeysFile(path)
+        file.read()
+        watched = Watched(file)
+        path.write_text(ONE + TWO)
+        await watched.until(lambda: watched.applied)
+        replaced = path.with_suffix(".new")
+        replaced.write_text(TWO)
+        replaced.rename(path)
+        await watched.until(lambda: len(watched.applied) == 2)
+        # Some looks at a file that stays as it is.
+        await asyncio.sleep(0.02)
+        await watched.stop()
+        return watched.applied
+
+    assert asyncio.run(run()) == [["one", "two"], ["two"]]
+
+
+def test_a_broken_file_changes_nothing_and_is_told_of_once(path, caplog):
+    async def run() -> list[list[str]]:
+        file = KeysFile(path)
+        file.read()
+        watched = Watched(file)
+        with caplog.at_level(logging.ERROR):
+            for content in ("[[keys]]", None):
+                path.unlink() if content is None else path.write_text(content)
+                before = len(caplog.records)
+                await watched.until(lambda seen=before: len(caplog.records) > seen)
+                await asyncio.sleep(0.02)
+        path.write_text(TWO)
+        await watched.until(lambda: watched.applied)
+        await watched.stop()
+        return watched.applied
+
+    assert asyncio.run(run()) == [["two"]]
+    broken, missing = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "the API keys stay as they were" in broken
+    assert "keys[0]" in broken
+    assert "No such file" in missing
+
+
+def test_an_unforeseen_error_does_not_end_the_watch(path, monkeypatch, caplog):
+    async def run() -> list[list[str]]:
+        file = KeysFile(path)
+        file.read()
+        with monkeypatch.context() as patch:
+            patch.setattr(KeysFile, "_read_if_changed", lambda self: 1 / 0)
+            watched = Watched(file)
+            await watched.until(lambda: caplog.records)
+        path.write_text(TWO)
+        await watched.until(lambda: watched.applied)
+        await watched.stop()
+        return watched.applied
+
+    assert asyncio.run(run()) == [["two"]]
+    assert "the API keys stay as they were" in caplog.text
+
+
+def test_a_file_that_is_being_written_is_read_once_it_rests(path, monkeypatch):
+    """A part of a file of keys may be a file of fewer keys."""
+    file = KeysFile(path)
+    file.read()
+    path.write_text(TWO)
+    read = KeysFile.read
+
+    def read_while_it_grows(self):
+        keys = read(self)
+        with path.open("a") as writing:
+            writing.write("\n" + ONE)
+        return keys
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeysFile, "read", read_while_it_grows)
+        assert file._read_if_changed() is None
+    assert [key.name for key in file._read_if_changed()] == ["two", "one"]
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, 0), (0o640, 0), (0o644, 1), (0o602, 1)])
+def test_a_file_that_everybody_can_read_is_warned_of_once(path, mode, warned, caplog):
+    path.chmod(mode)
+    file = KeysFile(path)
+    file.read()
+    file.read()
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == warned
+
+
+def test_an_endless_file_is_not_read(tmp_path):
+    long = tmp_path / "long"
+    with long.open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(KeysFileError, match="at most"):
+        KeysFile(long).read()
+
+
+def test_a_file_that_is_none_says_so(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(KeysFileError, match=str(path)):
+            KeysFile(path).read()
