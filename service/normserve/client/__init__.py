@@ -11,8 +11,8 @@ A `HostTensor`, raw memory with a shape and an element type, passes for an array
 themselves when the server says "later" (429, 503) or the connection breaks: see `RetryPolicy`.
 
 A server is not trusted.  A call returns tensors of the shapes and element types that it asked for or raises a
-`ClientError`, takes no more bytes than they have, and is over when `timeout_s` is.  Redirections, compressed answers
-and cookies are not followed, inflated or kept.
+`ClientError`, takes no more bytes than they have, and is over when `timeout_s` is.  Redirections are not followed,
+compressed answers not inflated, and cookies not kept.
 """
 
 from normserve.client.async_client import AsyncClient
