@@ -1,11 +1,13 @@
 """The connection against a socket that says what it is told to."""
 
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
 
 import pytest
+import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normload.connection import Address, Connection, request_head
@@ -218,6 +220,25 @@ def test_a_server_that_takes_little_of_a_request_is_not_waited_for_longer():
     connection = Scripted([sips]).connection(timeout_s=0.15)
     with pytest.raises(RequestTimeoutError):
         connection.exchange(HEAD, [bytes(2**26)], MOST)
+
+
+def test_tls_keeps_the_deadline(raw_server, monkeypatch):
+    authority = trustme.CA()
+    there, here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(there)
+    authority.configure_trust(here)
+    monkeypatch.setattr("normload.connection._certificates", lambda: here)
+    slow = [head_of(b"Content-Length: 60000"), lambda connected: server.drip()(connected)]
+    server = raw_server([OK], slow, tls=there)
+    connection = Connection(Address.of(server.url), 5.0)
+    assert bytes(connection.exchange(HEAD, [b"abc"], MOST).body) == b"hello"
+    connection.close()
+    connection = Connection(Address.of(server.url), 0.3)
+    began = time.monotonic()
+    for body in (b"abc", bytes(2**24)):
+        with pytest.raises(RequestTimeoutError):
+            connection.exchange(HEAD, [body], MOST)
+    assert time.monotonic() - began < 5
 
 
 def test_an_answer_has_no_more_bytes_than_were_asked_for():

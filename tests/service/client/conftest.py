@@ -58,8 +58,8 @@ def raw_server():
     """Starts a server that says on each connection what it is told to, once a request's head has come."""
     servers = []
 
-    def start(*scripts):
-        servers.append(RawServer(scripts))
+    def start(*scripts, tls=None):
+        servers.append(RawServer(scripts, tls))
         return servers[-1]
 
     yield start

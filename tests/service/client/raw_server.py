@@ -8,7 +8,8 @@ from contextlib import suppress
 class RawServer:
     """Plays a script on each connection, the last one for ever: bytes, or callables that take the socket."""
 
-    def __init__(self, scripts):
+    def __init__(self, scripts, tls=None):
+        self.tls = tls
         self.scripts = list(scripts)
         self.heads = []
         self.closing = threading.Event()
@@ -19,7 +20,7 @@ class RawServer:
 
     @property
     def url(self):
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def drip(self, piece=b"x"):
         """A step that says a piece every hundredth of a second until the client or the test has had enough."""
@@ -66,7 +67,13 @@ class RawServer:
                 threading.Thread(target=self._play, args=(connected, script), daemon=True).start()
 
     def _play(self, connected, script):
-        with connected, suppress(OSError):
+        with suppress(OSError):
+            if self.tls:
+                connected = self.tls.wrap_socket(connected, server_side=True)
+            self._answer(connected, script)
+
+    def _answer(self, connected, script):
+        with connected:
             head = b""
             while b"\r\n\r\n" not in head:
                 head += connected.recv(2**16) or b"\r\n\r\n"

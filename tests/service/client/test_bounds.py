@@ -1,12 +1,15 @@
 """What a client takes of an answer follows from what it asked for, and a call ends when its time is over."""
 
+import asyncio
 import socket
+import ssl
 import threading
 import time
 
 import httpx
 import numpy as np
 import pytest
+import trustme
 from normserve import client as api
 from normserve.client.reception import DOCUMENT_BYTES, LIST_BYTES
 
@@ -235,6 +238,40 @@ def test_a_unix_sockets_calls_end_in_time_as_well(tmp_path):
             pytest.raises(api.RequestTimeoutError),
         ):
             client.info()
+
+
+@pytest.mark.parametrize("drips", [True, False], ids=["dripping", "sipping"])
+def test_tls_keeps_the_deadline(raw_server, drips):
+    authority = trustme.CA()
+    there, here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(there)
+    authority.configure_trust(here)
+
+    def sips(connected):
+        while not server.closing.wait(0.01):
+            connected.recv(2**10)
+
+    # The first call finds that all is well but for the pace.
+    slow = [OK + b"Content-Length: 60000\r\n\r\n", lambda connected: server.drip()(connected)] if drips else [sips]
+    server = raw_server([ANSWER], slow, tls=there)
+    x = X if drips else np.zeros((2**11, 2**12), np.float32)
+    with api.Client(server.url, transport=httpx.HTTPTransport(verify=here), timeout_s=5.0) as client:
+        assert (normalise(client).y == X).all()
+    began = time.monotonic()
+    with (
+        api.Client(server.url, transport=httpx.HTTPTransport(verify=here), timeout_s=0.3) as client,
+        pytest.raises(api.RequestTimeoutError),
+    ):
+        client.layer_norm(x)
+
+    async def call():
+        transport = httpx.AsyncHTTPTransport(verify=here)
+        async with api.AsyncClient(server.url, transport=transport, timeout_s=0.3) as client:
+            await client.layer_norm(x)
+
+    with pytest.raises(api.RequestTimeoutError):
+        asyncio.run(call())
+    assert time.monotonic() - began < TOO_LONG_S
 
 
 def test_every_address_of_a_host_is_tried(raw_server, monkeypatch):
