@@ -103,6 +103,13 @@ def test_an_error_whose_text_is_too_long_is_still_that_error(ask, raw_server):
     assert refused.value.code == ""
 
 
+def test_a_problem_document_may_be_longer_than_the_answer_that_was_asked_for(ask):
+    document = {"code": "invalid_shape", "detail": "d", "more": "x" * 200_000}
+    with pytest.raises(api.InvalidRequestError) as caught:
+        ask(FakeServer(httpx.Response(422, json=document)), normalise)
+    assert caught.value.code == "invalid_shape"
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "GZIP", "identity, gzip", "nonsense"])
 def test_a_compressed_answer_is_refused_as_it_is(ask, encoding):
     headers = HEADERS | {"content-encoding": encoding}
@@ -162,6 +169,23 @@ def test_a_call_ends_when_its_time_is_over(ask, raw_server, beginning, piece):
         ask(server.url, normalise, tries=5, timeout_s=0.15)
     assert 0.1 < time.monotonic() - began < TOO_LONG_S
     assert len(server.heads) == 1
+
+
+def test_a_transport_of_another_make_is_left_at_the_next_piece():
+    class Dripping(httpx.SyncByteStream):
+        def __iter__(self):
+            while True:
+                time.sleep(0.01)
+                yield b"x"
+
+    began = time.monotonic()
+    answer = httpx.Response(200, headers=HEADERS, stream=Dripping())
+    with (
+        api.Client(transport=httpx.MockTransport(lambda _: answer), timeout_s=0.1) as client,
+        pytest.raises(api.RequestTimeoutError),
+    ):
+        normalise(client)
+    assert time.monotonic() - began < TOO_LONG_S
 
 
 def test_informational_answers_without_end_are_a_timeout(ask, raw_server):

@@ -116,6 +116,41 @@ def test_timing_is_what_the_headers_say(connect):
     assert timing.request_id == "abc"
 
 
+def test_of_server_timing_the_durations_are_read(connect):
+    answer = tensors_answer(y=X)
+    answer.headers["server-timing"] = "cache;desc=7;dur=5, cdn;desc=3, miss, kernel; dur=0.5;desc=2, bad;dur=soon"
+    assert connect(FakeServer(answer)).layer_norm(X).timing.stages_ms == {"cache": 5, "kernel": 0.5}
+
+
+def test_timing_that_cannot_be_is_left_out(connect):
+    answer = tensors_answer(y=X)
+    answer.headers["server-timing"] = "a;dur=nan, b;dur=inf, c;dur=-1, d;dur=0"
+    answer.headers.update({"x-kernel-bytes": "9" * 19, "x-kernel-bandwidth": "1e999", "x-batch-size": "0"})
+    timing = connect(FakeServer(answer)).layer_norm(X).timing
+    assert timing.stages_ms == {"d": 0}
+    assert (timing.kernel_bytes, timing.kernel_bandwidth, timing.batch_size) == (0, 0.0, 1)
+
+
+def test_a_media_type_may_be_written_in_other_ways(connect):
+    for media_type in ("application/vnd.safetensors", "Application/X-Safetensors; v=1"):
+        answer = tensors_answer(y=X)
+        answer.headers["content-type"] = media_type
+        assert (connect(FakeServer(answer)).layer_norm(X).y == X).all()
+
+
+@pytest.mark.parametrize("status", [201, 202, 204, 206, 299])
+def test_a_success_of_another_kind_is_unexpected(connect, status):
+    answer = httpx.Response(status, headers=HEADERS, content=tensors_answer(y=X).content)
+    with pytest.raises(UnexpectedAnswerError, match=f"status must be 200, or an error, got {status}"):
+        connect(FakeServer(answer)).layer_norm(X)
+
+
+def test_nobody_is_asked_to_compress(connect):
+    server = FakeServer()
+    connect(server).layer_norm(X)
+    assert server.request.headers["accept-encoding"] == "identity"
+
+
 def test_an_answer_without_timing_is_an_answer(connect):
     answer = tensors_answer(y=X)
     for name in HEADERS.keys() - {"content-type"}:

@@ -143,6 +143,9 @@ def test_retry_after_may_be_a_date():
     assert 50 < overloaded(format_datetime(now + timedelta(seconds=60), usegmt=True)).retry_after_s <= 60
     assert overloaded(format_datetime(now - timedelta(seconds=60), usegmt=True)).retry_after_s == 0
     assert 50 < overloaded(format_datetime(now + timedelta(seconds=60))).retry_after_s <= 60
+    # "-0000": a time in UTC that says nothing of where it was written.
+    naive = (now + timedelta(seconds=60)).replace(tzinfo=None)
+    assert 50 < overloaded(format_datetime(naive)).retry_after_s <= 60
 
 
 @pytest.mark.parametrize(
