@@ -43,7 +43,8 @@ def is_loopback(host: str) -> bool:
     """Whether a host is this machine by way of the loopback."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except OSError:
+    # The latter of a name of which no query can be made.
+    except (OSError, UnicodeError):
         return False
     return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
 
@@ -53,6 +54,7 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS) -> Echo:
 
     Raises:
         TimeoutError: a process did not come to it.
+        EOFError: a process ended early.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from normserve.client import DEFAULT_URL, ClientError
+from normserve.client.deadlines import check_timeout
 
 from normload import compare, page, report, scenario
 from normload.adapters.registry import ADAPTERS
@@ -150,7 +151,7 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add("--json", type=Path, metavar="FILE", help="write the result, for `normload compare`")
     add("--html", type=Path, metavar="FILE", help="write a page with plots")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
-    add("--timeout", type=_amount, default=60.0, metavar="S", help="longest wait for the server (%(default)s)")
+    add("--timeout", type=_timeout, default=60.0, metavar="S", help="of a request, all in all (%(default)s)")
     parser.set_defaults(command=_run)
 
 
@@ -173,6 +174,15 @@ def _amount(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def _timeout(text: str) -> float:
+    value = _amount(text)
+    try:
+        check_timeout(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return value
 
 

@@ -1,5 +1,7 @@
 """Numbers in float64 to and from what the API carries, bfloat16 among it, which numpy alone does not have."""
 
+from typing import Literal
+
 import numpy as np
 from normserve.client import DType, HostTensor
 from numpy.typing import NDArray
@@ -21,6 +23,10 @@ def widen(tensor: HostTensor) -> Floats:
     """The exact values of a tensor."""
     if tensor.dtype is DType.BFLOAT16:
         bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
-        return bits.view(np.float32).astype(np.float64).reshape(tensor.shape)
+        return bits.view(np.float32).astype(np.float64).reshape(tensor.shape, order=_order(tensor))
     elements = np.frombuffer(tensor.data, np.dtype(tensor.dtype.value).newbyteorder("<"))
-    return elements.astype(np.float64).reshape(tensor.shape)
+    return elements.astype(np.float64).reshape(tensor.shape, order=_order(tensor))
+
+
+def _order(tensor: HostTensor) -> Literal["C", "F"]:
+    return "F" if tensor.fortran_order else "C"

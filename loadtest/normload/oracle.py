@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from normserve.client import DType, HostTensor
+from normserve.client.quoting import quoted
 from torch.nn import functional
 
 from normload.cases import Case
@@ -26,6 +27,9 @@ _ACTIVATIONS: dict[str, Any] = {
 _ELEMENT_TOLERANCE = {DType.FLOAT32: 1e-5, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2}
 _SUM_TOLERANCE = 2e-6
 _ALWAYS_ALLOWED = 1e-7
+
+# Of what a server makes up, so many names or sizes are shown.
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, Ho
     """Say what is wrong with an answer; None when it is right."""
     should_be = expected(case, tensors)
     if answer.keys() != should_be.keys():
-        return f"expected {', '.join(should_be)}, got {', '.join(answer)}"
+        got = ", ".join(quoted(name, 32) for name in sorted(answer)[:_NAMED])
+        return f"expected {', '.join(should_be)}, got {got or 'none'}"
     for name, reference in should_be.items():
         owner = tensors[name.removeprefix("d")] if case.is_backward else tensors["x"]
         if found := _difference(reference, answer[name], owner.dtype):
@@ -96,7 +101,8 @@ def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, Ho
 def _difference(reference: Reference, tensor: HostTensor, dtype: DType) -> str | None:
     shape = tuple(reference.values.shape)
     if (tensor.dtype, tensor.shape) != (dtype, shape):
-        return f"expected {dtype.value} {shape}, got {tensor.dtype.value} {tensor.shape}"
+        got = tensor.shape if len(tensor.shape) <= _NAMED else f"{len(tensor.shape)} dimensions"
+        return f"expected {dtype.value} {shape}, got {tensor.dtype.value} {got}"
     values = reference.values
     off = (torch.from_numpy(widen(tensor)) - values).abs()
     usual = math.sqrt(values.square().mean()) if values.numel() else 0.0

@@ -47,7 +47,7 @@ def plots(result: Result) -> dict[str, Any]:
 def _over_time(result: Result) -> dict[str, Any]:
     bins = _bins(result.phases)
     outcomes = sorted({outcome for each in bins if each.cell for outcome in each.cell.outcomes if outcome[1] != OK})
-    roof = result.server.get("copy_bandwidth_bytes_per_second")
+    roof = result.copy_bandwidth
     return {
         "s": [each.middle_s for each in bins],
         "rate": [each.of(lambda cell, seconds: cell.ok / seconds) for each in bins],
@@ -145,11 +145,8 @@ def _against_load(result: Result) -> dict[str, Any] | None:
 
 
 def _facts(result: Result) -> Mapping[str, str]:
-    info = result.server
-    device = (info.get("device") or {}).get("name", "")
-    server = f"normserve {info.get('version', '?')}, {info.get('backend', '?')} on {device}" if info else "?"
     return {
-        "server": server,
+        "server": result.server_name or "?",
         "at": result.url,
         "started": result.started,
         "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",

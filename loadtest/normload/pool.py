@@ -19,6 +19,7 @@ class Request:
         case, tensors: what is asked.
         head, parts: the bytes that ask it.
         nbytes: of the body.
+        most_bytes: what the body of a successful answer can have.
     """
 
     case: Case
@@ -26,6 +27,7 @@ class Request:
     head: bytes
     parts: Sequence[bytes | memoryview]
     nbytes: int
+    most_bytes: int
 
 
 def require_askable(adapter: Adapter, cases: Sequence[Case]) -> None:
@@ -44,4 +46,4 @@ def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | 
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     head = request_head(address, exchange.method, exchange.target, headers, nbytes)
-    return Request(case, tensors, head, exchange.parts, nbytes)
+    return Request(case, tensors, head, exchange.parts, nbytes, exchange.most_bytes)

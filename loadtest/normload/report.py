@@ -122,7 +122,7 @@ def _ceilings(result: Result) -> list[str]:
         )
     kernel = result.kernel_bandwidth()
     if not math.isnan(kernel):
-        roof = result.server.get("copy_bandwidth_bytes_per_second")
+        roof = result.copy_bandwidth
         of_roof = f", {kernel / roof:.1%} of the device's copy, {roof / 1e9:.1f} GB/s" if roof else ""
         sentences.append(f"Kernels {kernel / 1e9:.2f} GB/s{of_roof}.")
     return sentences
@@ -140,9 +140,7 @@ def _knee(result: Result) -> list[str]:
 
 
 def _server(result: Result) -> str:
-    info = result.server
-    device = (info.get("device") or {}).get("name", "?")
-    known = f"normserve {info.get('version', '?')}, {info.get('backend', '?')} on {device}, " if info else ""
+    known = f"{result.server_name}, " if result.server_name else ""
     found = f", capacity {result.capacity:.0f}/s" if result.capacity else ""
     sent = sum(result.sent_by_status().values())
     return (

@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from normserve.client.quoting import quoted
+
 from normload.ceilings import Echo
 from normload.knee import Knee, Point, find_knee
 from normload.scenario import Phase
+from normload.tables import is_number
 from normload.tally import NOT_SENT, OK, Cell, Tally, per_second
 
 FORMAT = "normload/1"
@@ -155,6 +158,24 @@ class Result:
                 counts[status] += count
         return counts
 
+    @property
+    def server_name(self) -> str:
+        """What a server says that it is; "" where it says nothing."""
+        if not self.server:
+            return ""
+        device = self.server.get("device")
+        name = device.get("name") if isinstance(device, dict) else None
+        version, backend, name = (
+            quoted(each, 64) or "?" for each in (self.server.get("version"), self.server.get("backend"), name)
+        )
+        return f"normserve {version}, {backend} on {name}"
+
+    @property
+    def copy_bandwidth(self) -> float | None:
+        """Bytes a second of the device's copy; None where a server says nothing that can be one."""
+        said = self.server.get("copy_bandwidth_bytes_per_second")
+        return float(said) if is_number(said) and 0 < said < 1e18 else None
+
     def kernel_bandwidth(self) -> float:
         """Bytes a second on the device, as the server says; NaN where it says nothing."""
         total = self.whole.total
@@ -235,8 +256,10 @@ def read_result(file: Path) -> Result:
     """
     try:
         return Result.from_json(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{file}: {error}") from None
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise ValueError(f"{file}: this is no whole result of normload") from None
 
 
 def _summary(part: Part) -> dict[str, Any]:

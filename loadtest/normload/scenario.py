@@ -29,10 +29,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from normload.tables import ScenarioError, Table
+from normload.tables import MOST, ScenarioError, Table, is_number, shown
 from normload.workload import Workload, read_workload
 
 Arrivals = Literal["poisson", "constant", "closed"]
+
+# As many threads as a machine bears, and as many ports as an address has.
+_MOST_CONNECTIONS = 2**16
+_MOST_CYCLES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,15 @@ def load(name_or_path: str) -> Scenario:
         return known[name_or_path]
     path = Path(name_or_path)
     if not path.is_file():
-        raise ScenarioError(f"a scenario must be a file or one of {', '.join(known)}, got {name_or_path!r}")
-    return parse(path.stem, path.read_text("utf-8"))
+        raise ScenarioError(f"a scenario must be a file or one of {', '.join(known)}, got {shown(name_or_path)}")
+    return parse(path.stem, _read(path))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ScenarioError(f"{path.stem}: a scenario must be text in UTF-8, it is not") from None
 
 
 def parse(name: str, text: str) -> Scenario:
@@ -132,7 +143,8 @@ def parse(name: str, text: str) -> Scenario:
     """
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # The first of numbers that are too long, too; the second of arrays within arrays.
+    except (ValueError, RecursionError) as error:
         raise ScenarioError(f"{name}: {error}") from None
     table = Table(name, document)
     scenario = Scenario(
@@ -140,10 +152,10 @@ def parse(name: str, text: str) -> Scenario:
         description=table.text("description", ""),
         workload=read_workload(table.table("workload")),
         phases=tuple(phase for each in table.tables("phases") for phase in _phases(each)),
-        connections=table.count("connections", 64),
+        connections=table.count("connections", 64, _MOST_CONNECTIONS),
         warmup_s=table.seconds("warmup_s", 2.0),
         settle_s=table.seconds("settle_s") if table.has("settle_s") else None,
-        cycles=table.count("cycles", 1),
+        cycles=table.count("cycles", 1, _MOST_CYCLES),
         capacity=_capacity(table.table("capacity")),
     )
     table.close()
@@ -153,7 +165,12 @@ def parse(name: str, text: str) -> Scenario:
 
 
 def _capacity(table: Table) -> Phase:
-    phase = Phase("capacity", "closed", table.amount("duration_s", 3.0), connections=table.count("connections", 16))
+    phase = Phase(
+        "capacity",
+        "closed",
+        table.amount("duration_s", 3.0),
+        connections=table.count("connections", 16, _MOST_CONNECTIONS),
+    )
     table.close()
     return phase
 
@@ -162,7 +179,7 @@ def _phases(table: Table) -> Sequence[Phase]:
     name, duration_s = table.text("name"), table.amount("duration_s")
     kind = cast(Arrivals, table.one_of("arrivals", get_args(Arrivals)))
     if kind == "closed":
-        phases = [Phase(name, kind, duration_s, connections=table.count("connections"))]
+        phases = [Phase(name, kind, duration_s, connections=table.count("connections", most=_MOST_CONNECTIONS))]
     else:
         given = table.take("rate")
         rates: Sequence[Any] = given if isinstance(given, list) else [given]
@@ -181,10 +198,8 @@ def _rate(where: str, given: Any) -> tuple[float, bool]:
         number = float(given[:-1]) / 100 if of_capacity else given
     except ValueError:
         number = -1.0
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise ScenarioError(f"{where}: rate must be requests a second or a share like '60%', got {given!r}")
+    if not is_number(number) or not 0 < number <= MOST:
+        raise ScenarioError(f"{where}: rate must be requests a second or a share like '60%', got {shown(given)}")
     return number, of_capacity
 
 

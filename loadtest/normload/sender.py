@@ -1,23 +1,30 @@
 """Sends requests on a number of connections, a thread for each, and keeps a record of every one."""
 
-import json
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
+from normserve.client.documents import read_json
 from normserve.client.protocol import Answer
 
 from normload.arrivals import Arrivals, Slot
 from normload.connection import Address, Connection
 from normload.judge import Judge
 from normload.pool import Request
-from normload.tally import NOT_SENT, OK, Record
+from normload.tally import CONNECTION_FAILED, NOT_SENT, OK, TIMEOUT, UNEXPECTED_ANSWER, Record
 
 # After a connection failed, so that a server that is gone is not asked as fast as the kernel can refuse.
 _PAUSE_S = 0.02
+
+# The API's codes are some twenty; a server that makes up more must not fill the report with them.
+_CODE = re.compile("[a-z][a-z0-9_]{0,63}")
+_MOST_CODES = 64
+
+# A server that does not answer while everything is asked for once is asked no more before the run.
+_MOST_TIMEOUTS = 3
 
 Records = list[tuple[int, Record]]
 
@@ -52,6 +59,7 @@ class Sender:
         self._connections: list[Connection] = []
         self._records: Records = []
         self._failure: BaseException | None = None
+        self._codes: set[str] = set()
 
     def run(self, arrivals: Arrivals, connections: int, starts: Sequence[float]) -> list[threading.Thread]:
         """Begin to send; who calls joins the threads that come back, and takes the records.
@@ -85,17 +93,25 @@ class Sender:
         return taken
 
     def ask_all(self) -> list[Record]:
-        """Send each request of the pool once, one after another, and check every answer."""
+        """Send each request of the pool once, one after another, and check every answer.
+
+        It ends early when too many were waited for in vain: each of them takes the whole of the timeout.
+        """
         if not self._connections:
             self._connections.append(Connection(self._address, self._timeout_s))
-        return [self._send(self._connections[0], request, number) for number, request in enumerate(self._pool)]
+        records: list[Record] = []
+        for number in range(len(self._pool)):
+            records.append(self._send(self._connections[0], number))
+            if sum(record.code == TIMEOUT for record in records) == _MOST_TIMEOUTS:
+                break
+        return records
 
     def close(self) -> None:
         """Close all connections."""
         for connection in self._connections:
             connection.close()
 
-    def _send(self, connection: Connection, request: Request, number: int) -> Record:
+    def _send(self, connection: Connection, number: int) -> Record:
         began = time.perf_counter()
         slot = Slot(0, began, number)
         return self._exchange(connection, slot, free=began, start=began, check=True)
@@ -119,7 +135,7 @@ class Sender:
                 check = self._choices.random() < self._check_share
                 record = self._exchange(connection, slot, free=free, start=start, check=check)
             self._records.append((slot.phase, record))
-            if record.code == "connection_failed":
+            if record.code == CONNECTION_FAILED:
                 time.sleep(_PAUSE_S)
 
     def _left_out(self, slot: Slot, start: float, cutoff: float) -> Record:
@@ -132,7 +148,7 @@ class Sender:
         answer: Answer | None = None
         sent = time.perf_counter()
         try:
-            answer = connection.exchange(request.head, request.parts)
+            answer = connection.exchange(request.head, request.parts, request.most_bytes)
             code = OK if answer.status == 200 else ""
         except ClientError as error:
             code = _code(error)
@@ -140,7 +156,7 @@ class Sender:
         times = (slot.due - start, free - start, sent - start, ended - start)
         if answer is None or code != OK:
             status = answer.status if answer else 0
-            return Record(request.case.operation, *times, status, code or _problem(answer), request.nbytes)
+            return Record(request.case.operation, *times, status, code or self._problem(answer), request.nbytes)
         timing = answer.timing()
         # A launch's time is every request's of its batch: each gets an equal part of it.
         kernel_s = timing.stages_ms.get("kernel", 0.0) / 1000 / max(1, timing.batch_size)
@@ -157,18 +173,24 @@ class Sender:
             self._judge.fault(slot.request, answer) if check else None,
         )
 
+    def _problem(self, answer: Answer | None) -> str:
+        """The API's code of an error; the status where there is none."""
+        if answer is None:
+            return UNEXPECTED_ANSWER
+        try:
+            document = read_json(bytes(answer.body))
+        except ValueError:
+            document = None
+        code = document.get("code") if isinstance(document, dict) else None
+        if not isinstance(code, str) or not _CODE.fullmatch(code):
+            return str(answer.status)
+        if code not in self._codes and len(self._codes) >= _MOST_CODES:
+            return str(answer.status)
+        self._codes.add(code)
+        return code
+
 
 def _code(error: ClientError) -> str:
     if isinstance(error, ConnectionFailedError):
-        return "connection_failed"
-    return "timeout" if isinstance(error, RequestTimeoutError) else "unexpected_answer"
-
-
-def _problem(answer: Answer | None) -> str:
-    """The API's code of an error; the status where there is none."""
-    if answer is None:
-        return "unexpected_answer"
-    with suppress(ValueError, AttributeError):
-        if code := json.loads(bytes(answer.body)).get("code"):
-            return str(code)
-    return str(answer.status)
+        return CONNECTION_FAILED
+    return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

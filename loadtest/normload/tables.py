@@ -1,11 +1,19 @@
 """TOML tables read key by key, so that what is missing, of the wrong kind or unknown is said in one way."""
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from math import prod
+from typing import Any, TypeGuard
+
+from normserve.codec.shapes import MAX_RANK
 
 _MISSING: Any = object()
+
+#: The most that an amount, a share or a rate may be: far beyond use, and far from where floats and clocks end.
+MOST = 1e9
+
+# Of one tensor: the servers' own limits are far lower.
+_MOST_ELEMENTS = 2**32
 
 
 class ScenarioError(ValueError):
@@ -50,20 +58,22 @@ class Table:
         """True or false."""
         return bool(self._checked(key, default, lambda value: isinstance(value, bool), "true or false"))
 
-    def count(self, key: str, default: int = _MISSING) -> int:
+    def count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
         """A whole number above 0."""
-        value = self._checked(key, default, lambda value: _is_whole(value) and value > 0, "a whole number above 0")
+        value = self._checked(
+            key, default, lambda value: _is_whole(value) and value > 0, "a whole number above 0", most
+        )
         return int(value)
 
-    def amount(self, key: str, default: float = _MISSING) -> float:
+    def amount(self, key: str, default: float = _MISSING, most: float = MOST) -> float:
         """A finite number above 0."""
-        value = self._checked(key, default, lambda value: _is_number(value) and value > 0, "a number above 0")
+        value = self._checked(key, default, lambda value: is_number(value) and value > 0, "a number above 0", most)
         return float(value)
 
     def seconds(self, key: str, default: float = _MISSING) -> float:
         """A finite number of at least 0."""
         value = self._checked(
-            key, default, lambda value: _is_number(value) and value >= 0, "a number that is not negative"
+            key, default, lambda value: is_number(value) and value >= 0, "a number that is not negative", MOST
         )
         return float(value)
 
@@ -71,7 +81,11 @@ class Table:
         """A list of whole numbers above 0."""
         value = self.take(key)
         if not isinstance(value, list) or not value or not all(_is_whole(size) and size > 0 for size in value):
-            raise ScenarioError(f"{self.where}: {key} must be a list of whole numbers above 0, got {value!r}")
+            raise ScenarioError(f"{self.where}: {key} must be a list of whole numbers above 0, got {shown(value)}")
+        if len(value) > MAX_RANK or prod(value) > _MOST_ELEMENTS:
+            raise ScenarioError(
+                f"{self.where}: {key} must have at most {_MOST_ELEMENTS} elements, got {shown(value)}"
+            )
         return tuple(value)
 
     def table(self, key: str) -> "Table":
@@ -101,18 +115,31 @@ class Table:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ScenarioError(f"{self.where}: {key} is unknown{hint}")
 
-    def _checked(self, key: str, default: Any, holds: Any, expected: str) -> Any:
+    def _checked(self, key: str, default: Any, holds: Any, expected: str, most: float | None = None) -> Any:
         if key not in self._entries:
             return self.take(key, default)
         value = self.take(key)
         if not holds(value):
-            raise ScenarioError(f"{self.where}: {key} must be {expected}, got {value!r}")
+            raise ScenarioError(f"{self.where}: {key} must be {expected}, got {shown(value)}")
+        if most is not None and value > most:
+            raise ScenarioError(f"{self.where}: {key} must be at most {most:g}, got {shown(value)}")
         return value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether TOML has a number there: no truth value, no NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def shown(value: object) -> str:
+    """A value as a message has it, cut where it is long."""
+    try:
+        text = repr(value)
+    # A whole number of thousands of digits.
+    except ValueError:
+        text = "a number too long to show"
+    return text if len(text) <= 100 else text[:99] + "…"
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -14,6 +14,11 @@ INTERVALS = 60
 OK = "ok"
 NOT_SENT = "not_sent"
 
+# What kept an answer away: no connection, or a broken one; none in time; bytes that are no answer to the request.
+CONNECTION_FAILED = "connection_failed"
+TIMEOUT = "timeout"
+UNEXPECTED_ANSWER = "unexpected_answer"
+
 FAULTS_KEPT = 5
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from normserve.client import DType
 
 from normload.cases import ACTIVATIONS, LAYOUTS, OPERATIONS, Case
-from normload.tables import ScenarioError, Table
+from normload.tables import MOST, ScenarioError, Table, is_number, shown
 
 #: How often each operation is drawn, next to the others, unless told otherwise.
 DEFAULT_MIX: Mapping[str, float] = {
@@ -42,6 +42,9 @@ DEFAULT_MIX: Mapping[str, float] = {
 _COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000, 5000)
 _CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
 _SIDES = (1, 3, 8, 16, 32, 56, 64)
+
+_MOST_MIB = 2**14
+_MOST_REQUESTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,9 @@ def read_workload(table: Table) -> Workload:
         mix = table.table("mix")
         workload = Workload(
             mix=_read_mix(mix.where, mix.items()) or DEFAULT_MIX,
-            min_bytes=int(table.amount("min_kib", 1.0) * 2**10),
-            max_bytes=int(table.amount("max_mib", 1.0) * 2**20),
-            pool=table.count("pool", 64),
+            min_bytes=max(1, int(table.amount("min_kib", 1.0, _MOST_MIB * 2**10) * 2**10)),
+            max_bytes=max(1, int(table.amount("max_mib", 1.0, _MOST_MIB) * 2**20)),
+            pool=table.count("pool", 64, _MOST_REQUESTS),
         )
     table.close()
     return workload
@@ -113,8 +116,8 @@ def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
     for operation, share in entries.items():
         if operation not in OPERATIONS:
             raise ScenarioError(f"{where}: an operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
-            raise ScenarioError(f"{where}: {operation} must have a finite share above 0, got {share!r}")
+        if not is_number(share) or not 0 < share <= MOST:
+            raise ScenarioError(f"{where}: {operation} must have a finite share above 0, got {shown(share)}")
     return dict(entries)
 
 

@@ -123,3 +123,32 @@ def test_many_requests_of_one_asynchronous_client(server):
 
     for i, result in enumerate(asyncio.run(main())):
         assert_close(result.y, F.layer_norm(random(3, 16, seed=i).double(), (16,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm", "group_norm nhwc"])
+def test_the_client_expects_what_the_server_answers(client, op, dtype):
+    name, _, layout = op.partition(" ")
+    x, size = random(2, 6, 5, 4).to(dtype), {"group_norm": 6}.get(op, 4)
+    of_x = {"layout": layout, "num_groups": 2} if layout else {"num_groups": 3} if name == "group_norm" else {}
+    forward, backward = getattr(client, name), getattr(client, f"{name}_backward")
+    given = {"weight": torch.ones(size, dtype=torch.float16)}
+    if name != "rms_norm":
+        given["bias"] = torch.ones(size)
+    samples = {key: torch.ones(2, size) for key in ("scale", "shift")} if name == "group_norm" else {}
+    for use in ({}, given, *({key: value} for key, value in samples.items())):
+        if name != "rms_norm" or "bias" not in use:
+            saved = forward(x, **use, **of_x, stats=True, residual=x, out_dtype=torch.float16)
+            assert (saved.y.dtype, saved.residual_out.dtype, saved.rstd.dtype) == (
+                torch.float16,
+                dtype,
+                torch.float32,
+            )
+            backward(x, x, **use, **of_x, residual=x)
+    client.put_layer("expected", name, **given, **{key: of_x[key] for key in of_x if key == "num_groups"})
+    of_layer = {"layer": "expected"} | {key: of_x[key] for key in of_x if key == "layout"}
+    assert forward(x, **of_layer, stats=True).rstd.shape[-1] in (2, 3, 5)
+    gradients = backward(x, x, **of_layer)
+    assert gradients.dweight.dtype == torch.float16
+    assert (gradients.dbias is None) == (name == "rms_norm")
+    client.delete_layer("expected")

@@ -17,6 +17,8 @@ from normload.tally import Record, Tally
 from normload.workload import Workload
 from normserve.codec import safetensors
 
+from tests.service.client.raw_server import RawServer
+
 
 class FakeServer(ThreadingHTTPServer):
     """Answers every request of a workload as it should be, times `factor`.
@@ -31,6 +33,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.factor = 1.0
         self.before: Callable[[int], tuple[int, str] | None] = lambda _: None
+        self.headers = {"Server-Timing": "kernel;dur=2.0", "X-Kernel-Bytes": "1000", "X-Batch-Size": "2"}
         self.requests = 0
         self.statuses: Counter[int] = Counter()
         self.lock = threading.Lock()
@@ -88,9 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", media_type)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Server-Timing", "kernel;dur=2.0")
-        self.send_header("X-Kernel-Bytes", "1000")
-        self.send_header("X-Batch-Size", "2")
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
@@ -108,6 +110,20 @@ def fake_server() -> Iterator[FakeServer]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def raw_server():
+    """Starts a server that says on each connection what it is told to, once a request's head has come."""
+    servers = []
+
+    def start(*scripts, tls=None):
+        servers.append(RawServer(scripts, tls))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
 
 
 def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 100.0, **changed) -> Result:

@@ -1,3 +1,4 @@
+import io
 import json
 
 import httpx
@@ -77,6 +78,45 @@ def test_kserve_has_raw_bytes_behind_its_json():
     for wrong in (Answer(200, {}, answer.body), Answer(200, headers, memoryview(b"{}" + bytes(200)))):
         with pytest.raises(UnexpectedAnswerError, match="KServe"):
             KServe().tensors(ROWS, wrong)
+
+
+@pytest.mark.parametrize(
+    ("output", "length"),
+    [
+        ({"shape": [3, 8], "datatype": "FP32"}, None),
+        ({"shape": [3, 8], "datatype": "FP32"}, "-5"),
+        ({"shape": [3, 8], "datatype": "FP32"}, "9" * 5000),
+        ({"shape": [3, 9], "datatype": "FP32"}, ""),
+        ({"shape": [3, -8], "datatype": "FP32"}, ""),
+        ({"shape": [3, 8.0], "datatype": "FP32"}, ""),
+        ({"shape": "38", "datatype": "FP32"}, ""),
+        ({"shape": [1] * 100 + [24], "datatype": "FP32"}, ""),
+        ({"shape": [3, 8], "datatype": ["FP32"]}, ""),
+        ({"shape": [3, 8]}, ""),
+        ([], ""),
+    ],
+)
+def test_kserves_json_may_lie(output, length):
+    head = json.dumps({"outputs": [output]}).encode()
+    headers = {} if length is None else {"inference-header-content-length": length or str(len(head))}
+    with pytest.raises(UnexpectedAnswerError):
+        KServe().tensors(ROWS, Answer(200, headers, memoryview(head + bytes(96))))
+    nested = {"inference-header-content-length": "100000"}
+    with pytest.raises(UnexpectedAnswerError):
+        KServe().tensors(ROWS, Answer(200, nested, memoryview(b"[" * 100_000)))
+
+
+def test_npy_may_be_in_column_major_order():
+    x = widen(ROWS.tensors()["x"]).astype(np.float32)
+    file = io.BytesIO()
+    np.save(file, np.asfortranarray(x))
+    np.testing.assert_array_equal(widen(Npy().tensors(ROWS, Answer(200, {}, memoryview(file.getvalue())))["y"]), x)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_answer_may_be_as_long_as_a_right_one(name):
+    most = ADAPTERS[name]().exchange(ROWS, ROWS.tensors()).most_bytes
+    assert 0 <= most - ROWS.tensors()["x"].nbytes - 2**16 <= 8
 
 
 def test_servers_of_rows_hold_the_parameters_of_any_number_of_them():

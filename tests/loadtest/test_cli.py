@@ -133,6 +133,84 @@ def test_a_server_that_is_not_there_is_said_so(capsys):
     assert "normload: " in capsys.readouterr().err
 
 
+def says(body=b"hello", *headers, status=b"200 OK"):
+    return b"\r\n".join([b"HTTP/1.1 " + status, b"Content-Length: %d" % len(body), *headers, b"", body])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"SSH-2.0-OpenSSH\r\n",
+        says(b"<html>"),
+        says(b"[" * 100_000),
+        says(b"{}", b"Content-Encoding: gzip"),
+        says(b'{"a": "\\ud800"}'),
+        says(b"", b"Location: http://127.0.0.1:9/", status=b"302 Found"),
+        says(b'{"detail": "\x1b[2J"}', b"Retry-After: soon", status=b"503 Busy"),
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3000000000\r\n\r\n",
+    ],
+)
+def test_a_server_that_is_no_normserve_is_said_so_in_a_line(raw_server, capsys, said):
+    assert cli.main(["run", "--url", raw_server([said]).url, "--timeout", "5"]) == cli.NO_ANSWERS
+    error = capsys.readouterr().err
+    assert error.startswith("normload: ")
+    assert error.rstrip("\n").isprintable()
+
+
+ROWS = """
+connections = 2
+warmup_s = 0.0
+[[workload.cases]]
+operation = "layer_norm"
+shape = [4, 8]
+[[phases]]
+name = "calm"
+arrivals = "constant"
+rate = 20
+duration_s = 0.2
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "outcome"),
+    [
+        (None, cli.NO_ANSWERS, "timeout: "),
+        (says(b"hello", b"Server-Timing: kernel;dur=nan"), cli.WRONG_ANSWERS, "the answer is none of KServe's"),
+    ],
+    ids=["silent", "no-tensor"],
+)
+def test_what_a_server_does_instead_of_answering_is_counted(raw_server, tmp_path, capsys, said, code, outcome):
+    file = tmp_path / "rows.toml"
+    file.write_text(ROWS)
+    server = raw_server([said or (lambda connected: server.silence(connected))])
+    arguments = [
+        "run",
+        str(file),
+        "--url",
+        server.url,
+        "--adapter",
+        "kserve",
+        "--processes",
+        "1",
+        "--timeout",
+        "0.2",
+    ]
+    assert cli.main(arguments) == code
+    printed = capsys.readouterr()
+    assert outcome in " ".join(printed.out.split())
+    assert "Traceback" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"x = " + b"[" * 100_000, b"x = " + b"9" * 10_000, b"\0", b"x"])
+def test_a_file_that_is_no_scenario_is_refused(tmp_path, capsys, content):
+    file = tmp_path / "own.toml"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit):
+        cli.main(["run", str(file)])
+    assert "error: own: " in capsys.readouterr().err
+
+
 def test_two_results_are_compared(tmp_path, capsys):
     files = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
     for file, latency_s in zip(files, (0.01, 0.01, 0.02), strict=True):
@@ -160,6 +238,8 @@ def test_scenarios_are_listed(capsys):
         ["run", "--processes", "1.5"],
         ["run", "--duration", "-1"],
         ["run", "--duration", "nan"],
+        ["run", "--timeout", "1e300"],
+        ["run", "--api-key", "two\nlines"],
         ["run", "--seed", "-3"],
         ["run", "--slo", "p99<20"],
         ["run", "--url", "localhost"],

@@ -118,3 +118,16 @@ def test_any_wrong_answer_is_found(operation):
             assert f"{name} of {asked.shape}: off by" in oracle.fault(asked, tensors, off)
         for form in (replace(tensor, shape=(tensor.nbytes // 4,) + (1,) * 5), narrow(values, DType.FLOAT16)):
             assert "expected float32" in oracle.fault(asked, tensors, answer | {name: form})
+
+
+def test_names_that_a_server_makes_up_are_shown_short_and_printable():
+    asked = case("layer_norm")
+    given = asked.tensors()
+    made_up = {f"\x1b{number:03}" + "n" * 1000: given["x"] for number in range(60)}
+    found = oracle.fault(asked, given, made_up)
+    assert found.startswith("expected y, got \ufffd000nnn")
+    assert found.isprintable()
+    assert len(found) < 400
+    deep = {"y": replace(given["x"], shape=(1,) * 60)}
+    assert oracle.fault(asked, given, deep).endswith("got float32 60 dimensions")
+    assert oracle.fault(asked, given, {}) == "expected y, got none"

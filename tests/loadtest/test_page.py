@@ -1,12 +1,14 @@
+import io
 import json
 import re
 from dataclasses import replace
 
 import pytest
-from normload import page
+from normload import page, report
 from normload.ceilings import Echo
 from normload.result import PhaseResult
 from normload.tally import Tally
+from rich.console import Console
 
 from .conftest import made_result
 
@@ -102,3 +104,15 @@ def test_ceilings_are_plotted_where_they_are_known():
 def test_a_run_without_answers_is_a_page_as_well():
     assert "<table>" in page.render(made_result([], errors=3))
     assert "<table>" in page.render(made_result([], phases=[]))
+
+
+def test_a_server_that_lies_about_itself_spoils_neither_page_nor_report():
+    told = {"version": "\x1b[2J", "backend": ["x"], "device": "none", "copy_bandwidth_bytes_per_second": "fast"}
+    result = made_result([0.01] * 100, server=told)
+    assert "normserve \ufffd[2J, ? on ?" in page.render(result)
+    assert embedded(page.render(result))["time"]["ceilings"]["copy"] is None
+    console = Console(file=io.StringIO(), width=200)
+    report.show(console, result)
+    shown = console.file.getvalue()
+    assert "normserve \ufffd[2J, ? on ?" in shown
+    assert "\x1b" not in shown

@@ -45,6 +45,36 @@ def test_another_file_is_refused(tmp_path, text):
         read_result(file)
 
 
+def test_a_file_that_lies_is_refused(tmp_path):
+    made = made_result([0.01] * 10, echo=Echo(1000, 2, 5000.0, 1e-4)).to_json()
+    lies = [made | {name: lie} for name in ("phases", "echo", "apart") for lie in (7, [7], {"a": 1}, [[1, 2]], "x")]
+    lies += [json.loads(json.dumps(made).replace('"duration_s": 10.0', '"duration_s": "x", "more": 1'))]
+    file = tmp_path / "a.json"
+    for text in [*map(json.dumps, lies), "[" * 100_000, '{"format": "' + "\\ud800" + '"}']:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"a\.json: "):
+            read_result(file)
+
+
+@pytest.mark.parametrize("said", [None, "fast", [1], True, -1.0, 0, float("nan"), float("inf"), 10**400])
+def test_a_bandwidth_that_cannot_be_one_is_none(said):
+    result = made_result([], server={"copy_bandwidth_bytes_per_second": said})
+    assert result.copy_bandwidth is None
+
+
+@pytest.mark.parametrize(
+    ("server", "name"),
+    [
+        ({}, ""),
+        ({"version": "1", "backend": "cpu", "device": {"name": "x"}}, "normserve 1, cpu on x"),
+        ({"version": 1, "device": "x"}, "normserve ?, ? on ?"),
+        ({"version": "1\x1b", "backend": "b" * 100, "device": {}}, f"normserve 1\ufffd, {'b' * 63}… on ?"),
+    ],
+)
+def test_a_server_is_named_by_what_can_be_printed(server, name):
+    assert made_result([], server=server).server_name == name
+
+
 def test_late_answers_are_the_run_s_and_not_their_phase_s():
     burst, after = phase("burst", 0.0, [0.9, 1.5, 2.5]), phase("after", 1.0, [0.9], segment_s=1.0)
     result = made_result([], phases=[burst, after])

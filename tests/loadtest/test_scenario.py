@@ -70,6 +70,25 @@ def test_another_duration_is_shared_out():
         (STEADY.replace('"poisson"', '"closed"'), "connections is missing"),
         ("connections = 1.5" + STEADY, "connections must be a whole number above 0, got 1.5"),
         ("cycles = true" + STEADY, "cycles must be a whole number"),
+        ("cycles = 1000000" + STEADY, "cycles must be at most 10000, got 1000000"),
+        ("connections = 100000" + STEADY, "connections must be at most 65536, got 100000"),
+        (STEADY.replace("30.0", "1" + "0" * 400), "duration_s must be at most 1e+09"),
+        (STEADY.replace("30.0", "inf"), "duration_s must be at most 1e+09, got inf"),
+        (STEADY.replace("30.0", "nan"), "duration_s must be a number above 0, got nan"),
+        (STEADY.replace('"60%"', "1" + "0" * 400), "rate must be"),
+        (STEADY.replace('"60%"', "inf"), "rate must be"),
+        ("warmup_s = 1e300" + STEADY, "warmup_s must be at most"),
+        ("[workload]\nmax_mib = 1e300" + STEADY, "max_mib must be at most 16384"),
+        ("[workload]\nmin_kib = 1e300" + STEADY, "min_kib must be at most"),
+        ("[workload]\npool = 1000000000000" + STEADY, "pool must be at most 100000"),
+        ("[workload]\nmix = { rms_norm = inf }" + STEADY, "rms_norm must have a finite share above 0"),
+        (
+            '[[workload.cases]]\noperation = "layer_norm"\nshape = [4294967296, 2]' + STEADY,
+            "shape must have at most 4294967296 elements",
+        ),
+        (f'[[workload.cases]]\noperation = "layer_norm"\nshape = {[1] * 65}' + STEADY, "shape must have at most"),
+        ("x = " + "9" * 10_000, "mine: "),
+        ("x = " + "[" * 100_000, "mine: "),
         ("settle_s = -1" + STEADY, "settle_s must be a number that is not negative"),
         ("conections = 5" + STEADY, "did you mean connections?"),
         ("[workload]\nmix = { batch_norm = 1 }" + STEADY, "an operation must be one of"),
@@ -88,6 +107,11 @@ def test_another_duration_is_shared_out():
 def test_what_means_nothing_is_refused_and_said(text, said):
     with pytest.raises(ScenarioError, match=re.escape(said)):
         parse("mine", text)
+
+
+def test_the_smallest_sizes_are_sizes():
+    workload = parse("mine", "[workload]\nmin_kib = 1e-30\nmax_mib = 1e-30\npool = 3" + STEADY).workload
+    assert all(case.tensors()["x"].nbytes <= 4 * max(case.shape) for case, _ in workload.drawn(0))
 
 
 def test_a_file_is_read(tmp_path):

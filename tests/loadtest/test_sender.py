@@ -11,15 +11,20 @@ from normload.pool import make_request
 from normload.scenario import Phase
 from normload.sender import Sender
 from normload.tally import Tally
+from normserve.client.protocol import Answer
 
 from .conftest import WORKLOAD
 
 
+def sender_of(server, timeout_s):
+    address = Address.of(server.url)
+    pool = [make_request(case, Native(), address, None) for case, _ in WORKLOAD.drawn(0)]
+    return Sender(address, pool, Judge(Native(), pool), check_share=0.0, seed=0, timeout_s=timeout_s)
+
+
 @pytest.fixture
 def sender(fake_server):
-    address = Address.of(fake_server.url)
-    pool = [make_request(case, Native(), address, None) for case, _ in WORKLOAD.drawn(0)]
-    made = Sender(address, pool, Judge(Native(), pool), check_share=0.0, seed=0, timeout_s=5.0)
+    made = sender_of(fake_server, timeout_s=5.0)
     # The server computes its answers at their first request.
     made.ask_all()
     yield made
@@ -99,6 +104,76 @@ def test_errors_have_their_code_and_their_status(fake_server, sender):
         (502, "502"): 1,
         (200, "ok"): 11,
     }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"code": ["overloaded"]}',
+        b'{"code": "\\u001b[2J"}',
+        b'{"code": "' + b"x" * 100 + b'"}',
+        b"\xff",
+        b"7",
+    ],
+)
+def test_an_error_whose_document_means_nothing_counts_by_its_status(sender, body):
+    assert sender._problem(Answer(503, {}, memoryview(body))) == "503"
+
+
+def test_a_server_cannot_make_up_codes_without_end(sender):
+    codes = [
+        sender._problem(Answer(503, {}, memoryview(b'{"code": "made_up_%d"}' % number))) for number in range(1000)
+    ]
+    assert codes[0] == "made_up_0"
+    assert len(set(codes)) <= 65
+    assert sender._problem(Answer(503, {}, memoryview(b'{"code": "made_up_0"}'))) == "made_up_0"
+
+
+def test_headers_that_mean_nothing_are_no_times(fake_server, sender):
+    fake_server.headers = {
+        "Server-Timing": "kernel;dur=nan, x;dur=soon",
+        "X-Kernel-Bytes": "9" * 400,
+        "X-Batch-Size": "0",
+    }
+    (record,) = played(sender, Phase("a", "constant", 0.01, rate=100.0), connections=1)
+    assert (record.code, record.kernel_bytes, record.kernel_s) == ("ok", 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "code"),
+    [
+        (b"", 0, "connection_failed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", 0, "connection_failed"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", 0, "unexpected_answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3000000000\r\n\r\n", 0, "unexpected_answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 0\r\n\r\n", 0, "unexpected_answer"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", 302, "302"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 3000000000\r\n\r\n", 503, "503"),
+    ],
+    ids=["closes", "closes-within", "no-http", "endless", "compressed", "redirects", "endless-error"],
+)
+def test_what_a_server_does_instead_of_answering_has_a_code(raw_server, said, status, code):
+    asked = sender_of(raw_server([said]), timeout_s=5.0)
+    record, *_ = asked.ask_all()
+    assert (record.status, record.code, record.fault) == (status, code, None)
+    asked.close()
+
+
+def test_a_wrong_answer_is_a_fault(raw_server):
+    said = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: application/x-safetensors\r\n\r\n{}"
+    asked = sender_of(raw_server([said]), timeout_s=5.0)
+    record, *_ = asked.ask_all()
+    assert (record.code, record.checked) == ("ok", True)
+    assert "no safetensors" in record.fault
+    asked.close()
+
+
+def test_a_server_that_never_answers_is_not_asked_everything_first(raw_server):
+    server = raw_server([lambda connected: server.silence(connected)])
+    impatient = sender_of(server, timeout_s=0.05)
+    assert [record.code for record in impatient.ask_all()] == ["timeout"] * 3
+    impatient.close()
 
 
 def test_a_server_that_is_gone_is_not_asked_as_fast_as_can_be(fake_server, sender):

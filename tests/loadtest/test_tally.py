@@ -48,6 +48,9 @@ def test_latency_counts_from_when_it_was_due_and_lag_from_when_it_could_be_sent(
     assert made.total().latency.max_s == pytest.approx(1.0)
     assert made.service.max_s == pytest.approx(0.4)
     assert made.lag.max_s == pytest.approx(0.1)
+    # A connection that was free for long waited for the schedule, which is no delay.
+    early = tally(Record("rms_norm", 1.0, 0.2, 1.05, 2.0, 200, "ok"))
+    assert early.lag.max_s == pytest.approx(0.05)
 
 
 def test_what_was_never_sent_is_an_error_without_a_latency():
@@ -62,8 +65,13 @@ def test_faults_are_counted_and_the_first_ones_kept():
 
 
 def test_shares_of_processes_add_up():
-    records = [record(number / 10, 0.01 * number, operation=("a", "b")[number % 2]) for number in range(50)]
-    records.append(record(code="timeout", status=0, checked=True, fault="x"))
+    records = [
+        record(number / 10, 0.01 * number, operation=("a", "b")[number % 2], sent_bytes=number, kernel_s=0.5)
+        for number in range(50)
+    ]
+    records += [record(code="timeout", status=0, checked=True, fault="x") for _ in range(9)]
+    # Late by themselves by different times.
+    records += [Record("a", 1.0, 1.0, 1.0 + late_s, 3.0, 200, "ok") for late_s in (0.01, 0.02, 0.4, 0.8)]
     whole, parts = tally(*records), tally(*records[::2])
     parts.merge(tally(*records[1::2]))
     again = Tally.from_json(json.loads(json.dumps(parts.to_json())))
@@ -72,4 +80,8 @@ def test_shares_of_processes_add_up():
         assert made.total().outcomes == whole.total().outcomes
         assert made.total().latency.percentile(90) == whole.total().latency.percentile(90)
         assert (made.checked, made.wrong, made.faults) == (whole.checked, whole.wrong, whole.faults)
-        assert made.service.count == whole.service.count
+        assert made.total().to_json() == whole.total().to_json()
+        assert (made.checked, made.wrong, len(made.faults)) == (9, 9, 5)
+        for name in ("service", "lag"):
+            mine, all_of_it = getattr(made, name), getattr(whole, name)
+            assert (mine.count, mine.max_s) == (all_of_it.count, all_of_it.max_s)

@@ -17,12 +17,14 @@ class Exchange:
     Attributes:
         method, target: the target is a path with its query, below the server's URL.
         parts: the body in pieces.
+        most_bytes: what the body of a successful answer can have.
         headers: besides Host and Content-Length.
     """
 
     method: str
     target: str
     parts: Sequence[bytes | memoryview]
+    most_bytes: int
     headers: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -24,7 +24,7 @@ class Native:
         call = _call(case, tensors)
         target = call.path + ("?" + urlencode(call.params) if call.params else "")
         headers = {name: value for name, value in call.headers.items() if name != "content-length"}
-        return Exchange(call.method, target, call.parts or (), headers)
+        return Exchange(call.method, target, call.parts or (), call.most_bytes, headers)
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
         """Every tensor in the body."""

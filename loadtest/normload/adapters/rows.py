@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 import numpy as np
 from normserve.client import HostTensor, UnexpectedAnswerError
+from normserve.client.documents import read_json
 from normserve.client.protocol import Answer
 from normserve.codec import npy
+from normserve.codec.shapes import MAX_RANK
 from normserve.errors import NormserveError
 from normserve.tensors import DType
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ from normload.elements import widen
 
 _NPY = "application/x-npy"
 _LENGTH_HEADER = "Inference-Header-Content-Length"
+# Before the data; some hundred bytes say what there is to say.
+_HEADER_BYTES = 2**16
 _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 
@@ -48,7 +52,8 @@ class Npy:
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
         """x alone."""
-        return Exchange("POST", "", npy.encode(tensors["x"]), {"Content-Type": _NPY})
+        x = tensors["x"]
+        return Exchange("POST", "", npy.encode(x), x.nbytes + _HEADER_BYTES, {"Content-Type": _NPY})
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
         """y."""
@@ -80,14 +85,25 @@ class KServe:
         outputs = [{"name": "y", "parameters": {"binary_data": True}}]
         head = json.dumps({"inputs": [given], "outputs": outputs}).encode()
         headers = {"Content-Type": "application/octet-stream", _LENGTH_HEADER: str(len(head))}
-        return Exchange("POST", "/infer", (head, x.data), headers)
+        return Exchange("POST", "/infer", (head, x.data), x.nbytes + _HEADER_BYTES, headers)
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
         """y."""
         try:
-            length = int(answer.headers[_LENGTH_HEADER.lower()])
-            (output,) = json.loads(bytes(answer.body[:length]))["outputs"]
+            length = int(answer.headers[_LENGTH_HEADER.lower()][:18])
+            data = answer.body[max(0, length) :]
+            (output,) = read_json(bytes(answer.body[: max(0, length)]))["outputs"]
             dtype = {name: dtype for dtype, name in _DATATYPES.items()}[output["datatype"]]
-            return {"y": HostTensor(dtype, tuple(output["shape"]), answer.body[length:])}
-        except (KeyError, ValueError, TypeError) as error:
-            raise UnexpectedAnswerError(f"the answer is none of KServe's with binary tensors: {error!r}") from error
+            tensor = HostTensor(dtype, _shape(output["shape"]), data)
+        # What they say repeats what the server sent.
+        except (KeyError, ValueError, TypeError):
+            raise UnexpectedAnswerError("the answer is none of KServe's with binary tensors") from None
+        if tensor.nbytes != data.nbytes:
+            raise UnexpectedAnswerError(f"y must have the bytes that its shape asks for, got {data.nbytes}")
+        return {"y": tensor}
+
+
+def _shape(given: object) -> tuple[int, ...]:
+    if not isinstance(given, list) or len(given) > MAX_RANK or not all(type(size) is int for size in given):
+        raise ValueError("a shape must be a list of whole numbers")
+    return tuple(given)

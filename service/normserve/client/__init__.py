@@ -9,6 +9,10 @@
 A `HostTensor`, raw memory with a shape and an element type, passes for an array too, and comes back as one.
 `AsyncClient` has the same methods as coroutines.  An operation has no side effects, so both repeat it by
 themselves when the server says "later" (429, 503) or the connection breaks: see `RetryPolicy`.
+
+A server is not trusted.  A call returns tensors of the shapes and element types that it asked for or raises a
+`ClientError`, takes no more bytes than they have, and is over when `timeout_s` is.  Redirections are not followed,
+compressed answers not inflated, and cookies not kept.
 """
 
 from normserve.client.async_client import AsyncClient

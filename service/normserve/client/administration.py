@@ -3,7 +3,10 @@
 from typing import Any
 from urllib.parse import quote
 
-from normserve.client.protocol import Answer, Call, payload, query
+from normserve.client.errors import UnexpectedAnswerError
+from normserve.client.protocol import Answer, Call, described, query
+from normserve.client.reception import LIST_BYTES
+from normserve.codec import safetensors
 
 
 def put_layer(
@@ -28,12 +31,13 @@ def put_layer(
         True when the layer is new, False when it replaced one.
     """
     params = query({"op": op, "eps": eps, "num_groups": num_groups, "activation": activation})
-    return Call("PUT", _path(name), _is_created, params, payload({"weight": weight, "bias": bias}))
+    parts = safetensors.encode(described({"weight": weight, "bias": bias}))
+    return Call("PUT", _path(name), _is_created, params, parts, statuses=(200, 201))
 
 
 def layers() -> Call[list[dict[str, Any]]]:
     """Return what is known of every registered layer."""
-    return Call("GET", "/v1/layers", _read_layers)
+    return Call("GET", "/v1/layers", _read_layers, most_bytes=LIST_BYTES)
 
 
 def layer(name: str) -> Call[dict[str, Any]]:
@@ -42,7 +46,7 @@ def layer(name: str) -> Call[dict[str, Any]]:
     Raises:
         UnknownLayerError: there is none of that name.
     """
-    return Call("GET", _path(name), _read_object)
+    return Call("GET", _path(name), Answer.object)
 
 
 def delete_layer(name: str) -> Call[None]:
@@ -51,12 +55,12 @@ def delete_layer(name: str) -> Call[None]:
     Raises:
         UnknownLayerError: there is none of that name.
     """
-    return Call("DELETE", _path(name), _read_nothing)
+    return Call("DELETE", _path(name), _read_nothing, statuses=(204,))
 
 
 def info() -> Call[dict[str, Any]]:
     """Return the server's versions, backend, device, limits and measured copy bandwidth."""
-    return Call("GET", "/v1/info", _read_object)
+    return Call("GET", "/v1/info", Answer.object)
 
 
 def _path(name: str) -> str:
@@ -68,12 +72,9 @@ def _is_created(answer: Answer) -> bool:
 
 
 def _read_layers(answer: Answer) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = answer.json()["layers"]
-    return found
-
-
-def _read_object(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = answer.json()
+    found = answer.object().get("layers")
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise UnexpectedAnswerError("the answer must hold a list of layers, it does not")
     return found
 
 

@@ -94,4 +94,8 @@ def _to_torch(tensor: HostTensor, like: Any) -> Any:
     dtype = getattr(torch, tensor.dtype.value)
     if not tensor.data.nbytes:
         return torch.empty(tensor.shape, dtype=dtype, device=like.device)
-    return torch.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape).to(like.device)
+    data = tensor.data
+    if np.frombuffer(data, np.uint8).ctypes.data % tensor.dtype.itemsize:
+        # A header of an odd length: torch takes it for granted that elements lie at multiples of their size.
+        data = memoryview(bytearray(data))
+    return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape).to(like.device)

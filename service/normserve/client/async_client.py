@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import httpx
 
 from normserve.client import administration, operations
-from normserve.client.errors import ClientError, transport_errors
-from normserve.client.protocol import DEFAULT_URL, Answer, Call, adopt, connection
+from normserve.client.deadlines import Deadline
+from normserve.client.errors import ClientError
+from normserve.client.protocol import DEFAULT_URL, Answer, Call, adopt, connection, refuse_redirect, shown
+from normserve.client.reception import Reception, transport_errors
 from normserve.client.retries import Attempts, RetryPolicy
 
 P = ParamSpec("P")
@@ -39,9 +41,12 @@ class AsyncClient:
         max_connections: int = 100,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Args: as `Client`; the transport is one of httpx's asynchronous ones."""
+        """Args and errors: as `Client`; the transport is one of httpx's asynchronous ones, of any make."""
         self._retries = retries or RetryPolicy()
-        self._http = httpx.AsyncClient(transport=transport, **connection(url, api_key, timeout_s, max_connections))
+        self._timeout_s = timeout_s
+        self._api_key = api_key
+        options = connection(url, api_key, timeout_s, max_connections)
+        self._http = httpx.AsyncClient(transport=transport, event_hooks={"response": [_refuse_redirect]}, **options)
 
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)
@@ -59,6 +64,9 @@ class AsyncClient:
         """Close all connections."""
         await self._http.aclose()
 
+    def __repr__(self) -> str:
+        return shown(self, self._http.base_url)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -68,26 +76,36 @@ class AsyncClient:
         await self.close()
 
     async def _run(self, call: Call[R]) -> R:
-        attempts = Attempts(self._retries)
+        deadline = Deadline(self._timeout_s)
+        attempts = Attempts(self._retries, deadline)
         while True:
             try:
-                return call.read(await self._exchange(call))
+                return call.read(await self._exchange(call, deadline), self._api_key)
             except ClientError as failure:
                 pause_s = attempts.pause_after(failure)
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
 
-    async def _exchange(self, call: Call[R]) -> Answer:
-        body = bytearray()
+    async def _exchange(self, call: Call[R], deadline: Deadline) -> Answer:
         request = self._http.build_request(
             call.method, call.path, params=call.params, headers=call.headers, content=call.async_chunks()
         )
-        with transport_errors():
-            response = await self._http.send(request, stream=True)
-            try:
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-            finally:
-                await response.aclose()
-        return Answer(response.status_code, response.headers, memoryview(body))
+        with transport_errors(deadline):
+            async with asyncio.timeout(deadline.left_s()):
+                response = await self._http.send(request, stream=True)
+                try:
+                    reception = Reception(response.status_code, response.headers, call.most_bytes)
+                    if reception.is_wanted:
+                        # As it comes: httpx's own iterators would decompress it.
+                        async for piece in cast(httpx.AsyncByteStream, response.stream):
+                            reception.take(piece)
+                            if not reception.is_wanted:
+                                break
+                finally:
+                    await response.aclose()
+        return Answer(response.status_code, response.headers, memoryview(reception.body))
+
+
+async def _refuse_redirect(response: httpx.Response) -> None:
+    refuse_redirect(response)

@@ -13,17 +13,19 @@ ClientError
 │   └── ServerFailureError       any other 5xx
 ├── ConnectionFailedError        no connection, or it broke; a ConnectionError too
 ├── RequestTimeoutError          the client's own timeout passed; a TimeoutError too
-└── UnexpectedAnswerError        an answer that the API does not know: is this a normserve?
+└── UnexpectedAnswerError        an answer that is none to what was asked: is this a normserve?
+
+Whatever a server sends, a call returns what was asked for or raises one of these.  Their messages hold neither the
+API key nor a body, and what they quote of a problem document is short and printable.
 """
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
-import httpx
+from normserve.client.documents import read_json
+from normserve.client.quoting import quoted
 
 
 class ClientError(Exception):
@@ -43,10 +45,10 @@ class ApiError(ClientError):
 
     Attributes:
         status: the HTTP status.
-        code: the cause as a word that programs can rely on, such as "invalid_shape".
+        code: the cause as a word that programs can rely on, such as "invalid_shape"; "" where there is none.
         detail: what was expected and what came.
         request_id: names the request in the server's log.
-        problem: the whole document.
+        problem: the whole document as it came; empty where the answer held none.
     """
 
     def __init__(
@@ -55,14 +57,18 @@ class ApiError(ClientError):
         problem: Mapping[str, Any],
         request_id: str = "",
         retry_after_s: float | None = None,
+        api_key: str | None = None,
     ) -> None:
+        """Args: api_key: left out of every text but `problem`."""
         self.status = status
         self.problem = problem
-        self.code = str(problem.get("code", ""))
-        self.detail = str(problem.get("detail", ""))
-        self.request_id = str(problem.get("request_id") or request_id)
+        self.code = quoted(problem.get("code"), 100, api_key)
+        self.detail = quoted(problem.get("detail"), 1000, api_key)
+        self.request_id = quoted(problem.get("request_id") or request_id, 128, api_key)
         self.retry_after_s = retry_after_s
-        super().__init__(f"{status} {self.code or problem.get('title', '')}: {self.detail}")
+        cause = self.code or quoted(problem.get("title"), 100, api_key)
+        detail = self.detail if problem else "the answer holds no problem document"
+        super().__init__(f"{status} {cause}: {detail}" if cause else f"{status}: {detail}")
 
 
 class InvalidRequestError(ApiError):
@@ -112,11 +118,11 @@ class ConnectionFailedError(ClientError, ConnectionError):
 
 
 class RequestTimeoutError(ClientError, TimeoutError):
-    """The answer took longer than the client's own timeout."""
+    """The call took longer than the client's own timeout, its attempts and the pauses between them together."""
 
 
 class UnexpectedAnswerError(ClientError):
-    """The answer is none that the API knows."""
+    """The answer is none to what was asked: too long, compressed, or not what the API says that it holds."""
 
 
 _BY_CODE: dict[str, type[ApiError]] = {"unknown_layer": UnknownLayerError}
@@ -137,24 +143,31 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 _FROM_BETWEEN = (500, 502)
 
 
-def api_error(status: int, headers: Mapping[str, str], body: bytes) -> ApiError:
-    """Make the error of an answer with a status of 400 or above, whoever on the way sent it."""
+def api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str | None = None) -> ApiError:
+    """Make the error of an answer with a status of 400 or above, whoever on the way sent it.
+
+    Args:
+        status, headers, body: of the answer; none of the last is needed.
+        api_key: what the error's texts must not hold.
+    """
     problem = _read_problem(body)
+    code = problem.get("code")
     default = ServerFailureError if status >= 500 else ApiError
-    if status in _FROM_BETWEEN and not problem.get("code"):
+    if status in _FROM_BETWEEN and not code:
         default = UnavailableError
-    kind = _BY_CODE.get(str(problem.get("code"))) or _BY_STATUS.get(status, default)
-    return kind(status, problem, headers.get("x-request-id", ""), _seconds(headers.get("retry-after")))
+    kind = _BY_CODE.get(code) if isinstance(code, str) else None
+    kind = kind or _BY_STATUS.get(status, default)
+    return kind(
+        status, problem, headers.get("x-request-id", ""), _seconds(headers.get("retry-after")), api_key=api_key
+    )
 
 
 def _read_problem(body: bytes) -> Mapping[str, Any]:
     try:
-        problem = json.loads(body)
+        problem = read_json(body)
     except ValueError:
-        problem = None
-    if isinstance(problem, dict):
-        return problem
-    return {"detail": body[:200].decode("utf-8", "replace")}
+        return {}
+    return problem if isinstance(problem, dict) else {}
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -165,19 +178,9 @@ def _seconds(retry_after: str | None) -> float | None:
         return float(retry_after)
     try:
         date = parsedate_to_datetime(retry_after)
-    except ValueError:
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=UTC)
+        return max(0.0, (date - datetime.now(UTC)).total_seconds())
+    # The last two of dates beyond what Python's own can say.
+    except (ValueError, TypeError, IndexError, OverflowError):
         return None
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=UTC)
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
-
-
-@contextmanager
-def transport_errors() -> Iterator[None]:
-    """Turn what httpx raises while a request is under way into our tree."""
-    try:
-        yield
-    except (httpx.ConnectTimeout, httpx.NetworkError, httpx.RemoteProtocolError, httpx.ProxyError) as error:
-        raise ConnectionFailedError(str(error) or type(error).__name__) from error
-    except httpx.TimeoutException as error:
-        raise RequestTimeoutError(str(error) or type(error).__name__) from error

@@ -7,10 +7,13 @@ from here.  Parameters that are left out are not sent, so the server's defaults 
 from collections.abc import Mapping
 from typing import TypeVar, cast
 
-from normserve.client import arrays
+from normserve.client import arrays, expectations
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.protocol import Answer, Call, payload, query
+from normserve.client.expectations import Expectation
+from normserve.client.protocol import Answer, Call, described, query
 from normserve.client.results import BackwardResult, ForwardResult
+from normserve.codec import safetensors
+from normserve.tensors import HostTensor
 
 T = TypeVar("T")
 
@@ -284,28 +287,41 @@ def _forward(op: str, x: T, tensors: Mapping[str, object], **params: object) -> 
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
         arrays.check_holds(x, str(params["out_dtype"]))
 
+    sent, asked = described(tensors), query(params)
+    expected = expectations.forward(op, sent, asked)
+
     def understand(answer: Answer) -> ForwardResult[T]:
-        results = answer.tensors()
-        if "y" not in results:
-            raise UnexpectedAnswerError("the answer must hold y, it does not")
-        found = {name: arrays.from_host(tensor, x) for name, tensor in results.items()}
+        found = {name: arrays.from_host(tensor, x) for name, tensor in _read(answer, expected).items()}
         return ForwardResult(
             found["y"], found.get("residual_out"), found.get("mean"), found.get("rstd"), answer.timing()
         )
 
-    return Call("POST", f"/v1/{op}", understand, query(params), payload(tensors))
+    return Call("POST", f"/v1/{op}", understand, asked, safetensors.encode(sent), most_bytes=expected.most_bytes)
 
 
 def _backward(op: str, x: T, tensors: Mapping[str, object], **params: object) -> Call[BackwardResult[T]]:
+    sent, asked = described(tensors), query(params)
+    expected = expectations.backward(op, sent, asked)
+
     def understand(answer: Answer) -> BackwardResult[T]:
-        results = answer.tensors()
-        if "dx" not in results:
-            raise UnexpectedAnswerError("the answer must hold dx, it does not")
-        found = {name: arrays.from_host(tensor, _owner(name, x, tensors)) for name, tensor in results.items()}
+        results = _read(answer, expected)
+        try:
+            found = {name: arrays.from_host(tensor, _owner(name, x, tensors)) for name, tensor in results.items()}
+        # A registered layer's parameters may be of a type that x's kind of array does not have.
+        except TypeError as error:
+            raise UnexpectedAnswerError(str(error)) from None
         dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
         return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, answer.timing())
 
-    return Call("POST", f"/v1/{op}/backward", understand, query(params), payload(tensors))
+    return Call(
+        "POST", f"/v1/{op}/backward", understand, asked, safetensors.encode(sent), most_bytes=expected.most_bytes
+    )
+
+
+def _read(answer: Answer, expected: Expectation) -> Mapping[str, HostTensor]:
+    results = answer.tensors()
+    expected.check(results)
+    return results
 
 
 def _owner(gradient: str, x: T, tensors: Mapping[str, object]) -> T:

@@ -4,7 +4,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
+
+# Beyond so many doublings of any pause a float overflows.
+_MOST_DOUBLINGS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +17,7 @@ class RetryPolicy:
 
     Pauses double from `first_pause_s` and are shortened at random by up to half, so that clients that failed
     together do not come back together.  A Retry-After is the least that is waited; one that asks for more
-    than `longest_pause_s` ends the attempts at once.
+    than `longest_pause_s`, or a pause that the client's timeout leaves no time for, ends the attempts at once.
 
     Attributes:
         tries: attempts in all; 1 never repeats.
@@ -29,12 +33,16 @@ class RetryPolicy:
 class Attempts:
     """The attempts at one request under a policy."""
 
-    def __init__(self, policy: RetryPolicy, jitter: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, policy: RetryPolicy, deadline: Deadline, jitter: Callable[[], float] = random.random
+    ) -> None:
         """Args:
         policy: how often and how patiently.
+        deadline: when there is no more time for another.
         jitter: gives numbers in [0, 1).
         """
         self._policy = policy
+        self._deadline = deadline
         self._jitter = jitter
         self._made = 0
 
@@ -43,11 +51,15 @@ class Attempts:
         self._made += 1
         if not failure.retryable or self._made >= self._policy.tries:
             return None
+        pause_s = self._pause_s(failure.retry_after_s)
+        return None if pause_s is None or self._deadline.is_over(pause_s) else pause_s
+
+    def _pause_s(self, retry_after_s: float | None) -> float | None:
         longest = self._policy.longest_pause_s
-        backoff = min(self._policy.first_pause_s * 2.0 ** (self._made - 1), longest)
+        backoff = min(self._policy.first_pause_s * 2.0 ** min(self._made - 1, _MOST_DOUBLINGS), longest)
         jitter = backoff / 2 * self._jitter()
-        if failure.retry_after_s is None:
+        if retry_after_s is None:
             return backoff / 2 + jitter
-        if failure.retry_after_s > longest:
+        if retry_after_s > longest:
             return None
-        return min(failure.retry_after_s + jitter, longest)
+        return min(retry_after_s + jitter, longest)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from normserve.client import UnexpectedAnswerError
 from normserve.client.arrays import from_host, to_host
 from normserve.tensors import DType, HostTensor
 
@@ -101,17 +102,38 @@ def test_torch_in_torch_out(connect):
 def test_raw_memory_passes_as_it_is(connect):
     raw = HostTensor(DType.BFLOAT16, (2,), memoryview(bytes(4)))
     assert to_host("x", raw) is raw
-    server = FakeServer(tensors_answer(y=X))
-    y = connect(server).layer_norm(raw, out_dtype="bfloat16").y
-    assert (y.dtype, y.shape, bytes(y.data)) == (DType.FLOAT32, X.shape, X.tobytes())
+    y = connect(FakeServer(tensors_answer(y=X[0, 0, :2]))).layer_norm(raw, out_dtype="float32").y
+    assert (y.dtype, y.shape, bytes(y.data)) == (DType.FLOAT32, (2,), X[0, 0, :2].tobytes())
 
 
 def test_a_gradient_is_of_the_kind_of_what_it_belongs_to(connect):
     server = FakeServer(tensors_answer(dx=X, dweight=np.ones(4, np.float32), dbias=np.ones(4, np.float32)))
-    result = connect(server).layer_norm_backward(X, X, torch.ones(4))
+    result = connect(server).layer_norm_backward(X, X, torch.ones(4), np.ones(4, np.float32))
     assert isinstance(result.dx, np.ndarray)
     assert isinstance(result.dweight, torch.Tensor)
     assert isinstance(result.dbias, np.ndarray)
+
+
+def test_a_registered_layers_gradient_is_of_the_kind_of_x(connect):
+    server = FakeServer(tensors_answer(dx=X, dweight=np.ones(4, np.float16)))
+    assert isinstance(connect(server).layer_norm_backward(X, X, layer="ln").dweight, np.ndarray)
+    result = connect(server).layer_norm_backward(X, torch.from_numpy(X), layer="ln")
+    assert result.dweight.dtype == torch.float16
+    body = safetensors.torch.save({"dx": torch.from_numpy(X), "dweight": torch.ones(4).bfloat16()})
+    headers = {"content-type": "application/x-safetensors"}
+    with pytest.raises(UnexpectedAnswerError, match="numpy has no bfloat16"):
+        connect(FakeServer(httpx.Response(200, headers=headers, content=body))).layer_norm_backward(
+            X, X, layer="ln"
+        )
+
+
+def test_elements_at_odd_addresses_are_moved():
+    data = memoryview(bytearray(X.tobytes() + b"0"))
+    for start in (0, 1):
+        data[start : start + X.nbytes] = memoryview(X.tobytes())
+        result = from_host(HostTensor(DType.FLOAT32, X.shape, data[start : start + X.nbytes]), torch.empty(0))
+        assert torch.equal(result, torch.from_numpy(X))
+        assert result.data_ptr() % 4 == 0
 
 
 def test_neither_torch_nor_the_server_is_imported():

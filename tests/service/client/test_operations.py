@@ -49,7 +49,7 @@ def test_a_backward_sends_its_tensors_and_returns_the_gradients(connect):
 
 def test_a_group_norm_sends_scale_and_shift_and_returns_their_gradients(connect):
     scale, shift = np.ones((2, 3), np.float16), np.zeros((2, 3), np.float32)
-    server = FakeServer(tensors_answer(y=X, dx=X, dscale=2 * scale, dshift=shift + 3))
+    server = FakeServer(tensors_answer(y=X), tensors_answer(dx=X, dscale=2 * scale, dshift=shift + 3))
     client = connect(server)
     client.group_norm(X, 3, scale=scale, shift=shift)
     assert server.params == {"num_groups": "3"}
@@ -94,7 +94,8 @@ def test_what_was_not_asked_for_is_none(connect):
     ],
 )
 def test_every_operation_has_its_path_and_parameters(connect, method, arguments, path, params):
-    server = FakeServer(tensors_answer(y=X, dx=X))
+    name = "dx" if method.endswith("backward") else "y"
+    server = FakeServer(tensors_answer(**{name: X.astype(params.get("out_dtype", X.dtype))}))
     getattr(connect(server), method)(x=X, **arguments)
     assert server.request.url.path == path
     assert server.params == params
@@ -113,6 +114,41 @@ def test_timing_is_what_the_headers_say(connect):
     assert timing.kernel_bandwidth == 3.2e12
     assert timing.batch_size == 3
     assert timing.request_id == "abc"
+
+
+def test_of_server_timing_the_durations_are_read(connect):
+    answer = tensors_answer(y=X)
+    answer.headers["server-timing"] = "cache;desc=7;dur=5, cdn;desc=3, miss, kernel; dur=0.5;desc=2, bad;dur=soon"
+    assert connect(FakeServer(answer)).layer_norm(X).timing.stages_ms == {"cache": 5, "kernel": 0.5}
+
+
+def test_timing_that_cannot_be_is_left_out(connect):
+    answer = tensors_answer(y=X)
+    answer.headers["server-timing"] = "a;dur=nan, b;dur=inf, c;dur=-1, d;dur=0"
+    answer.headers.update({"x-kernel-bytes": "9" * 19, "x-kernel-bandwidth": "1e999", "x-batch-size": "0"})
+    timing = connect(FakeServer(answer)).layer_norm(X).timing
+    assert timing.stages_ms == {"d": 0}
+    assert (timing.kernel_bytes, timing.kernel_bandwidth, timing.batch_size) == (0, 0.0, 1)
+
+
+def test_a_media_type_may_be_written_in_other_ways(connect):
+    for media_type in ("application/vnd.safetensors", "Application/X-Safetensors; v=1"):
+        answer = tensors_answer(y=X)
+        answer.headers["content-type"] = media_type
+        assert (connect(FakeServer(answer)).layer_norm(X).y == X).all()
+
+
+@pytest.mark.parametrize("status", [201, 202, 204, 206, 299])
+def test_a_success_of_another_kind_is_unexpected(connect, status):
+    answer = httpx.Response(status, headers=HEADERS, content=tensors_answer(y=X).content)
+    with pytest.raises(UnexpectedAnswerError, match=f"status must be 200, or an error, got {status}"):
+        connect(FakeServer(answer)).layer_norm(X)
+
+
+def test_nobody_is_asked_to_compress(connect):
+    server = FakeServer()
+    connect(server).layer_norm(X)
+    assert server.request.headers["accept-encoding"] == "identity"
 
 
 def test_an_answer_without_timing_is_an_answer(connect):

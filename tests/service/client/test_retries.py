@@ -7,6 +7,7 @@ import httpx
 import numpy as np
 import pytest
 from normserve import client as api
+from normserve.client.deadlines import Deadline
 from normserve.client.errors import ApiError, api_error
 from normserve.client.retries import Attempts, RetryPolicy
 
@@ -97,8 +98,8 @@ def test_the_api_key_is_sent(connect):
     assert "authorization" not in server.request.headers
 
 
-def pauses(policy, failure, jitter=1.0):
-    attempts = Attempts(policy, lambda: jitter)
+def pauses(policy, failure, jitter=1.0, timeout_s=None):
+    attempts = Attempts(policy, Deadline(timeout_s), lambda: jitter)
     return list(iter(lambda: attempts.pause_after(failure), None))
 
 
@@ -120,8 +121,21 @@ def test_retry_after_is_the_least_that_is_waited():
     assert pauses(policy, overloaded("30")) == [30, 30]
 
 
-def test_a_server_that_asks_for_too_much_patience_is_not_asked_again():
-    assert pauses(RetryPolicy(longest_pause_s=30), overloaded("31")) == []
+@pytest.mark.parametrize("seconds", ["31", "9" * 30, "9" * 5000])
+def test_a_server_that_asks_for_too_much_patience_is_not_asked_again(seconds):
+    assert pauses(RetryPolicy(longest_pause_s=30), overloaded(seconds)) == []
+
+
+def test_a_pause_that_the_call_has_no_time_for_is_not_begun():
+    policy = RetryPolicy(tries=5, first_pause_s=100, longest_pause_s=300)
+    assert pauses(policy, overloaded(), timeout_s=250) == [100, 200]
+    assert pauses(policy, overloaded("240"), timeout_s=230) == []
+
+
+def test_any_number_of_attempts_has_finite_pauses():
+    assert set(pauses(RetryPolicy(tries=2000, first_pause_s=1e-9, longest_pause_s=1.0), overloaded())[100:]) == {
+        1.0
+    }
 
 
 def test_retry_after_may_be_a_date():
@@ -129,9 +143,20 @@ def test_retry_after_may_be_a_date():
     assert 50 < overloaded(format_datetime(now + timedelta(seconds=60), usegmt=True)).retry_after_s <= 60
     assert overloaded(format_datetime(now - timedelta(seconds=60), usegmt=True)).retry_after_s == 0
     assert 50 < overloaded(format_datetime(now + timedelta(seconds=60))).retry_after_s <= 60
+    # "-0000": a time in UTC that says nothing of where it was written.
+    naive = (now + timedelta(seconds=60)).replace(tzinfo=None)
+    assert 50 < overloaded(format_datetime(naive)).retry_after_s <= 60
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "99999999999999999999 Jan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "soon", "-1", "1.5", "nan", "inf", "1e9", "99999999999999999999 Jan", "0 0 0", "Mon, 1 Jan", ","),
+        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
+        "Mon, 01 Jan 2026 99:00:00 GMT",
+        "\x00",
+    ],
+)
 def test_a_retry_after_that_means_nothing_is_none(text):
     assert overloaded(text).retry_after_s is None
 

@@ -1,0 +1,63 @@
+"""When a call must be over, whatever it waits for: a connection, the sending, an answer, the next attempt."""
+
+import threading
+import time
+
+from normserve.client.errors import RequestTimeoutError
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        ValueError: it is neither None nor a number of seconds above 0 that the operating system can wait.
+    """
+    if timeout_s is not None and not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout_s must be above 0 and finite, or None, got {timeout_s}")
+
+
+class Deadline:
+    """The end of a call's time, which begins when this is made."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        """Args: timeout_s: all the time that there is; None is for ever."""
+        self._timeout_s = timeout_s
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left_s(self) -> float | None:
+        """Seconds that are left, 0 or fewer when the time is over; None is for ever."""
+        return None if self._end is None else self._end - time.monotonic()
+
+    def is_over(self, after_s: float = 0.0) -> bool:
+        """Whether nothing is left once `after_s` more have passed."""
+        left_s = self.left_s()
+        return left_s is not None and left_s <= after_s
+
+    def error(self) -> RequestTimeoutError:
+        """What to raise when it is over."""
+        return RequestTimeoutError(f"there was no whole answer within {self._timeout_s or 0:g} s")
+
+    def check(self) -> None:
+        """Raises: RequestTimeoutError: it is over."""
+        if self.is_over():
+            raise self.error()
+
+    def timeouts(self) -> dict[str, "TimeLeft | None"]:
+        """The timeouts of a request as httpx's transports take them."""
+        left = None if self._end is None else TimeLeft(self)
+        return dict.fromkeys(("connect", "read", "write", "pool"), left)
+
+
+class TimeLeft(float):
+    """Seconds that were left of a deadline when this was made; whoever waits again asks the deadline itself.
+
+    httpx hands one number to every wait of a request.  To transports of any kind this is that number.
+    """
+
+    deadline: Deadline
+
+    def __new__(cls, deadline: Deadline) -> "TimeLeft":
+        """Args: deadline: one that comes."""
+        made = super().__new__(cls, max(0.0, deadline.left_s() or 0.0))
+        made.deadline = deadline
+        return made

@@ -1,0 +1,23 @@
+"""JSON that a server sent."""
+
+import json
+from typing import Any, NoReturn
+
+
+def read_json(body: bytes) -> Any:
+    """Return the value that `body` is.
+
+    Raises:
+        ValueError: it is no JSON, nests deeper than Python's parser goes, names NaN or an infinity, which JSON
+            does not have, or holds half of a surrogate pair, which is no text.
+    """
+    try:
+        value = json.loads(body, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,139 @@
+"""What the answer to an operation holds, which follows from the request.
+
+A request that the server must refuse, say with an x of the wrong rank, has an expectation as well: nothing is
+refused here before it is sent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from normserve.client.errors import UnexpectedAnswerError
+from normserve.codec import safetensors
+from normserve.tensors import DType, HostTensor
+
+_LENGTH_BYTES = 8
+_WIDEST_BYTES = max(dtype.itemsize for dtype in DType)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor of an answer.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its element type; None where only the server knows it.
+        is_optional: whether only the server knows if there is one.
+        has_groups: whether the last size is a number of groups that only the server knows, and `shape` has that of
+            the channels in its place, which it divides.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType | None
+    is_optional: bool = False
+    has_groups: bool = False
+
+    @property
+    def most_bytes(self) -> int:
+        """What it can have."""
+        return prod(self.shape) * (_WIDEST_BYTES if self.dtype is None else self.dtype.itemsize)
+
+    def fault(self, tensor: HostTensor) -> str | None:
+        """Say what is wrong with a tensor's description; None when it is what was asked for."""
+        if self.dtype not in (None, tensor.dtype):
+            return f"be {self.dtype.value}, got {tensor.dtype.value}" if self.dtype else None
+        if tensor.shape == self.shape or (self.has_groups and self._are_groups(tensor.shape)):
+            return None
+        return f"be {list(self.shape)}, got {_sizes(tensor.shape)}"
+
+    def _are_groups(self, shape: tuple[int, ...]) -> bool:
+        *samples, channels = self.shape
+        return shape[:-1] == tuple(samples) and shape[-1] > 0 and channels % shape[-1] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """All of an answer's tensors, by their names in the API."""
+
+    outputs: Mapping[str, Output]
+
+    @property
+    def most_bytes(self) -> int:
+        """What the answer can have as safetensors: their bytes, and the longest header that the codec reads."""
+        header = _LENGTH_BYTES + safetensors.REQUEST_LIMITS.header_bytes
+        return header + sum(output.most_bytes for output in self.outputs.values())
+
+    def check(self, tensors: Mapping[str, HostTensor]) -> None:
+        """Compare an answer's tensors with what was asked for.
+
+        Raises:
+            UnexpectedAnswerError: one is missing, is too many, or is of another shape or element type.
+        """
+        for name, output in self.outputs.items():
+            if name not in tensors:
+                if output.is_optional:
+                    continue
+                raise UnexpectedAnswerError(f"the answer must hold {name}, it does not")
+            if fault := output.fault(tensors[name]):
+                raise UnexpectedAnswerError(f"the answer's {name} must {fault}")
+        # Names that nobody knows may be anything, so the message does not repeat them.
+        if len(tensors) > sum(name in tensors for name in self.outputs):
+            raise UnexpectedAnswerError(f"the answer must hold no more than {', '.join(self.outputs)}, it does")
+        if len({tensors[name].shape for name in ("mean", "rstd") if name in tensors}) > 1:
+            raise UnexpectedAnswerError("the answer's mean and rstd must be of one shape, they are not")
+
+
+def forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
+    """What a forward pass answers.
+
+    Args:
+        op: the operation's name in the API.
+        tensors: what is sent.
+        params: the request's query.
+    """
+    x = tensors["x"]
+    outputs = {"y": Output(x.shape, _dtype(params.get("out_dtype"), x.dtype))}
+    if "residual" in tensors:
+        outputs["residual_out"] = Output(x.shape, x.dtype)
+    if params.get("stats") in ("true", "1"):
+        statistics = _statistics(op, x.shape, params)
+        outputs |= dict.fromkeys(("rstd",) if op == "rms_norm" else ("mean", "rstd"), statistics)
+    return Expectation(outputs)
+
+
+def backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
+    """What a backward pass answers; args as `forward`."""
+    x = tensors["x"]
+    outputs = {"dx": Output(x.shape, x.dtype)}
+    for name in ("weight", "bias", "scale", "shift"):
+        if name in tensors:
+            outputs[f"d{name}"] = Output(tensors[name].shape, tensors[name].dtype)
+    if "layer" in params:
+        outputs["dweight"] = Output((_size(op, x.shape, params),), None)
+        if op != "rms_norm":
+            outputs["dbias"] = Output((_size(op, x.shape, params),), None, is_optional=True)
+    return Expectation(outputs)
+
+
+def _dtype(name: str | None, of_x: DType) -> DType | None:
+    if name is None:
+        return of_x
+    return next((dtype for dtype in DType if dtype.value == name), None)
+
+
+def _size(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> int:
+    """The length of a parameter vector; 0 where x has no such axis, which the server refuses."""
+    axis = 1 if op == "group_norm" and params.get("layout") != "nhwc" else len(shape) - 1
+    return shape[axis] if 0 <= axis < len(shape) else 0
+
+
+def _statistics(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> Output:
+    if op != "group_norm":
+        return Output(shape[:-1], DType.FLOAT32)
+    if (groups := params.get("num_groups", "")).isdecimal():
+        return Output((*shape[:1], int(groups)), DType.FLOAT32)
+    return Output((*shape[:1], _size(op, shape, params)), DType.FLOAT32, has_groups=True)
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return str(list(shape)) if len(shape) <= 16 else f"{len(shape)} dimensions"

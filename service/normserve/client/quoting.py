@@ -1,0 +1,21 @@
+"""Text that a server sent, as it may stand in a message: short, printable, and without the API key."""
+
+_UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
+
+
+def quoted(text: object, most: int = 1000, api_key: str | None = None) -> str:
+    """Return the text with what cannot be printed replaced, cut where it is too long; "" for what is no text.
+
+    Half of a surrogate pair cannot be written to any file, and a control character may steer a terminal.
+
+    Args:
+        text: whatever a document holds where a text is due.
+        most: characters to keep.
+        api_key: left out wherever it occurs: the server knows it, whoever reads the message need not.
+    """
+    if not isinstance(text, str):
+        return ""
+    if api_key:
+        text = text.replace(api_key, "[API key]")
+    kept = text if len(text) <= most else text[: most - 1] + "…"
+    return kept if kept.isprintable() else "".join(each if each.isprintable() else _UNPRINTABLE for each in kept)

@@ -1,0 +1,119 @@
+"""Sockets of the blocking client that wait no longer than the call's deadline, all waits together.
+
+httpx's timeouts begin anew at each read and each write, so a server that sends a byte now and then is waited for
+without end.  Its connection pool opens sockets through a network backend, which is replaced here by one that asks
+the request's deadline (`TimeLeft`) before each wait.
+"""
+
+import socket
+import ssl
+from collections.abc import Iterable
+from typing import Any
+
+import httpcore
+import httpx
+
+from normserve.client.deadlines import TimeLeft
+
+_Options = Iterable[Any] | None
+
+
+def keep_deadlines(http: httpx.Client) -> None:
+    """Make the sockets of a client wait no longer than its requests' deadlines.
+
+    A transport that is not httpx's own is left as it is: it is given the time that is left when a request begins,
+    for each of its waits.
+    """
+    for transport in (http._transport, *http._mounts.values()):
+        pool = getattr(transport, "_pool", None)
+        if isinstance(pool, httpcore.ConnectionPool) and not isinstance(pool._network_backend, _Backend):
+            pool._network_backend = _Backend(pool._network_backend)
+
+
+def _left(timeout: float | None, error: type[httpcore.TimeoutException]) -> float | None:
+    """Seconds to wait at most."""
+    left_s = timeout.deadline.left_s() if isinstance(timeout, TimeLeft) else timeout
+    if left_s is not None and left_s <= 0:
+        raise error("the call's time is over")
+    return left_s
+
+
+class _Backend(httpcore.NetworkBackend):
+    """Opens sockets as another backend does."""
+
+    def __init__(self, inner: httpcore.NetworkBackend) -> None:
+        self._inner = inner
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: _Options = None,
+    ) -> httpcore.NetworkStream:
+        """Try each address of a host: the inner backend would give each of them the whole time."""
+        failure: Exception | None = None
+        for address in _addresses(host, port):
+            left_s = _left(timeout, httpcore.ConnectTimeout)
+            try:
+                return _Stream(self._inner.connect_tcp(address, port, left_s, local_address, socket_options))
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure or httpcore.ConnectError("the host has no address")
+
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, socket_options: _Options = None
+    ) -> httpcore.NetworkStream:
+        left_s = _left(timeout, httpcore.ConnectTimeout)
+        return _Stream(self._inner.connect_unix_socket(path, left_s, socket_options))
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # A name of which no query can be made: a part of it is too long.
+    except (OSError, UnicodeError) as error:
+        raise httpcore.ConnectError(str(error)) from error
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class _Stream(httpcore.NetworkStream):
+    """Waits as long as another stream may."""
+
+    def __init__(self, inner: httpcore.NetworkStream) -> None:
+        self._inner = inner
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._inner.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        # The inner stream would begin anew to wait whenever a part has gone.
+        connected = self._inner.get_extra_info("socket")
+        is_tls = self._inner.get_extra_info("ssl_object") is not None
+        if is_tls and not isinstance(connected, ssl.SSLSocket):
+            # TLS within a proxy's TLS: the socket takes what that stream makes of the bytes.
+            self._inner.write(buffer, _left(timeout, httpcore.WriteTimeout))
+            return
+        rest = memoryview(buffer)
+        while rest:
+            left_s = _left(timeout, httpcore.WriteTimeout)
+            try:
+                connected.settimeout(left_s)
+                rest = rest[connected.send(rest) :]
+            except TimeoutError as error:
+                raise httpcore.WriteTimeout(str(error)) from error
+            except OSError as error:
+                raise httpcore.WriteError(str(error)) from error
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        left_s = _left(timeout, httpcore.ConnectTimeout)
+        return _Stream(self._inner.start_tls(ssl_context, server_hostname, left_s))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
