@@ -32,6 +32,19 @@ def _rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     return x.flatten(-axes)
 
 
+def _flat(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    """A parameter [*normalized_shape] with those axes as one, or None.
+
+    Raises:
+        KernelInputError: it has another shape.
+    """
+    if parameter is None:
+        return None
+    if tuple(parameter.shape) != tuple(normalized_shape):
+        raise KernelInputError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
+    return parameter.flatten()
+
+
 def _machine_epsilon(x: Tensor) -> float:
     check_float("x", x)
     return torch.finfo(x.dtype).eps
@@ -70,8 +83,8 @@ class LayerNorm(nn.LayerNorm):
         is_whole = len(shape) == 1 and weight is not None
         y = layer_norm(
             x if is_whole else _rows(x, shape),
-            weight if is_whole or weight is None else weight.flatten(),
-            bias if is_whole or bias is None else bias.flatten(),
+            weight if is_whole else _flat("weight", weight, shape),
+            bias if is_whole else _flat("bias", bias, shape),
             self.eps,
             weight_offset=self.weight_offset,
             activation=self.activation,
@@ -115,7 +128,7 @@ class RMSNorm(nn.RMSNorm):
         is_whole = len(shape) == 1 and weight is not None
         y = rms_norm(
             x if is_whole else _rows(x, shape),
-            weight if is_whole or weight is None else weight.flatten(),
+            weight if is_whole else _flat("weight", weight, shape),
             _machine_epsilon(x) if self.eps is None else self.eps,
             weight_offset=self.weight_offset,
             activation=self.activation,
