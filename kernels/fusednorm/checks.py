@@ -32,7 +32,7 @@ class Epilogue:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        if not (is_number(self.dropout) and 0.0 <= self.dropout < 1.0):
+        if not ((type(self.dropout) is float or is_number(self.dropout)) and 0.0 <= self.dropout < 1.0):
             raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.dropout and self.seed is None:
             raise KernelInputError("dropout needs a seed, got None")
@@ -42,7 +42,7 @@ class Epilogue:
 
 def is_number(value: object) -> bool:
     """Whether a value is a real number; a bool is none."""
-    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: object) -> bool:
@@ -56,7 +56,7 @@ def checked_eps(eps: float) -> float:
     Raises:
         KernelInputError: it is no number, not positive, or not finite.
     """
-    if not (is_number(eps) and eps > 0.0 and math.isfinite(eps)):
+    if not ((type(eps) is float or is_number(eps)) and eps > 0.0 and math.isfinite(eps)):
         raise KernelInputError(f"eps must be positive and finite, got {eps!r}")
     return float(eps)
 
