@@ -1,5 +1,6 @@
 """What GroupNorm alone asks of its input: a layout it can walk and groups that come out even."""
 
+import torch
 from torch import Tensor
 
 from fusednorm.checks import check_shape, check_tensor, is_integer
@@ -36,10 +37,11 @@ def in_layout(tensor: Tensor, channels_last: bool) -> bool:
 
 
 def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
-    """[N, C, *spatial] as it lies in memory in that layout: itself, or a copy."""
+    """[N, C, *spatial] in that layout: itself if it is contiguous as asked, else a copy."""
     if not channels_last:
         return tensor.contiguous()
-    by_position = tensor.permute(0, *range(2, tensor.dim()), 1).contiguous()
+    # Not `contiguous`, which leaves the strides of axes of one element as they are.
+    by_position = tensor.permute(0, *range(2, tensor.dim()), 1).clone(memory_format=torch.contiguous_format)
     return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
 
 

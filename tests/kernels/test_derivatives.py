@@ -315,11 +315,25 @@ def test_a_compiled_call_refuses_a_second_derivative(device):
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("transform", ["grad", "jacfwd"])
-def test_transforms_compile_whole(transform, device):
+def test_transforms_compile_whole(transform, backend, device):
     x, w, b, _ = detached("layer_norm", device, torch.float32)
     torch._dynamo.reset()
     step = TRANSFORMS[transform](lambda x: total(CALLS["layer_norm"], x, w, b, None))
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x), step(x), rtol=1e-4, atol=1e-4)
+
+
+def test_tangents_within_a_compiled_function_go_through(device):
+    x, w, b, _ = detached("layer_norm", device, torch.float32)
+
+    def step(x):
+        with forward_ad.dual_level():
+            dual = total(CALLS["layer_norm"], forward_ad.make_dual(x, x), w, b, None)
+            return forward_ad.unpack_dual(dual).tangent
+
+    torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), step(x), rtol=1e-4, atol=1e-4)
 
