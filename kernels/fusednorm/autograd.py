@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from fusednorm import group_norm_repeat, operators
-from fusednorm.checks import FLOAT8
-from fusednorm.errors import KernelInputError
 from fusednorm.layer_norm_repeat import forward_again
 from fusednorm.results import Forward
 
@@ -152,8 +151,6 @@ def _apply(
         again = _again(op, (x, weight, bias, residual, scale, shift), settings, stats=False)
         if again is not None:
             return again.y, again.residual_out
-    if x.dtype == FLOAT8:
-        raise KernelInputError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if dropout and seed is None:
         settings = *settings[:-1], int(torch.randint(2**62, (), dtype=torch.int64))
     if observed or not (x.is_cuda or x.is_cpu):
@@ -229,6 +226,9 @@ def _is_observed(*tensors: Tensor | None) -> bool:
     """Whether somebody traces, transforms or watches the call, or a tensor is of a kind that does so itself."""
     # First: while Dynamo traces, the others are not for it to see.
     if is_compiling() or _dispatch_modes() or _function_modes() or _functorch_transform() or _tracing_state():
+        return True
+    # Tangents would be lost on the way around the dispatcher.
+    if forward_ad._current_level >= 0:
         return True
     for tensor in tensors:
         if tensor is None:

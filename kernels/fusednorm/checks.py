@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ class Epilogue:
     """What follows the affine step, checked: see `fusednorm.epilogue`.
 
     Raises:
-        KernelInputError: an unknown activation, dropout outside [0, 1), dropout without a seed, or a seed
-            that is no int64.
+        KernelInputError: an unknown activation, dropout that is no number in [0, 1), dropout without a seed, or a
+            seed that is no int64.
     """
 
     activation: str = "none"
@@ -31,18 +32,33 @@ class Epilogue:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        if not 0.0 <= self.dropout < 1.0:
+        if not ((type(self.dropout) is float or is_number(self.dropout)) and 0.0 <= self.dropout < 1.0):
             raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.dropout and self.seed is None:
             raise KernelInputError("dropout needs a seed, got None")
-        if self.seed is not None and not INT64_MIN <= self.seed <= INT64_MAX:
+        if self.seed is not None and not (is_integer(self.seed) and INT64_MIN <= self.seed <= INT64_MAX):
             raise KernelInputError(f"seed must be an int64, got {self.seed}")
 
 
-def check_eps(eps: float) -> None:
-    """Raises KernelInputError unless eps is positive and finite."""
-    if not (eps > 0.0 and math.isfinite(eps)):
-        raise KernelInputError(f"eps must be positive and finite, got {eps}")
+def is_number(value: object) -> bool:
+    """Whether a value is a real number; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an int, or stands for one while torch traces; a bool is none."""
+    return type(value) is int or isinstance(value, torch.SymInt)
+
+
+def checked_eps(eps: float) -> float:
+    """eps as a float: a kernel is compiled for the type of its arguments.
+
+    Raises:
+        KernelInputError: it is no number, not positive, or not finite.
+    """
+    if not ((type(eps) is float or is_number(eps)) and eps > 0.0 and math.isfinite(eps)):
+        raise KernelInputError(f"eps must be positive and finite, got {eps!r}")
+    return float(eps)
 
 
 def check_out_dtype(dtype: torch.dtype) -> None:

@@ -1,8 +1,9 @@
 """What GroupNorm alone asks of its input: a layout it can walk and groups that come out even."""
 
+import torch
 from torch import Tensor
 
-from fusednorm.checks import check_shape, check_tensor
+from fusednorm.checks import check_shape, check_tensor, is_integer
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 
@@ -35,15 +36,27 @@ def in_layout(tensor: Tensor, channels_last: bool) -> bool:
     return tensor.is_contiguous()
 
 
+def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
+    """[N, C, *spatial] in that layout: itself if it is contiguous as asked, else a copy."""
+    if not channels_last:
+        return tensor.contiguous()
+    # Not `contiguous`, which leaves the strides of axes of one element as they are.
+    by_position = tensor.permute(0, *range(2, tensor.dim()), 1).clone(memory_format=torch.contiguous_format)
+    return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
+
+
 def check_groups(x: Tensor, num_groups: int) -> None:
     """Refuse what has no groups to normalise.
 
     Raises:
-        KernelInputError: x has no channel axis, the groups do not divide the channels, or a group is empty.
+        KernelInputError: x has no channel axis, the number of groups is no int or does not divide the channels, or
+            a group is empty.
     """
     shape = list(x.shape)
     if x.dim() < 2:
         raise KernelInputError(f"x must be [N, C, *spatial], got {shape}")
+    if not is_integer(num_groups):
+        raise KernelInputError(f"num_groups must be an int, got {num_groups!r}")
     if num_groups < 1 or shape[1] % num_groups:
         raise KernelInputError(
             f"num_groups must be at least 1 and divide C = {shape[1]}, got num_groups = {num_groups}"

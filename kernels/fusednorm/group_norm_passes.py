@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.checks import Epilogue, check_eps, check_parameter, check_statistics, check_tensor
+from fusednorm.checks import Epilogue, check_parameter, check_statistics, check_tensor, checked_eps
 from fusednorm.errors import KernelInputError
 from fusednorm.group_norm_backward_plan import plan_backward
 from fusednorm.group_norm_checks import check_groups, check_scale_and_shift, is_channels_last
@@ -88,7 +88,8 @@ def group_norm_forward(
     if repeated is not None:
         return repeated
     epilogue = Epilogue(activation, dropout, seed)
-    sample = _checked_sample(x, num_groups, weight, bias, eps)
+    eps = checked_eps(eps)
+    sample = _checked_sample(x, num_groups, weight, bias)
     _check_companion("residual", residual, x)
     check_scale_and_shift(scale, shift, x)
 
@@ -161,7 +162,8 @@ def group_norm_backward(
     if (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must come together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
-    sample = _checked_sample(x, num_groups, weight, bias, eps)
+    eps = checked_eps(eps)
+    sample = _checked_sample(x, num_groups, weight, bias)
     for name, tensor in (("residual", residual), ("dy", dy), ("dresidual_out", dresidual_out)):
         _check_companion(name, tensor, x)
     check_scale_and_shift(scale, shift, x)
@@ -183,8 +185,7 @@ def group_norm_backward(
     return result
 
 
-def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Sample:
-    check_eps(eps)
+def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> Sample:
     check_tensor("x", x)
     check_groups(x, num_groups)
     channels_last = is_channels_last(x)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm._layer_norm_chain_kernels import layer_norm_chain_held_kernel, layer_norm_chain_sweep_kernel
-from fusednorm.checks import as_rows, check_eps, check_parameter, check_tensor
+from fusednorm.checks import as_rows, check_parameter, check_tensor, checked_eps
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from fusednorm.held_rows import HELD_AHEAD_PER_SM, HeldRows, choose_held
@@ -67,7 +67,7 @@ def layer_norm_chain(
         raise KernelInputError(f"weights must hold 1 to {MAX_NORMS} norms, got {len(weights)}")
     if len(biases) != len(weights):
         raise KernelInputError(f"biases must be as many as weights, {len(weights)}, got {len(biases)}")
-    check_eps(eps)
+    eps = checked_eps(eps)
     check_tensor("x", x)
     x_rows = as_rows("x", x)
     rows = x_rows.shape[0]

@@ -9,12 +9,12 @@ from fusednorm.checks import (
     Epilogue,
     as_heads,
     as_rows,
-    check_eps,
     check_out_dtype,
     check_parameter,
     check_statistics,
     check_tensor,
     check_weight_offset,
+    checked_eps,
     has_common_stride,
     has_heads,
 )
@@ -215,7 +215,7 @@ def _forward(
 ) -> Forward:
     eps, weight_offset, activation, out_dtype, stats, is_rms = options
     epilogue = Epilogue(activation, dropout, seed)
-    check_eps(eps)
+    eps = checked_eps(eps)
     check_tensor("x", x)
     if residual is not None:
         check_tensor("residual", residual, like=x)
@@ -254,7 +254,7 @@ def _backward(
     is_rms: bool,
     out: Backward | None,
 ) -> Backward:
-    check_eps(eps)
+    eps = checked_eps(eps)
     check_tensor("x", x)
     for name, tensor in (("dy", dy), ("residual", residual), ("dresidual_out", dresidual_out)):
         if tensor is not None:

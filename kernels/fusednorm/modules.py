@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from fusednorm.autograd import group_norm, layer_norm, rms_norm
 from fusednorm.checks import check_weight_offset
+from fusednorm.errors import KernelInputError
+from fusednorm.reference_checks import check_float
 
 
 def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
@@ -14,6 +16,38 @@ def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
     if weight_offset:
         text += f", weight_offset={weight_offset}"
     return text if activation == "none" else f"{text}, activation={activation!r}"
+
+
+def _rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """x [..., *normalized_shape] with those axes as one.
+
+    Raises:
+        KernelInputError: x has another shape, or there are no such axes.
+    """
+    axes = len(normalized_shape)
+    if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
+        raise KernelInputError(
+            f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
+        )
+    return x.flatten(-axes)
+
+
+def _flat(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    """A parameter [*normalized_shape] with those axes as one, or None.
+
+    Raises:
+        KernelInputError: it has another shape.
+    """
+    if parameter is None:
+        return None
+    if tuple(parameter.shape) != tuple(normalized_shape):
+        raise KernelInputError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
+    return parameter.flatten()
+
+
+def _machine_epsilon(x: Tensor) -> float:
+    check_float("x", x)
+    return torch.finfo(x.dtype).eps
 
 
 class LayerNorm(nn.LayerNorm):
@@ -39,16 +73,23 @@ class LayerNorm(nn.LayerNorm):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., *normalized_shape] normalised over the last axes."""
+        """x [..., *normalized_shape] normalised over the last axes.
+
+        Raises:
+            KernelInputError: x ends in other axes, or what the function refuses.
+        """
+        weight, bias, shape = self.weight, self.bias, self.normalized_shape
+        # Most are of one axis; then the function sees by weight whether x fits.
+        is_whole = len(shape) == 1 and weight is not None
         y = layer_norm(
-            x.flatten(-len(self.normalized_shape)),
-            None if self.weight is None else self.weight.flatten(),
-            None if self.bias is None else self.bias.flatten(),
+            x if is_whole else _rows(x, shape),
+            weight if is_whole else _flat("weight", weight, shape),
+            bias if is_whole else _flat("bias", bias, shape),
             self.eps,
             weight_offset=self.weight_offset,
             activation=self.activation,
         )
-        return y.view(x.shape)
+        return y if is_whole else y.view(x.shape)
 
     def extra_repr(self) -> str:
         return _described(super().extra_repr(), self.activation, self.weight_offset)
@@ -78,15 +119,21 @@ class RMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., *normalized_shape] normalised over the last axes."""
+        """x [..., *normalized_shape] normalised over the last axes.
+
+        Raises:
+            KernelInputError: x ends in other axes, or what the function refuses.
+        """
+        weight, shape = self.weight, self.normalized_shape
+        is_whole = len(shape) == 1 and weight is not None
         y = rms_norm(
-            x.flatten(-len(self.normalized_shape)),
-            None if self.weight is None else self.weight.flatten(),
-            torch.finfo(x.dtype).eps if self.eps is None else self.eps,
+            x if is_whole else _rows(x, shape),
+            weight if is_whole else _flat("weight", weight, shape),
+            _machine_epsilon(x) if self.eps is None else self.eps,
             weight_offset=self.weight_offset,
             activation=self.activation,
         )
-        return y.view(x.shape)
+        return y if is_whole else y.view(x.shape)
 
     def extra_repr(self) -> str:
         return _described(super().extra_repr(), self.activation, self.weight_offset)

@@ -6,13 +6,17 @@ traced graph.  CUDA tensors go to the kernels, CPU tensors to `reference`, float
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from fusednorm import group_norm_passes, layer_norm_passes, reference
-from fusednorm.group_norm_checks import in_layout
+from fusednorm.derivatives import derivative_of_plain, register_derivatives
+from fusednorm.errors import KernelInputError
+from fusednorm.group_norm_checks import in_layout, laid_out
+from fusednorm.reference_checks import check_float
 from fusednorm.results import Backward, Forward
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
@@ -50,9 +54,13 @@ def run_forward(
     seed: int | None,
     *,
     stats: bool = False,
+    library: Any = None,
 ) -> Forward:
-    """The forward pass of `op` where x is; what it does not take of the arguments is ignored."""
-    run: Callable[..., Forward] = getattr(_library(op, x), f"{op}_forward")
+    """The forward pass of `op` by `library`, or by what is for x's device.
+
+    What the pass does not take of the arguments is ignored.
+    """
+    run: Callable[..., Forward] = getattr(library or _library(op, x), f"{op}_forward")
     return run(
         *_leading(op, x, num_groups),
         *_parameters(op, weight, bias),
@@ -74,7 +82,7 @@ def run_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor | None,
-    rstd: Tensor,
+    rstd: Tensor | None,
     residual: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
@@ -85,9 +93,14 @@ def run_backward(
     activation: str,
     dropout: float,
     seed: int,
+    *,
+    library: Any = None,
 ) -> Results:
-    """dx, dweight, dbias, dscale and dshift of the backward pass of `op`, and dresidual unless that is dx."""
-    run: Callable[..., Backward] = getattr(_library(op, x), f"{op}_backward")
+    """dx, dweight, dbias, dscale and dshift of the backward pass of `op`, and dresidual unless that is dx.
+
+    By `library`, or by what is for x's device.
+    """
+    run: Callable[..., Backward] = getattr(library or _library(op, x), f"{op}_backward")
     statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
     result = run(
         dy,
@@ -166,22 +179,42 @@ def _has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[
     return residual is not None and residual.dtype != x.dtype and op != "group_norm"
 
 
+def _check_dtypes(**tensors: Tensor | None) -> None:
+    """Raises KernelInputError for a tensor that no device takes: a trace has no pass to refuse it."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_float(name, tensor)
+
+
 def _absent(x: Tensor) -> Tensor:
     """What an operator returns for a result that was not asked for: it cannot return None."""
     return x.new_empty(0)
 
 
 def _define(library: torch.library.Library, op: str) -> None:
-    """Define `op` and its backward with their kernels, fakes and derivative."""
+    """Define `op` and its backward with their kernels, fakes and derivatives."""
 
-    def forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        result = run_forward(op, x, *arguments, stats=True)
+    def forward(x: Tensor, *arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
+        result = run_forward(op, x, *arguments, stats=True, library=library)
         assert result.rstd is not None
         mean, residual_out = (_absent(x) if t is None else t for t in (result.mean, result.residual_out))
         return result.y, mean, result.rstd, residual_out
 
     def backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return tuple(_absent(x) if t is None else t for t in run_backward(op, dy, x, *arguments))
+
+    def plain_backward(
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor | None,
+        *arguments: Any,
+    ) -> tuple[Tensor, ...]:
+        # Statistics that came are numbers; those that are taken here are functions of x.
+        results = run_backward(op, dy, x, weight, bias, None, None, *arguments, library=reference)
+        return tuple(_absent(x) if t is None else t for t in results)
 
     def fake_forward(
         x: Tensor,
@@ -193,6 +226,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         num_groups: int,
         *_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _check_dtypes(x=x, weight=weight, bias=bias, residual=residual, scale=scale, shift=shift)
         statistics_shape = (x.shape[0], num_groups) if op == "group_norm" else x.shape[:-1]
         statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
@@ -210,8 +244,11 @@ def _define(library: torch.library.Library, op: str) -> None:
         residual: Tensor | None,
         scale: Tensor | None,
         shift: Tensor | None,
+        dresidual_out: Tensor | None,
         *_: Any,
     ) -> tuple[Tensor, ...]:
+        _check_dtypes(dy=dy, x=x, weight=weight, bias=bias, mean=mean, rstd=rstd)
+        _check_dtypes(residual=residual, scale=scale, shift=shift, dresidual_out=dresidual_out)
         dweight, dbias, dscale, dshift = (
             _absent(x) if p is None else p.new_empty(p.shape) for p in (weight, bias, scale, shift)
         )
@@ -233,6 +270,20 @@ def _define(library: torch.library.Library, op: str) -> None:
         of_tensors = gradients(op, run, ctx.saved_tensors, settings, dy, dresidual_out)
         return *of_tensors, *(None for _ in settings)
 
+    def remember_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        dy, x, weight, bias, mean, rstd, residual, scale, shift, dresidual_out, *ctx.settings = inputs
+        for name, statistic in (("mean", mean), ("rstd", rstd)):
+            if statistic is not None and statistic.requires_grad:
+                raise KernelInputError(f"{name} must not require a gradient: it is taken as a function of x")
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(dy, x, weight, bias, residual, scale, shift, dresidual_out)
+
+    def differentiate_backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, x, weight, bias, residual, scale, shift, dresidual_out = ctx.saved_tensors
+        arguments = dy, x, weight, bias, None, None, residual, scale, shift, dresidual_out, *ctx.settings
+        # After the first, which is the dispatcher's.
+        return derivative_of_plain(plain_backward, arguments, ctx.needs_input_grad[1:], of_results)
+
     for name, schema, kernel, fake in (
         (op, _FORWARD_SCHEMA, forward, fake_forward),
         (f"{op}_backward", _BACKWARD_SCHEMA, backward, fake_backward),
@@ -241,7 +292,9 @@ def _define(library: torch.library.Library, op: str) -> None:
         library.impl(name, kernel, "CPU")
         library.impl(name, kernel, "CUDA")
         torch.library.register_fake(f"fusednorm::{name}", fake, lib=library)
-    torch.library.register_autograd(f"fusednorm::{op}", differentiate, setup_context=remember, lib=library)
+    plain_forward = partial(forward, library=reference)
+    register_derivatives(library, op, plain_forward, remember, differentiate)
+    register_derivatives(library, f"{op}_backward", plain_backward, remember_backward, differentiate_backward)
 
 
 def _like(op: str, x: Tensor) -> Tensor:
@@ -252,7 +305,7 @@ def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
     """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
     if op == "group_norm":
         walkable = in_layout(gradient, False) or in_layout(gradient, True)
-        return gradient if walkable else torch.empty_like(x).copy_(gradient)
+        return gradient if walkable else laid_out(gradient, not x.is_contiguous())
     return gradient.contiguous()
 
 

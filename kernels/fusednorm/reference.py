@@ -25,9 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOAT8, Epilogue, check_shape, check_weight_offset, has_heads
+from fusednorm.checks import FLOAT8, Epilogue, check_weight_offset, checked_eps, has_heads
 from fusednorm.errors import KernelInputError
-from fusednorm.group_norm_checks import check_groups, is_channels_last
+from fusednorm.group_norm_checks import check_groups, is_channels_last, laid_out
+from fusednorm.reference_checks import check_companion, check_float, check_precision, check_results
 from fusednorm.reference_epilogue import activate, activation_derivative, dropout_mask
 from fusednorm.reference_float8 import quantised_rows
 from fusednorm.results import Backward, Forward
@@ -40,7 +41,8 @@ class _View:
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
     into `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset`
-    is added to weight.  `scale` and `shift` of a sample's channels follow the affine step.
+    is added to weight.  `scale` and `shift` of a sample's channels follow the affine step.  Results of x's shape
+    are channels-last in memory if `channels_last`, else contiguous.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class _View:
     weight_offset: float = 0.0
     scale: Tensor | None = None
     shift: Tensor | None = None
+    channels_last: bool = False
 
 
 def layer_norm_forward(
@@ -79,23 +82,27 @@ def layer_norm_forward(
     Dropout's row is the index of the row in x flattened to [rows, cols], its position the column.
 
     Args:
-        x: [..., cols], any float dtype, any strides.
-        weight: [cols], or None for ones; or [heads, cols] for x [..., heads, cols].
+        x: [..., cols], float32, float16, bfloat16 or float64, any strides.
+        weight: [cols], any of these dtypes, or None for ones; or [heads, cols] for x [..., heads, cols].
         bias: like weight, or None for zeros.
-        eps: added to the variance.
+        eps: added to the variance; positive and finite.
         weight_offset: 0 or 1.
-        residual: in x's shape, any float dtype.
+        residual: in x's shape, any of these dtypes.
         activation: one of `epilogue.ACTIVATIONS`.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
-        out_dtype: y's dtype; x's when None.
+        out_dtype: y's dtype, any of these or float8_e4m3fn; x's when None.
         stats: whether to return mean and rstd, [...] each.
         precision: torch.float32 or torch.float64.
 
+    Returns:
+        Forward: y and residual_out contiguous.
+
     Raises:
-        KernelInputError: an empty last axis, parameters of another shape, an unknown activation, dropout out of
-            range or without a seed.
+        KernelInputError: an empty last axis, a tensor of another shape, dtype or device, an eps, activation,
+            dropout or seed that is none.
     """
+    check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
@@ -116,6 +123,7 @@ def rms_norm_forward(
     precision: torch.dtype | None = None,
 ) -> Forward:
     """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps); else as above."""
+    check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
@@ -156,9 +164,8 @@ def group_norm_forward(
         KernelInputError: as `layer_norm_forward`, or the groups do not divide C, or a float8 out_dtype.
         UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
-    if out_dtype == FLOAT8:
-        raise KernelInputError(f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}")
-    view = _groups_view(x, num_groups, precision=precision, scale=scale, shift=shift)
+    check_results(out_dtype, float8=False)
+    view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
     return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
 
@@ -186,8 +193,8 @@ def layer_norm_backward(
     dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
 
     Args:
-        dy: the gradient of y, in x's shape.
-        mean, rstd: [...], what forward returned; both are computed again unless both came.
+        dy: the gradient of y, in x's shape, any dtype that x may have.
+        mean, rstd: [...], float32 or float64, what forward returned; both are computed again unless both came.
         dresidual_out: the gradient that reached residual_out, in x's shape.
         x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
 
@@ -245,11 +252,9 @@ def group_norm_backward(
     positions.
     Dropout's mask is that of `group_norm_forward` for x's layout, whatever dy's.
     """
-    view = _groups_view(x, num_groups, precision=precision)
+    view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(
-        view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, scale=scale, shift=shift
-    )
+    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
 
 
 def _rows_view(
@@ -262,13 +267,15 @@ def _rows_view(
     centre: bool,
     precision: torch.dtype | None,
 ) -> _View:
+    check_float("x", x)
     check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
     own = has_heads(weight, bias)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            check_shape(name, parameter, x.shape[-2:] if own else x.shape[-1:])
+    of_parameters = x.shape[-2:] if own else x.shape[-1:]
+    check_companion("weight", weight, x, of_parameters)
+    check_companion("bias", bias, x, of_parameters)
+    check_companion("residual", residual, x)
     cols, heads = x.shape[-1], x.shape[-2] if own else 1
     tokens = math.prod(x.shape[:-2] if own else x.shape[:-1])
     shape = (tokens, heads, cols)
@@ -291,12 +298,24 @@ def _rows_view(
 def _groups_view(
     x: Tensor,
     num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
     *,
     precision: torch.dtype | None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
 ) -> _View:
+    check_float("x", x)
     check_groups(x, num_groups)
+    for name, parameter, of_parameter in (
+        ("weight", weight, x.shape[1:2]),
+        ("bias", bias, x.shape[1:2]),
+        ("scale", scale, x.shape[:2]),
+        ("shift", shift, x.shape[:2]),
+    ):
+        check_companion(name, parameter, x, of_parameter)
+    check_companion("residual", residual, x)
     n, c = x.shape[:2]
     hw = math.prod(x.shape[2:])
     shape = (n, num_groups, c // num_groups, hw)
@@ -318,6 +337,7 @@ def _groups_view(
         stream=x.dtype,
         scale=scale,
         shift=shift,
+        channels_last=channels_last,
     )
 
 
@@ -333,18 +353,19 @@ def _forward(
     stats: bool,
 ) -> Forward:
     h = _summed(view, x, residual)
-    mean, rstd = _statistics(view, h, eps)
-    y = activate(_affine(view, (h - mean) * rstd, weight, bias), epilogue.activation)
+    mean, rstd = _statistics(view, h, checked_eps(eps))
+    z = _of_samples(view, _affine(view, (h - mean) * rstd, weight, bias))
+    y = activate(z, epilogue.activation)
     if epilogue.dropout:
         y = y * _dropout_factors(view, epilogue, x.device)
     scale = None
     if out_dtype == FLOAT8:
         y, scale = quantised_rows(y)
     return Forward(
-        y=_laid_out_like(x, y, out_dtype or x.dtype),
+        y=_laid_out(view, x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
-        residual_out=None if residual is None else _laid_out_like(x, h, view.stream),
+        residual_out=None if residual is None else _laid_out(view, x, h, view.stream),
         scale=None if scale is None else scale.reshape(view.statistics_shape),
     )
 
@@ -361,11 +382,13 @@ def _backward(
     residual: Tensor | None,
     dresidual_out: Tensor | None,
     epilogue: Epilogue,
-    *,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
 ) -> Backward:
-    work = view.work
+    work, scale, shift = view.work, view.scale, view.shift
+    eps = checked_eps(eps)
+    check_companion("dy", dy, x)
+    check_companion("dresidual_out", dresidual_out, x)
+    check_companion("mean", mean, x, view.statistics_shape)
+    check_companion("rstd", rstd, x, view.statistics_shape)
     h = _summed(view, x, residual)
     if rstd is None or (view.centre and mean is None):
         centre, inverse = _statistics(view, h, eps)
@@ -379,17 +402,13 @@ def _backward(
     if epilogue.dropout:
         dz = dz * _dropout_factors(view, epilogue, x.device)
     if epilogue.activation != "none":
-        z = _affine(view, xhat, weight, bias)
-        if scale is not None:
-            z = z * (1.0 + _of_samples(view, scale))
-        if shift is not None:
-            z = z + _of_samples(view, shift)
+        z = _of_samples(view, _affine(view, xhat, weight, bias))
         dz = dz * activation_derivative(z, epilogue.activation)
 
     dshift = None if shift is None else _sample_gradient(view, dz, shift)
     dscale = None if scale is None else _sample_gradient(view, dz * _affine(view, xhat, weight, bias), scale)
     if scale is not None:
-        dz = dz * (1.0 + _of_samples(view, scale))
+        dz = dz * _scales(view, scale)
     g = dz if weight is None else dz * _factors(view, weight)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
     if view.centre:
@@ -397,8 +416,8 @@ def _backward(
     dh = dh * inverse
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
-    dx = _laid_out_like(x, dh, x.dtype)
-    dresidual = dx if view.stream == x.dtype else _laid_out_like(x, dh, view.stream)
+    dx = _laid_out(view, x, dh, x.dtype)
+    dresidual = dx if view.stream == x.dtype else _laid_out(view, x, dh, view.stream)
     return Backward(
         dx=dx,
         dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
@@ -409,16 +428,12 @@ def _backward(
     )
 
 
-def _of_samples(view: _View, parameter: Tensor) -> Tensor:
-    """A parameter [N, C], broadcastable."""
-    return parameter.to(view.work).reshape(*view.shape[:3], 1)
-
-
 def _sample_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
     return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype)
 
 
 def _work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
+    check_precision(precision)
     if precision is not None:
         return precision
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -446,12 +461,26 @@ def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | Non
         z = z * _factors(view, weight)
     if bias is not None:
         z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
-    of_samples = (view.shape[0], *view.parameter_shape[1:])
-    if view.scale is not None:
-        z = z * (1.0 + view.scale.to(xhat.dtype).reshape(of_samples))
-    if view.shift is not None:
-        z = z + view.shift.to(xhat.dtype).reshape(of_samples)
     return z
+
+
+def _of_samples(view: _View, z: Tensor) -> Tensor:
+    """The affine step of a sample's own channels, where there is one."""
+    if view.scale is not None:
+        z = z * _scales(view, view.scale)
+    if view.shift is not None:
+        z = z + _by_sample(view, view.shift)
+    return z
+
+
+def _scales(view: _View, scale: Tensor) -> Tensor:
+    """What a sample's channels are multiplied by, broadcastable."""
+    return 1.0 + _by_sample(view, scale)
+
+
+def _by_sample(view: _View, parameter: Tensor) -> Tensor:
+    """A parameter [N, C], broadcastable."""
+    return parameter.to(view.work).reshape(*view.shape[:3], 1)
 
 
 def _factors(view: _View, weight: Tensor) -> Tensor:
@@ -469,5 +498,7 @@ def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor
     return terms.sum(view.parameter_axes).reshape(parameter.shape).to(parameter.dtype)
 
 
-def _laid_out_like(x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype).copy_(values.reshape(x.shape))
+def _laid_out(view: _View, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A result of x's shape, in the memory order of results."""
+    # Not into an empty tensor: under vmap x may be one tensor and its results several.
+    return laid_out(values.reshape(x.shape).to(dtype), view.channels_last)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusednorm.errors import KernelInputError
 from fusednorm.reference import layer_norm_forward
+from fusednorm.reference_checks import check_float, check_results
 
 
 def layer_norm_chain(
@@ -20,14 +22,23 @@ def layer_norm_chain(
     """y = LN_k(... LN_2(LN_1(x))) over the last axis.
 
     Args:
-        x: [..., cols], any float dtype, any strides.
+        x: [..., cols], float32, float16, bfloat16 or float64, any strides.
         weights, biases: [cols] or None for each norm, the same number of both; biases None for no biases at all.
-        eps: added to each variance.
-        out_dtype: y's dtype; x's when None.
+        eps: added to each variance; positive and finite.
+        out_dtype: y's dtype, any of these; x's when None.
         precision: torch.float32 or torch.float64, of every step.
+
+    Raises:
+        KernelInputError: no norm, another number of biases, or what `reference.layer_norm_forward` refuses.
     """
-    y = x.to(precision)
+    check_float("x", x)
+    check_results(out_dtype, float8=False)
+    if not weights:
+        raise KernelInputError("weights must hold at least 1 norm, got 0")
     biases = [None] * len(weights) if biases is None else biases
+    if len(biases) != len(weights):
+        raise KernelInputError(f"biases must be as many as weights, {len(weights)}, got {len(biases)}")
+    y = x.to(precision)
     for weight, bias in zip(weights, biases, strict=True):
         y = layer_norm_forward(y, weight, bias, eps=eps, precision=precision).y
     return y.to(out_dtype or x.dtype)

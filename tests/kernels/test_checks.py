@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from fusednorm import KernelInputError, UnsupportedShapeError, layer_norm_backward, layer_norm_forward
+import torch.nn.functional as F  # noqa: N812
+from fusednorm import (
+    KernelInputError,
+    UnsupportedShapeError,
+    autograd,
+    group_norm_backward,
+    group_norm_forward,
+    layer_norm_backward,
+    layer_norm_chain,
+    layer_norm_forward,
+    reference,
+    reference_chain,
+)
 
 
 @pytest.fixture
@@ -63,3 +75,60 @@ def test_statistics_come_in_pairs_and_in_float32(x):
         layer_norm_backward(x, x, mean=mean)
     with pytest.raises(KernelInputError, match=r"rstd must be float32 \[4\]"):
         layer_norm_backward(x, x, mean=mean, rstd=mean.half())
+
+
+TAKES_EPS = {
+    "function": lambda x, eps: autograd.layer_norm(x, eps=eps),
+    "differentiated function": lambda x, eps: autograd.rms_norm(x.clone().requires_grad_(), eps=eps),
+    "forward": lambda x, eps: layer_norm_forward(x, eps=eps).y,
+    "backward": lambda x, eps: layer_norm_backward(x, x, eps=eps).dx,
+    "groups forward": lambda x, eps: group_norm_forward(x, 2, eps=eps).y,
+    "groups backward": lambda x, eps: group_norm_backward(x, x, 2, eps=eps).dx,
+    "chain": lambda x, eps: layer_norm_chain(x, [None], eps=eps),
+    "reference forward": lambda x, eps: reference.layer_norm_forward(x, eps=eps).y,
+    "reference backward": lambda x, eps: reference.group_norm_backward(x, x, 2, eps=eps).dx,
+    "reference chain": lambda x, eps: reference_chain.layer_norm_chain(x, [None], eps=eps),
+}
+
+
+@pytest.mark.parametrize("call", TAKES_EPS)
+def test_eps_is_a_positive_finite_number(x, call):
+    call = TAKES_EPS[call]
+    for eps in (0, 0.0, -1e-5, float("nan"), float("inf"), True, "1e-5", None, [1e-5], torch.tensor(1e-5)):
+        with pytest.raises(KernelInputError, match="eps must be positive and finite, got"):
+            call(x, eps)
+    torch.testing.assert_close(call(x, 1), call(x, 1.0), rtol=0, atol=0)
+
+
+def test_an_int_as_eps_is_the_same_number(x):
+    torch.testing.assert_close(layer_norm_forward(x, eps=2).y, F.layer_norm(x, (8,), eps=2.0))
+
+
+TAKES_GROUPS = {
+    "function": autograd.group_norm,
+    "forward": lambda x, groups: group_norm_forward(x, groups).y,
+    "backward": lambda x, groups: group_norm_backward(x, x, groups).dx,
+    "reference forward": lambda x, groups: reference.group_norm_forward(x, groups).y,
+    "reference backward": lambda x, groups: reference.group_norm_backward(x, x, groups).dx,
+}
+
+
+@pytest.mark.parametrize("call", TAKES_GROUPS)
+@pytest.mark.parametrize("groups", [True, 2.0, "2", None, 0, -2, 3, 16])
+def test_the_number_of_groups_is_an_int_that_divides_the_channels(x, call, groups):
+    with pytest.raises(KernelInputError, match="num_groups must be"):
+        TAKES_GROUPS[call](x, groups)
+
+
+@pytest.mark.parametrize("seed", [True, 1.5, "1", -(2**63) - 1])
+def test_a_seed_is_an_int64(x, seed):
+    for call in (autograd.layer_norm, layer_norm_forward, reference.layer_norm_forward):
+        with pytest.raises(KernelInputError, match="seed must be an int64, got"):
+            call(x, dropout=0.5, seed=seed)
+
+
+@pytest.mark.parametrize("dropout", [True, "0.5", None, float("nan"), -0.5])
+def test_dropout_is_a_probability(x, dropout):
+    for call in (autograd.layer_norm, layer_norm_forward, reference.layer_norm_forward):
+        with pytest.raises(KernelInputError, match=r"dropout must be in \[0, 1\), got"):
+            call(x, dropout=dropout, seed=1)

@@ -112,3 +112,39 @@ def test_a_trace_before_dispatch_holds_the_operator(gradients):
     x = torch.randn(3, 4, requires_grad=gradients)
     trace = make_fx(lambda x: fusednorm.layer_norm(x), pre_dispatch=True)(x)
     assert "fusednorm.layer_norm" in trace.code
+
+
+def test_results_lie_as_a_trace_says_they_do():
+    """Rows contiguous, whatever x's strides: code is generated for the strides of the trace."""
+    rows = torch.randn(4, 3).t().requires_grad_()
+    groups = torch.randn(2, 3, 5, 4).permute(0, 3, 1, 2).requires_grad_()
+    one = torch.empty_strided((2, 4, 1, 1), (4, 1, 4, 4)).normal_().requires_grad_()
+    for op, x in (("layer_norm", rows), ("rms_norm", rows), ("group_norm", groups), ("group_norm", one)):
+        residual = torch.randn_like(x)
+        arguments = (x, None, None, residual, None, None, 2, 1e-5, 0.0, "none", 0.0, 0)
+        operator = getattr(torch.ops.fusednorm, op).default
+        torch.library.opcheck(operator, arguments, test_utils=["test_faketensor", "test_schema"])
+    x = rows.detach()
+    assert fusednorm.layer_norm(x).is_contiguous()
+    assert fusednorm.reference.layer_norm_backward(x, x).dx.is_contiguous()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_modules_are_exported_whole(strict):
+    class Stack(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = torch.nn.ModuleList(
+                [fusednorm.LayerNorm(4), fusednorm.RMSNorm(4), fusednorm.GroupNorm(2, 4)]
+            )
+
+        def forward(self, x):
+            for norm in self.norms:
+                x = norm(x)
+            return x
+
+    stack, x = Stack(), torch.randn(3, 4)
+    exported = torch.export.export(stack, (x,), strict=strict)
+    names = [str(node.target) for node in exported.graph.nodes if "fusednorm" in str(node.target)]
+    assert names == [f"fusednorm.{op}.default" for op in ("layer_norm", "rms_norm", "group_norm")]
+    torch.testing.assert_close(exported.module()(x), stack(x))

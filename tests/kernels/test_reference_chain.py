@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from fusednorm import KernelInputError
 from fusednorm.reference_chain import layer_norm_chain
 
 
@@ -25,5 +26,5 @@ def test_only_the_result_is_rounded():
 
 
 def test_weights_and_biases_come_in_equal_numbers():
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(KernelInputError, match="biases must be as many as weights, 2, got 1"):
         layer_norm_chain(torch.randn(2, 4), [None, None], [None])

@@ -1,0 +1,109 @@
+"""How an operator is differentiated, and taken over a batch by `torch.vmap`.
+
+Reverse mode has a formula of the operator's own.  Forward mode, `vmap` and the derivatives of backward passes are
+torch's, of the same operation in plain torch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+Results = tuple[Tensor, ...]
+Plain = Callable[..., Results]
+"""An operator in plain torch: takes its arguments, returns its results."""
+
+Setup = Callable[[Any, tuple[Any, ...], Results], None]
+"""Keeps in a context what the derivative needs of the arguments and results."""
+
+Derivative = Callable[..., tuple[Tensor | None, ...]]
+"""Takes the context and the gradients of the results, returns those of the arguments."""
+
+_TRANSFORMED = torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def register_derivatives(
+    library: torch.library.Library, name: str, plain: Plain, setup: Setup, derivative: Derivative
+) -> None:
+    """Make the operator `name` of `library` differentiable in both modes, and let `torch.vmap` take it.
+
+    Unlike what `torch.library.register_autograd` makes of a formula, it may be used in transforms of `torch.func`,
+    within one another, and where there are tangents they are not lost.
+    """
+    operator = getattr(getattr(torch.ops, library.ns), name).default
+    below_autograd = torch._C._after_autograd_keyset
+
+    def dispatch_on(keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Results:
+        with torch._C._AutoDispatchBelowAutograd():
+            results: Results = operator.redispatch(keyset & below_autograd, *arguments)
+        return results
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Results:
+            # Disabled in a Function's forward, both; but there may be transforms around this one.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                results = dispatch_on(keyset, arguments)
+            setup(ctx, arguments, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            return None, *derivative(ctx, *gradients)
+
+    # `Node.apply` less its refusal of transforms: a dispatcher's kernel meets them one at a time.
+    apply: Callable[..., Results] = super(torch.autograd.Function, Node).apply
+
+    def differentiate(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Results:
+        may_have_tangents = forward_ad._current_level >= 0 or keyset.has(_TRANSFORMED) or _dispatch_modes()
+        if may_have_tangents and any(map(has_tangent, arguments)):
+            return plain(*arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            with enable_single_level_autograd_function():
+                return apply(keyset, *arguments)
+        return dispatch_on(keyset, arguments)
+
+    library.impl(name, differentiate, "Autograd", with_keyset=True)
+    library.impl(name, plain, "FuncTorchBatched")
+
+
+def has_tangent(argument: Any) -> bool:
+    """Whether forward mode goes through an argument."""
+    # Level 0: torch has no other yet.
+    return isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None
+
+
+def derivative_of_plain(
+    plain: Plain, arguments: tuple[Any, ...], needed: tuple[bool, ...], gradients: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments that are needed, from those of the results, and differentiable in their turn.
+
+    Args:
+        plain: what is differentiated.
+        arguments: its arguments.
+        needed: of which of them a gradient is wanted.
+        gradients: of its results; None is zero.
+    """
+    places = [place for place, wanted in enumerate(needed) if wanted]
+    used = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    found: list[Tensor | None] = [None] * len(arguments)
+    if not (places and used):
+        return tuple(found)
+
+    def of_needed(*tensors: Tensor) -> Results:
+        given = list(arguments)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        results = plain(*given)
+        return tuple(results[place] for place in used)
+
+    pull_back: Callable[[Any], Any]
+    _, pull_back, *_ = torch.func.vjp(of_needed, *(arguments[place] for place in places))
+    pulled = pull_back(tuple(gradients[place] for place in used))
+    for place, gradient in zip(places, pulled, strict=True):
+        found[place] = gradient
+    return tuple(found)

@@ -1,0 +1,50 @@
+"""What `reference` asks of its tensors: floats, float64 too, of any strides, and the shapes of the contract.
+
+Nothing is broadcast and nothing cast from integers, so that what the kernels refuse is not computed otherwise here.
+"""
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import FLOAT8, FLOAT_DTYPES
+from fusednorm.errors import KernelInputError
+
+DTYPES = (*FLOAT_DTYPES, torch.float64)
+PRECISIONS = (torch.float32, torch.float64)
+
+
+def check_float(name: str, tensor: Tensor) -> None:
+    """Raises KernelInputError unless the tensor is float32, float16, bfloat16 or float64."""
+    if tensor.dtype not in DTYPES:
+        raise KernelInputError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
+
+
+def check_companion(name: str, tensor: Tensor | None, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """A float tensor of that shape, x's if none is given, on x's device; or None.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+    """
+    if tensor is None:
+        return
+    check_float(name, tensor)
+    if tensor.device != x.device:
+        raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
+    if shape is not None and tensor.shape != shape:
+        raise KernelInputError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+    if shape is None and tensor.shape != x.shape:
+        raise KernelInputError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}")
+
+
+def check_results(out_dtype: torch.dtype | None, *, float8: bool) -> None:
+    """Raises KernelInputError unless y may have that dtype: one of the floats, or with `float8` float8_e4m3fn."""
+    if out_dtype is None or out_dtype in DTYPES or (float8 and out_dtype == FLOAT8):
+        return
+    allowed = "float32, float16, bfloat16, float64 or float8_e4m3fn" if float8 else "float32, float16 or bfloat16"
+    raise KernelInputError(f"out_dtype must be {allowed}, got {out_dtype}")
+
+
+def check_precision(precision: torch.dtype | None) -> None:
+    """Raises KernelInputError unless sums may be taken in that dtype, or it is left open."""
+    if precision is not None and precision not in PRECISIONS:
+        raise KernelInputError(f"precision must be float32 or float64, got {precision}")

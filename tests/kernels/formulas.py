@@ -1,0 +1,50 @@
+"""The differentiable functions' formulas in plain torch, step by step, for derivatives of any order and mode.
+
+Not torch's own norms: `torch.nn.functional.layer_norm` has no right derivative of its forward mode.
+"""
+
+import torch.nn.functional as F  # noqa: N812
+
+_ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "silu": lambda z: z * z.sigmoid(),
+    "gelu": lambda z: 0.5 * z * (1 + (z * 0.5**0.5).erf()),
+    "gelu_tanh": lambda z: 0.5 * z * (1 + ((z + 0.044715 * z**3) * 0.7978845608028654).tanh()),
+}
+
+
+def normalised(h, axes, eps, centre=True):
+    if centre:
+        h = h - h.mean(axes, keepdim=True)
+    return h * (h.square().mean(axes, keepdim=True) + eps).rsqrt()
+
+
+def rows(name, x, w, b, r, activation="none"):
+    h = x + r if name.startswith("add_") else x
+    rms = "rms" in name
+    z = normalised(h, -1, 1e-6 if rms else 1e-5, centre=not rms) * (w + 1 if "zero" in name else w)
+    y = _ACTIVATIONS[activation](z if rms else z + b)
+    return (y, h) if name.startswith("add_") else y
+
+
+def groups(name, x, w, b, r, activation="none", scale=None, shift=None):
+    h = x + r if name.startswith("add_") else x
+    per_channel = (-1, *(1,) * (x.dim() - 2))
+    z = normalised(h.reshape(x.shape[0], 2, -1), -1, 1e-5).reshape(x.shape)
+    z = z * w.reshape(per_channel) + b.reshape(per_channel)
+    if scale is not None:
+        z = z * (1 + scale.reshape(*scale.shape, *per_channel[1:]))
+    if shift is not None:
+        z = z + shift.reshape(*shift.shape, *per_channel[1:])
+    y = _ACTIVATIONS[activation](z)
+    return (y, h) if name.startswith("add_") else y
+
+
+def formula(name):
+    """What `norm_calls.CALLS[name]` computes, with the same arguments."""
+
+    def call(x, w, b, r, **options):
+        return (groups if "group" in name else rows)(name, x, w, b, r, **options)
+
+    return call
