@@ -212,9 +212,7 @@ async def drive(pieces: Sequence[bytes], *, settles: bool = True, ends: bool = F
             await driver.receive(piece)
             if settles:
                 await driver.settle()
-        await driver.settle()
-        if ends:
-            await driver.end()
+        await (driver.end() if ends else driver.settle())
         return driver.events()
     finally:
         await driver.lose()

@@ -137,6 +137,29 @@ def test_departure_is_told_once_and_before_the_end_only(sending):
     assert sending.is_delivered is False
 
 
+class TestProbe:
+    """The first bytes of a response may go ahead of it, once and without a trace."""
+
+    def test_of_a_whole_response(self, wire, sending, loop):
+        sending.probe()
+        assert wire.writes == [b"HTTP/1.1 "]
+        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        assert b"".join(wire.writes) == HEAD + b"\r\nbody"
+
+    def test_of_a_response_in_messages(self, wire, sending):
+        sending.probe()
+        sending.write(b"HTTP/1.1 404 Not Found\r\n\r\n")
+        sending.write(b"HTTP/1.1 is text here")
+        sending.finish()
+        assert b"".join(wire.writes) == b"HTTP/1.1 404 Not Found\r\n\r\nHTTP/1.1 is text here"
+
+    def test_none_behind_the_start(self, wire, sending):
+        sending.write(b"HTTP/1.1 200 OK\r\n")
+        sending.probe()
+        sending.finish()
+        assert wire.writes == [b"HTTP/1.1 200 OK\r\n"]
+
+
 HEADERS = [(b"content-type", b"application/x-npy"), (b"content-length", b"4")]
 HEAD = b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-type: application/x-npy\r\ncontent-length: 4\r\n"
 
