@@ -34,19 +34,25 @@ class Client:
     async def serve(self, reader: BodyReader) -> str:
         """The edge and a route."""
         try:
-            body = await reader.read(self.exchange)
+            body = await self.read(reader)
             assert body == self.sent
             self.exchange.permit.grow(1)
             await self.computed.wait()
             return "computed"
         except NormserveError as error:
-            # Before the answer is sent, which may take its time.
-            assert self.exchange.permit is None or self.exchange.permit._limits is None
-            assert not self.reception.is_filling
             return error.code
         finally:
             if self.exchange.permit is not None:
                 self.exchange.permit.release()
+
+    async def read(self, reader: BodyReader) -> memoryview:
+        """The body, or nothing is held any more: an answer may take its time."""
+        try:
+            return await reader.read(self.exchange)
+        except NormserveError:
+            assert self.exchange.permit is None or self.exchange.permit._limits is None
+            assert not self.reception.is_filling
+            raise
 
     def send(self, piece: bytes) -> None:
         """As the connection does: bytes that nobody receives are lost here."""
@@ -137,12 +143,16 @@ class Machine(RuleBasedStateMachine):
         # A slab of 10 bytes is 64 KiB long.
         assert self.slabs.used_bytes <= self.limits.bytes + MAX_REQUESTS * 65536
 
-    def teardown(self) -> None:
+    def end_all(self) -> None:
+        """What came whole is computed, the others leave.  No name outlives it: a cancelled task holds its body."""
         for client in self.clients:
             client.computed.set()
             if not client.reception.is_complete:
                 client.reception.fail(ClientLeftError("gone"))
         self.turn()
+
+    def teardown(self) -> None:
+        self.end_all()
         assert all(client.task.done() for client in self.clients)
         outcomes = {client.task.result() for client in self.clients if not client.task.cancelled()}
         assert outcomes <= {"computed", "overloaded", "request_timeout", "client_left", "too_large"}
