@@ -1,6 +1,7 @@
 """The asynchronous client: the blocking one's methods as coroutines."""
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -37,11 +38,14 @@ class AsyncClient:
         timeout_s: float | None = 60.0,
         retries: RetryPolicy | None = None,
         max_connections: int = 100,
+        verify: ssl.SSLContext | str | bool = True,
+        certificate: str | tuple[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Args: as `Client`; the transport is one of httpx's asynchronous ones."""
         self._retries = retries or RetryPolicy()
-        self._http = httpx.AsyncClient(transport=transport, **connection(url, api_key, timeout_s, max_connections))
+        options = connection(url, api_key, timeout_s, max_connections, verify, certificate)
+        self._http = httpx.AsyncClient(transport=transport, **options)
 
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)

@@ -5,6 +5,7 @@
 
 import inspect
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast, get_args
@@ -160,14 +161,38 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def connection(url: str, api_key: str | None, timeout_s: float | None, connections: int) -> dict[str, Any]:
+def connection(
+    url: str,
+    api_key: str | None,
+    timeout_s: float | None,
+    connections: int,
+    verify: ssl.SSLContext | str | bool = True,
+    certificate: str | tuple[str, str] | None = None,
+) -> dict[str, Any]:
     """What httpx must know about a server, for its blocking and its asynchronous client alike."""
     # Compression would cost more time than the bytes that it saves: floats hardly shrink.
     headers = {"accept-encoding": "identity"}
     if api_key is not None:
         headers["authorization"] = f"Bearer {api_key}"
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s), "limits": limits}
+    return {
+        "base_url": url,
+        "headers": headers,
+        "timeout": httpx.Timeout(timeout_s),
+        "limits": limits,
+        "verify": _trust(verify, certificate),
+    }
+
+
+def _trust(verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None) -> ssl.SSLContext | bool:
+    """What httpx is told about TLS; it deprecates paths."""
+    if isinstance(verify, str):
+        verify = ssl.create_default_context(cafile=verify)
+    if certificate is None:
+        return verify
+    context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
+    context.load_cert_chain(*((certificate,) if isinstance(certificate, str) else certificate))
+    return context
 
 
 def adopt(method: Callable[..., Any], build: Callable[..., Any]) -> None:
