@@ -41,7 +41,7 @@ class ClosedLoop:
         Raises:
             subprocess.SubprocessError: an answer was not 200, or did not come.
         """
-        head = f"POST {server.path} HTTP/1.1\r\nHost: bench\r\nContent-Type: {content_type}\r\n"
+        head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
         self._request.write_bytes(
             (f"{head}Content-Length: {len(body)}\r\n\r\n".encode() if server.path else b"") + body
         )

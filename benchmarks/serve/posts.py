@@ -54,7 +54,7 @@ class Post:
         self._right: bytes | None = None
         self._window = 0
         self.body = npy(self._x)
-        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/x-npy\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npy\r\n"
         self.head = f"{head}Content-Length: {len(self.body)}\r\n".encode()
 
     async def by(self, wire: Wire, *, waits_for_leave: bool = False) -> Answered:

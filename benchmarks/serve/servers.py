@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -97,13 +98,18 @@ def normserve(
     backend: str,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    trust: ssl.SSLContext | None = None,
 ) -> Iterator[list[Served]]:
-    """normserve over TCP and over a Unix domain socket, with a registered layer."""
+    """normserve over TCP and over a Unix domain socket, with a registered layer.
+
+    Args:
+        trust: of its clients, where the options give it a certificate.
+    """
     uds = folder / "normserve.sock"
     command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
     unbuffered = {"PYTHONUNBUFFERED": "1", **environment}
     with process([*command, "--log-level", "warning", *options], cores, unbuffered) as running:
-        served = _with_layer("normserve", running, parameters)
+        served = _with_layer("normserve", running, parameters, trust)
         yield [served, replace(served, name="normserve-uds", address=str(uds))]
 
 
@@ -115,12 +121,17 @@ def deviceless(cores: set[int], parameters: Mapping[str, np.ndarray]) -> Iterato
         yield _with_layer("deviceless", running, parameters)
 
 
-def _with_layer(name: str, running: subprocess.Popen[str], parameters: Mapping[str, np.ndarray]) -> Served:
+def _with_layer(
+    name: str,
+    running: subprocess.Popen[str],
+    parameters: Mapping[str, np.ndarray],
+    trust: ssl.SSLContext | None = None,
+) -> Served:
     """A normserve once it is ready and knows the layer."""
     url = _first(
-        running, lambda line: found[1] if (found := re.search(r"POST .* (http://\S+?)/v1", line)) else None
+        running, lambda line: found[1] if (found := re.search(r"POST .* (https?://\S+?)/v1", line)) else None
     )
-    with Client(url, timeout_s=_START_S) as client:
+    with Client(url, timeout_s=_START_S, verify=trust or True) as client:
         client.put_layer(LAYER, "layer_norm", parameters["weight"], parameters["bias"])
     return Served(name, str(httpx.URL(url).port), f"/v1/layer_norm?layer={LAYER}", running.pid)
 

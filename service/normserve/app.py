@@ -28,8 +28,10 @@ from normserve.keys import ApiKey, Keyring, KeysFile
 from normserve.layers import LayerRegistry
 from normserve.limits import Limits
 from normserve.metrics import Metrics
+from normserve.origins import Origins, hosts_of
 from normserve.routes.body import BodyReader
 from normserve.routes.direct import DirectPaths
+from normserve.routes.docs import describe
 from normserve.routes.layers import Layers, make_layer
 from normserve.routes.operations import Operations
 from normserve.routes.page import Page
@@ -140,9 +142,11 @@ def create_app(
     app = FastAPI(
         title="normserve",
         version=__version__,
-        summary="Fused LayerNorm, RMSNorm and GroupNorm as a service",
+        description="Fused LayerNorm, RMSNorm and GroupNorm as a service.",
         lifespan=_lifespan,
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
         exception_handlers={HTTPException: _answer_http_exception, NormserveError: _answer_error},
     )
     app.state.service = service
@@ -151,10 +155,13 @@ def create_app(
     # Included routers are matched twice for each request, and FastAPI's own pages before them.
     app.router.routes[:0] = app.state.routes
     scopes = RouteScopes(app.router.routes, metrics_are_public=settings.api_keys_file is None)
+    app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
+    cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
     app.state.entrance = Edge(
         DirectPaths(app, app.state.routes),
         service.metrics,
         service.siblings,
+        Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins),
         None if service.keys is None else Authorisation(service.keys, scopes, service.siblings),
         AccessLog(scopes, service.siblings) if settings.access_log else None,
     )
@@ -187,7 +194,7 @@ def _routers(service: Service) -> list[APIRouter]:
         Operations(service.engine, service.layers, bodies, settings.timeout_ms).router(),
         Layers(service.engine, service.layers, service.siblings, bodies).router(),
         Status(service.engine, service.layers, service.metrics, service.siblings, limits).router(),
-        Page(with_key=service.keys is not None).router(),
+        Page(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]
 
 

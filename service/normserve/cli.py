@@ -15,6 +15,7 @@ from normserve.keys import KeysFile, KeysFileError
 from normserve.keys.generate import entry, new_key
 from normserve.logs import configure_logging
 from normserve.settings import Settings
+from normserve.tls import TlsFileError, TlsFiles
 
 _EXAMPLES = """examples:
   normserve serve                                      on http://127.0.0.1:8000
@@ -42,16 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         for fault in error.errors():
             name = "_".join(str(part) for part in fault["loc"])
-            # What is wrong with several at once has no place of its own.
-            where = f"{_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
-            print(f"normserve serve: {where}{fault['msg']}", file=sys.stderr)
+            _complain(name, fault["msg"])
+        return 2
+    try:
+        if files := TlsFiles.of(settings):
+            files.load()
+    except TlsFileError as error:
+        _complain(error.setting, error.detail)
         return 2
     configure_logging(settings.log_level, settings.log_format)
     if settings.api_keys_file is not None:
         try:
             KeysFile(settings.api_keys_file).read()
         except KeysFileError as error:
-            print(f"normserve serve: --api-keys-file (NORMSERVE_API_KEYS_FILE): {error}", file=sys.stderr)
+            _complain("api_keys_file", str(error))
             return 2
     # Until the server handles it: as a container's first process this one has no default for SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
@@ -61,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from normserve.server import serve
 
     return serve(settings)
+
+
+def _complain(name: str, what: str) -> None:
+    """Say what is wrong with a setting."""
+    # What is wrong with several at once has no place of its own.
+    where = f"{_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
+    print(f"normserve serve: {where}{what}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ from normserve.exchange import Exchange
 from normserve.http_errors import problem
 from normserve.layer_audit import LAYERS, note_layer_change
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
+from normserve.origins import Origins
 from normserve.siblings import Siblings
 from normserve.transport import Buffers, Departure, Headers, Reception
 
@@ -44,6 +45,7 @@ class Edge:
         app: ASGIApp,
         metrics: Metrics,
         siblings: Siblings,
+        origins: Origins,
         authorisation: Authorisation | None = None,
         access_log: AccessLog | None = None,
     ) -> None:
@@ -51,6 +53,7 @@ class Edge:
         self._app = app
         self._metrics = metrics
         self._siblings = siblings
+        self._origins = origins
         self._authorisation = authorisation
         self._access_log = access_log
 
@@ -69,9 +72,14 @@ class Edge:
         outgoing = _Outgoing(send, incoming, exchange)
         exchange.respond = outgoing.respond
         try:
-            if self._authorisation is not None:
-                self._authorisation.admit(scope, _bearer_token(headers), exchange)
-            await self._app(scope, incoming.receive, outgoing.send)
+            outgoing.shared, preflight = self._origins.admit(scope, headers)
+            if preflight is None:
+                if self._authorisation is not None:
+                    self._authorisation.admit(scope, _bearer_token(headers), exchange)
+                await self._app(scope, incoming.receive, outgoing.send)
+            else:
+                exchange.record.op = "preflight"
+                await preflight(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
             await respond_problem(error, exchange, outgoing.send)
         except Exception:
@@ -148,13 +156,18 @@ class _Incoming:
 
 
 class _Outgoing:
-    """The response, with what every response carries."""
+    """The response, with what every response carries.
+
+    Attributes:
+        shared: headers for the page that sent the request, if a page did.
+    """
 
     def __init__(self, send: Send, incoming: _Incoming, exchange: Exchange) -> None:
         self._send = send
         self._incoming = incoming
         self._exchange = exchange
         self.started = False
+        self.shared: Headers = ()
 
     async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
         """A whole response, to a request that has been received whole."""
@@ -162,7 +175,7 @@ class _Outgoing:
         self.started = True
         exchange.record.status = status
         exchange.record.sent = nbytes
-        named = (*headers, (b"x-request-id", exchange.request_id.encode()))
+        named = (*headers, *self.shared, (b"x-request-id", exchange.request_id.encode()))
         await exchange.sending.respond(status, named, buffers, nbytes)
 
     async def send(self, message: Message) -> None:
@@ -180,7 +193,8 @@ class _Outgoing:
     async def _start(self, message: Message) -> None:
         self.started = True
         self._exchange.record.status = message["status"]
-        headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode())]
+        named = (b"x-request-id", self._exchange.request_id.encode())
+        headers = [*message["headers"], *self.shared, named]
         # Of a body that was cut off nobody can tell when the rest comes.
         is_cut_off = self._exchange.reception.is_cut_off
         if not self._incoming.complete and self._incoming.is_quick_to_drop and not is_cut_off:

@@ -8,6 +8,8 @@ NormserveError
 ├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
 ├── UnauthorizedError            unauthorized           no API key, one that is not known or one that has expired
 ├── ForbiddenError               forbidden              the API key may not do this
+├── ForbiddenOriginError         forbidden_origin       a page of another origin sent it
+├── MisdirectedRequestError      misdirected_request    Host names another server
 ├── NotFoundError                not_found
 │   └── UnknownLayerError        unknown_layer
 ├── MethodNotAllowedError        method_not_allowed
@@ -72,6 +74,14 @@ class UnauthorizedError(NormserveError):
 
 class ForbiddenError(NormserveError):
     code = "forbidden"
+
+
+class ForbiddenOriginError(NormserveError):
+    code = "forbidden_origin"
+
+
+class MisdirectedRequestError(NormserveError):
+    code = "misdirected_request"
 
 
 class NotFoundError(NormserveError):

@@ -51,6 +51,8 @@ class Process:
         self._held: dict[int, str] = {}
         self._channel: socket.socket | None = None
         self._running: asyncio.subprocess.Process | None = None
+        # Before it has said anything, a SIGHUP would end it.
+        self._minds_signals = self._reloads_late = False
         self.restarts = 0
         self.is_ready = False
         self.was_ready = asyncio.Event()
@@ -85,7 +87,7 @@ class Process:
         finally:
             loop.remove_reader(here)
             here.close()
-            self._channel, self.is_ready = None, False
+            self._channel, self.is_ready, self._minds_signals = None, False, False
             for address in self._held.values():
                 self._on_connection_end(address)
             self._held.clear()
@@ -106,6 +108,13 @@ class Process:
         if self._running is not None and self._running.returncode is None:
             self._running.send_signal(signal.SIGTERM)
 
+    def reload(self) -> None:
+        """Have it read the TLS files again, as soon as it minds the signal that says so."""
+        if self._minds_signals and self._running is not None and self._running.returncode is None:
+            self._running.send_signal(signal.SIGHUP)
+        else:
+            self._reloads_late = True
+
     def _hear(self, channel: socket.socket, heard: Heard) -> None:
         try:
             said = channel.recv(4096)
@@ -115,6 +124,10 @@ class Process:
             asyncio.get_running_loop().remove_reader(channel)
             self.is_ready = False
             return
+        self._minds_signals = True
+        if self._reloads_late:
+            self._reloads_late = False
+            self.reload()
         for number in heard.feed(said):
             if (address := self._held.pop(number, None)) is not None:
                 self._on_connection_end(address)
@@ -149,6 +162,8 @@ class Fleet:
         with listening(self._settings) as listeners:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._end)
+            if self._settings.tls_cert is not None:
+                loop.add_signal_handler(signal.SIGHUP, self._reload)
             announcing = asyncio.create_task(self._announce(listeners[0]))
             accepting = [
                 asyncio.create_task(self._limits.accept(listener, self._hand_over)) for listener in listeners
@@ -182,6 +197,10 @@ class Fleet:
         for process in self._processes:
             process.signal()
 
+    def _reload(self) -> None:
+        for process in self._processes:
+            process.reload()
+
     async def _hand_over(self, connection: socket.socket, address: str) -> None:
         """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
         number = next(self._numbers)
@@ -200,7 +219,7 @@ class Fleet:
     async def _announce(self, listener: socket.socket) -> None:
         for process in self._processes:
             await process.was_ready.wait()
-        url = url_of(listener)
+        url = url_of(listener, encrypted=self._settings.tls_cert is not None)
         log.info("%d processes on %s are ready on %s", len(self._processes), self._settings.devices, url)
         if self._settings.log_format == "text":
             print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)

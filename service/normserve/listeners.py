@@ -48,9 +48,10 @@ def _listening_at(path: Path) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, encrypted: bool) -> str:
     """Where clients on this host reach it."""
     host, port = listener.getsockname()[:2]
     # A server that listens everywhere is reached here by the loopback address.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

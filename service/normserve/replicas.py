@@ -47,7 +47,10 @@ class Scale(BaseModel):
         """What one replica is told: its device, and no more threads than cores are its own."""
         backend = "triton" if self.device == "gpu" else "torch"
         threads = settings.cpu_threads or max(1, int(self.cpus_per_replica))
-        return settings.model_copy(update={"backend": backend, "cpu_threads": threads, "uds": None, "devices": ""})
+        own = {"backend": backend, "cpu_threads": threads, "uds": None, "devices": ""}
+        # Where Ray's proxy listens is nothing that the settings say.
+        own["allowed_hosts"] = settings.allowed_hosts or "*"
+        return settings.model_copy(update=own)
 
     def deployment_options(self, settings: Settings) -> dict[str, Any]:
         """What Ray Serve is told about the deployment."""

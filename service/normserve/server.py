@@ -26,6 +26,7 @@ from normserve.logs import Throttled
 from normserve.metrics import RequestRecord
 from normserve.routes.status import curl_line
 from normserve.settings import Settings
+from normserve.tls import TlsContext, TlsFileError, TlsFiles
 from normserve.transport import Connection, Manners, Patience, listen
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Server(uvicorn.Server):
         listeners: Sequence[socket.socket],
         stop_listening: Callable[[], None],
         channel: socket.socket | None,
+        tls: TlsContext | None,
     ) -> None:
         """Args: listeners, channel: where connections come from, the one or the other."""
         super().__init__(config)
@@ -60,6 +62,7 @@ class Server(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
         self._channel = channel
         self._reports = None if channel is None else Reports(channel)
+        self._tls = tls
         self._app = app
         self._service: Service = app.state.service
         settings = self._service.settings
@@ -93,8 +96,10 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self._tls is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._read_certificate_again)
         yield
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
@@ -108,6 +113,15 @@ class Server(uvicorn.Server):
         log.info("draining: admitted work is finished, new work refused")
         self._service.engine.close()
         self._spawn(self._drain())
+
+    def _read_certificate_again(self) -> None:
+        assert self._tls is not None
+        try:
+            self._tls.reload()
+        except TlsFileError as error:
+            log.error("the TLS files stay as they were read before: %s", error)
+        else:
+            log.info("the TLS files are read again: new connections use them")
 
     async def _drain(self) -> None:
         give_up = time.monotonic() + self._service.settings.drain_s
@@ -157,12 +171,25 @@ class Server(uvicorn.Server):
     async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
         protocol = self._protocol()
         protocol.on_lost = on_end
+        handshake = {} if connection.family == socket.AF_UNIX else self._handshake()
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
         except OSError:
-            # Gone before it was a connection.
+            # Gone before it was a connection, or without a handshake, of which TLS has told it why.
             connection.close()
             on_end()
+
+    def _handshake(self) -> dict[str, Any]:
+        """What the event loop is told about TLS; nothing where there is none."""
+        if self._tls is None:
+            return {}
+        settings = self._service.settings
+        return {
+            "ssl": self._tls,
+            "ssl_handshake_timeout": settings.header_timeout_s,
+            # The rest of a response may leave until then.
+            "ssl_shutdown_timeout": settings.send_timeout_s,
+        }
 
     def _tell(self, state: int) -> None:
         if self._reports is not None:
@@ -198,12 +225,14 @@ class Server(uvicorn.Server):
         if self._channel is not None:
             self._tell(READY)
             return
-        url = url_of(self._listeners[0])
+        settings = self._service.settings
+        url = url_of(self._listeners[0], encrypted=self._tls is not None)
         log.info("ready on %s", url)
-        if self._service.settings.log_format == "json":
+        if settings.log_format == "json":
             # Whoever reads lines of JSON is to get nothing else.
             return
-        example = curl_line(url, with_key=self._service.keys is not None)
+        with_certificate = settings.tls_client_ca is not None
+        example = curl_line(url, with_key=self._service.keys is not None, with_certificate=with_certificate)
         print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)
 
     def _fail(self) -> None:
@@ -259,7 +288,9 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         except OSError as error:
             log.critical("the server cannot listen: %s", error)
             return 1
-        server = Server(config, app, listeners, stack.close, channel)
+        files = TlsFiles.of(settings)
+        tls = None if files is None else TlsContext(files)
+        server = Server(config, app, listeners, stack.close, channel, tls)
         audit.started(__version__, settings.shown())
         if service.keys is not None:
             audit.keys_loaded(service.keys.names)

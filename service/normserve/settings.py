@@ -4,8 +4,11 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_HOST = r"([A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?)"
+_ORIGIN = r"https?://[^/?#@*,\s]+"
 
 
 class Settings(BaseSettings):
@@ -16,6 +19,17 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
     uds: Path | None = Field(None, description="Path of a Unix domain socket to listen on as well.")
+    tls_cert: Path | None = Field(
+        None,
+        description="A PEM file with the server's certificate and those up to its authority: the port speaks TLS."
+        " Read again on SIGHUP, as are the next two.",
+    )
+    tls_key: Path | None = Field(
+        None, description="A PEM file with the certificate's key, not encrypted; else --tls-cert holds it."
+    )
+    tls_client_ca: Path | None = Field(
+        None, description="A PEM file with authorities: a client must have a certificate of one of them."
+    )
     backend: Literal["auto", "triton", "torch"] = Field(
         "auto", description="triton needs a CUDA device, torch runs on the CPU; auto takes triton if it can."
     )
@@ -34,6 +48,17 @@ class Settings(BaseSettings):
     )
     api_keys_file: Path | None = Field(
         None, description="A TOML file of named API keys in place of that one; /metrics asks for one, too."
+    )
+    allowed_hosts: str = Field(
+        "",
+        pattern=rf"^(\*|{_HOST}(,{_HOST})*)?$",
+        description="What a request's Host may name beside loopback, as in api.example,10.0.0.5; * is anything."
+        " Empty: nothing else on a loopback address, anything on another.",
+    )
+    cors_origins: str = Field(
+        "",
+        pattern=rf"^({_ORIGIN}(,{_ORIGIN})*)?$",
+        description="Origins whose pages may use the server (CORS), as in https://app.example; else only its own.",
     )
     max_body_bytes: int = Field(2**30, ge=1, description="Longest request body; a longer one is refused.")
     max_inflight_requests: int = Field(
@@ -103,6 +128,13 @@ class Settings(BaseSettings):
     def shown(self) -> dict[str, Any]:
         """Every setting as JSON has it, secrets masked."""
         return self.model_dump(mode="json")
+
+    @field_validator("tls_key", "tls_client_ca")
+    @classmethod
+    def _require_certificate(cls, path: Path | None, others: ValidationInfo) -> Path | None:
+        if path is not None and others.data.get("tls_cert") is None:
+            raise ValueError("needs --tls-cert")
+        return path
 
 
 def environment_of(device: str) -> dict[str, str]:

@@ -67,4 +67,4 @@ def exchange(address: tuple[str, int], request: bytes) -> Answer:
 
 def head(path: str = "/v1/layer_norm", *lines: str) -> bytes:
     """The start of a POST."""
-    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: test", *lines, "", "")).encode("latin-1")
+    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", *lines, "", "")).encode("latin-1")

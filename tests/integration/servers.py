@@ -17,7 +17,7 @@ import pytest
 from .stage import Stage, stage_on
 
 _START_S = 60
-_LISTENING = re.compile(r'ready on (http://[^\s"]+)')
+_LISTENING = re.compile(r'ready on (https?://[^\s"]+)')
 
 
 class ServerProcess:

@@ -37,12 +37,12 @@ def chunk(data: bytes) -> bytes:
         head("/v1/layer_norm", LENGTH, "X-Nul: a\0b") + BODY,
         head("/v1/layer_norm", LENGTH, "Bad Name: a") + BODY,
         head("/v1/layer_norm", LENGTH, " folded: a") + BODY,
-        b"POST /v1/layer_norm HTTP/3.7\r\nHost: a\r\n\r\n",
+        b"POST /v1/layer_norm HTTP/3.7\r\nHost: localhost\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
         b"\x00" * 100,
-        "GET /ü HTTP/1.1\r\nHost: a\r\n\r\n".encode(),
-        b"CONNECT example.org:443 HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET / HTTP/1.1\nHost: a\x00\n\n",
+        "GET /ü HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+        b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\nHost: localhost\x00\n\n",
     ],
     ids=[
         "length-and-chunked",
@@ -194,8 +194,8 @@ def test_body_to_a_route_that_takes_none(server):
 
 def test_pipelined_requests_are_answered_in_order(server):
     first = head("/v1/layer_norm", LENGTH) + BODY
-    second = b"GET /nope HTTP/1.1\r\nHost: a\r\n\r\n"
-    last = b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    second = b"GET /nope HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with Connection(server.address) as connection:
         connection.sendall(first + second + last)
         received = connection.everything()
@@ -204,7 +204,7 @@ def test_pipelined_requests_are_answered_in_order(server):
 
 @pytest.mark.parametrize("method", [b"BREW", b"TRACE", b"PROPFIND", b"get"])
 def test_strange_methods(server, method):
-    answer = exchange(server.address, method + b" /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    answer = exchange(server.address, method + b" /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert answer.status_code in (400, 405)
     assert_problem(answer, answer.status_code)
 
@@ -212,7 +212,7 @@ def test_strange_methods(server, method):
 def test_upgrades_are_declined(server):
     lines = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABkAAQAAP__")
     with Connection(server.address) as connection:
-        connection.sendall(b"\r\n".join((b"GET /livez HTTP/1.1", b"Host: a", *lines, b"", b"")))
+        connection.sendall(b"\r\n".join((b"GET /livez HTTP/1.1", b"Host: localhost", *lines, b"", b"")))
         assert connection.answer().status_code == 200
 
 

@@ -12,7 +12,7 @@ from .wire import X, assert_problem, npy
 BODY = npy(X)
 LENGTH = f"Content-Length: {len(BODY)}"
 OPERATION = head("/v1/layer_norm", LENGTH) + BODY
-LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def statuses(received: bytes) -> list[bytes]:
@@ -45,7 +45,7 @@ def test_empty_lines_do_not_keep_a_connection_open(start_server):
 
 def test_next_request_after_a_declined_upgrade(server):
     lines = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABkAAQAAP__")
-    upgrade = b"\r\n".join((b"GET /livez HTTP/1.1", b"Host: a", *lines, b"", b""))
+    upgrade = b"\r\n".join((b"GET /livez HTTP/1.1", b"Host: localhost", *lines, b"", b""))
     with Connection(server.address) as connection:
         for _ in range(2):
             connection.sendall(upgrade)

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.raw import Connection, exchange
 from tests.integration.wire import assert_alive, assert_problem
 
-LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def asks(connection: socket.socket) -> int:

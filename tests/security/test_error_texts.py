@@ -151,10 +151,11 @@ def test_what_is_not_there(api, path):
     [
         b"nonsense\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nbad header\r\n\r\n",
-        b"POST /v1/layer_norm HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
-        b"POST /v1/layer_norm HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
+        b"POST /v1/layer_norm HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
+        b"POST /v1/layer_norm HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+        b"Connection: close\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
     ],
 )
 def test_what_is_no_http(server, request_):
@@ -179,7 +180,7 @@ def test_what_nobody_expected():
 
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [await client.get("/fails"), await client.post(app.state.routes[0].path)]
 
     for response in asyncio.run(run()):

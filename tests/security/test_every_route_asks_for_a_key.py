@@ -40,7 +40,7 @@ def ask(app: FastAPI, requests: list[tuple[str, str, str | None]]) -> list[httpx
 
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [
                 await client.request(method, path, headers=bearing(key), content=b"x" if method == "PUT" else None)
                 for method, path, key in requests
@@ -157,7 +157,7 @@ def test_a_route_for_a_host_of_its_own_is_refused(app):
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
-        async with httpx.AsyncClient(transport=transport, base_url="http://mounted.test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.get("/data", headers=bearing(EVERYTHING))
 
     assert asyncio.run(run()).status_code == 403
@@ -174,7 +174,7 @@ def test_below_a_root_path_no_route_is_taken_for_another(app):
 
     async def run(root: str, path: str, key: str) -> int:
         transport = httpx.ASGITransport(PlainAsgi(app.state.entrance), root_path=root)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return (await client.post(path, headers=bearing(key))).status_code
 
     assert asyncio.run(run("/v1", "/v1/layer_norm", METRICS)) == 403

@@ -10,7 +10,7 @@ from tests.integration.raw import Answer, head
 from tests.integration.wire import X, npy
 
 LARGE = npy(np.random.default_rng(0).standard_normal((3000, 1024), dtype=np.float32))
-LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def operation(body: bytes, *lines: str) -> bytes:

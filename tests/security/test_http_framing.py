@@ -16,11 +16,11 @@ BODY = npy(X)
 LENGTH = f"Content-Length: {len(BODY)}"
 CHUNKED = "Transfer-Encoding: chunked"
 UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
-INSIDE = b"GET /v1/info HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer s3cret\r\n\r\n"
+INSIDE = b"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n"
 
 
 def request(method: str, path: str, *lines: str) -> bytes:
-    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: test", *lines, "", "")).encode("latin-1")
+    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: localhost", *lines, "", "")).encode("latin-1")
 
 
 def operation(*lines: str) -> bytes:
@@ -70,7 +70,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_has_no_end_is_cut_off_in_constant_memory(locked, name, line):
     begin, endless, status = ENDLESS[name]
-    begin = begin.replace(b"Host: test\r\n", b"Host: test\r\n" + line)
+    begin = begin.replace(b"Host: localhost\r\n", b"Host: localhost\r\n" + line)
     before = resident_bytes(locked)
     piece = endless * (65536 // len(endless))
     sent = 0
@@ -221,7 +221,7 @@ def test_chunked_in_any_case(locked, value):
     ],
 )
 def test_lengths_that_are_none(locked, value):
-    head = f"POST /v1/layer_norm HTTP/1.1\r\nHost: a\r\n{KEY}\r\nContent-Length: {value}\r\n\r\n".encode()
+    head = f"POST /v1/layer_norm HTTP/1.1\r\nHost: localhost\r\n{KEY}\r\nContent-Length: {value}\r\n\r\n".encode()
     assert_problem(exchange(locked.address, head + BODY), 400, "malformed_http")
 
 
@@ -251,18 +251,19 @@ def test_tiny_chunks_take_the_memory_of_their_bytes(locked):
     "sent",
     [
         b"GET /livez HTTP/1.1\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: a\r\nhost: b\r\n\r\n",
-        b"GET /livez HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nhost: b\r\n\r\n",
+        b"GET /livez HTTP/1.0\r\nHost: localhost\r\nHost: b\r\n\r\n",
         b"GET /livez\r\n\r\n",
-        b"GET /livez HTTP/0.9\r\nHost: a\r\n\r\n",
-        b"GET /livez HTTP/1.2\r\nHost: a\r\n\r\n",
-        b"GET /livez HTTP/2.0\r\nHost: a\r\n\r\n",
-        b"GET /livez HTTP/3.0\r\nHost: a\r\n\r\n",
+        b"GET /livez HTTP/0.9\r\nHost: localhost\r\n\r\n",
+        b"GET /livez HTTP/1.2\r\nHost: localhost\r\n\r\n",
+        b"GET /livez HTTP/2.0\r\nHost: localhost\r\n\r\n",
+        b"GET /livez HTTP/3.0\r\nHost: localhost\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20),
-        b"GET /v1/info HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer x\r\nAuthorization: Bearer s3cret\r\n\r\n",
-        b"POST /v1/layer_norm HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer x\r\n"
+        b"Authorization: Bearer s3cret\r\n\r\n",
+        b"POST /v1/layer_norm HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"CONNECT a:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_requests_that_are_none(locked, sent):

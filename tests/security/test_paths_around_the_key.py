@@ -46,11 +46,12 @@ TARGETS = [
 
 @pytest.fixture(scope="module")
 def locked(launched, tmp_path_factory):
-    return launched("--api-keys-file", str(write_keys(tmp_path_factory.mktemp("keys"))))
+    keys = write_keys(tmp_path_factory.mktemp("keys"))
+    return launched("--api-keys-file", str(keys), "--allowed-hosts", "server,livez")
 
 
 def request(method: str, target: str, *lines: str, body: bytes = b"") -> bytes:
-    head = [f"{method} {target} HTTP/1.1", "Host: server", "Connection: close", *lines]
+    head = [f"{method} {target} HTTP/1.1", "Host: localhost", "Connection: close", *lines]
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode("latin-1") + body
 
 
@@ -116,14 +117,14 @@ def test_the_key_in_the_query_or_the_url_is_none(locked):
 def test_a_key_opens_one_request_and_not_the_connection(locked):
     """Behind a proxy, the next request is somebody else's."""
     with Connection(locked.address) as connection:
-        opened = f"GET /v1/info HTTP/1.1\r\nHost: server\r\nAuthorization: Bearer {INFER}\r\n\r\n".encode()
+        opened = f"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {INFER}\r\n\r\n".encode()
         for given, status in ((opened, 200), (request("GET", "/v1/info"), 401)):
             connection.sendall(given)
             assert connection.answer().status_code == status
 
 
 def test_pipelined_requests_are_each_asked(locked):
-    opened = f"GET /v1/info HTTP/1.1\r\nHost: server\r\nAuthorization: Bearer {INFER}\r\n\r\n".encode()
+    opened = f"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {INFER}\r\n\r\n".encode()
     with Connection(locked.address) as connection:
         connection.sendall(opened + request("GET", "/v1/info"))
         everything = connection.everything()
@@ -132,7 +133,7 @@ def test_pipelined_requests_are_each_asked(locked):
 
 def test_a_refused_body_is_never_admitted(locked):
     """What nobody may send takes no memory: the head alone is answered."""
-    head = b"POST /v1/layer_norm HTTP/1.1\r\nHost: server\r\nContent-Length: 1073741824\r\n\r\n"
+    head = b"POST /v1/layer_norm HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n"
     with Connection(locked.address) as connection:
         connection.sendall(head)
         assert connection.answer().status_code == 401

@@ -100,6 +100,12 @@ def test_a_replica_owns_its_device_and_its_cores():
     assert (on_cpu.backend, on_cpu.cpu_threads) == ("torch", 1)
 
 
+def test_a_replica_answers_for_what_ray_answers_for():
+    """Where Ray listens the settings do not know; names that are set hold there, too."""
+    assert Scale().settings_of_replica(Settings()).allowed_hosts == "*"
+    assert Scale().settings_of_replica(Settings(allowed_hosts="api.example")).allowed_hosts == "api.example"
+
+
 def test_the_replica_refuses_before_ray_does():
     settings = Settings(max_inflight_requests=10, drain_s=12)
     options = Scale(device="gpu", max_replicas=8).deployment_options(settings)

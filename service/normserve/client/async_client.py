@@ -1,6 +1,7 @@
 """The asynchronous client: the blocking one's methods as coroutines."""
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
@@ -39,13 +40,15 @@ class AsyncClient:
         timeout_s: float | None = 60.0,
         retries: RetryPolicy | None = None,
         max_connections: int = 100,
+        verify: ssl.SSLContext | str | bool = True,
+        certificate: str | tuple[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Args and errors: as `Client`; the transport is one of httpx's asynchronous ones, of any make."""
         self._retries = retries or RetryPolicy()
         self._timeout_s = timeout_s
         self._api_key = api_key
-        options = connection(url, api_key, timeout_s, max_connections)
+        options = connection(url, api_key, timeout_s, max_connections, verify, certificate)
         self._http = httpx.AsyncClient(transport=transport, event_hooks={"response": [_refuse_redirect]}, **options)
 
     layer_norm = _operation(operations.layer_norm)

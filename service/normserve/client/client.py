@@ -1,5 +1,6 @@
 """The blocking client."""
 
+import ssl
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -38,6 +39,8 @@ class Client:
         timeout_s: float | None = 60.0,
         retries: RetryPolicy | None = None,
         max_connections: int = 100,
+        verify: ssl.SSLContext | str | bool = True,
+        certificate: str | tuple[str, str] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Args:
@@ -48,6 +51,8 @@ class Client:
             time.
         retries: how a request is repeated that may succeed later; by default five attempts.
         max_connections: requests under way at once; more wait for one of them.
+        verify: of https: True trusts well-known authorities, a path those in a PEM file, False anybody.
+        certificate: of https: a PEM file with the client's certificate and key, or one for each.
         transport: httpx's, for a Unix socket for example: `httpx.HTTPTransport(uds=path)`.  One of another
             make is given the time that is left at an attempt's beginning, for each of its waits.
 
@@ -57,7 +62,7 @@ class Client:
         self._retries = retries or RetryPolicy()
         self._timeout_s = timeout_s
         self._api_key = api_key
-        options = connection(url, api_key, timeout_s, max_connections)
+        options = connection(url, api_key, timeout_s, max_connections, verify, certificate)
         self._http = httpx.Client(transport=transport, event_hooks={"response": [refuse_redirect]}, **options)
         keep_deadlines(self._http)
 

@@ -201,7 +201,14 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def connection(url: str, api_key: str | None, timeout_s: float | None, connections: int) -> dict[str, Any]:
+def connection(
+    url: str,
+    api_key: str | None,
+    timeout_s: float | None,
+    connections: int,
+    verify: ssl.SSLContext | str | bool = True,
+    certificate: str | tuple[str, str] | None = None,
+) -> dict[str, Any]:
     """What httpx must know about a server, for its blocking and its asynchronous client alike.
 
     Raises:
@@ -228,6 +235,7 @@ def connection(url: str, api_key: str | None, timeout_s: float | None, connectio
         # The key must not go where a server points to, and a server has nothing to remember here.
         "follow_redirects": False,
         "cookies": _NoCookies(),
+        "verify": _trust(verify, certificate),
     }
 
 
@@ -258,6 +266,15 @@ def refuse_redirect(response: httpx.Response) -> None:
     """
     if 300 <= response.status_code < 400:
         raise UnexpectedAnswerError(f"the answer must not be a redirection, its status is {response.status_code}")
+def _trust(verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None) -> ssl.SSLContext | bool:
+    """What httpx is told about TLS; it deprecates paths."""
+    if isinstance(verify, str):
+        verify = ssl.create_default_context(cafile=verify)
+    if certificate is None:
+        return verify
+    context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
+    context.load_cert_chain(*((certificate,) if isinstance(certificate, str) else certificate))
+    return context
 
 
 def adopt(method: Callable[..., Any], build: Callable[..., Any]) -> None:

@@ -1,7 +1,7 @@
-"""`GET /`: a page that shows the server at work, for whoever has no Grafana at hand.
+"""`GET /`: a page that shows the server at work, for whoever has no Grafana at hand; and `GET /docs`: its HTTP API.
 
-It is made of the files in normserve/page, reads `/metrics` and needs nothing from anywhere else; its
-Content-Security-Policy sees to that.
+They are made of the files in normserve/page and of Swagger UI's, read `/metrics` and `/openapi.json`, and need
+nothing from anywhere else; their Content-Security-Policy sees to that.
 """
 
 import hashlib
@@ -11,20 +11,29 @@ from importlib.resources import files
 from string import Template
 
 from fastapi import APIRouter, Request, Response
+from swagger_ui_bundle import swagger_ui_path
 
 from normserve.errors import NotFoundError
 from normserve.exchange import Exchange
-from normserve.routes.status import curl_line
+from normserve.routes.status import curl_command, curl_line
 
 _READS = ["GET", "HEAD"]
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_SOURCES = ("index.html", "live.css", "live.js", "key.js", "metrics.js", "plots.js", "units.js", "icon.svg")
+_SOURCES = (
+    *("index.html", "live.css", "live.js", "key.js", "metrics.js", "plots.js", "units.js", "icon.svg"),
+    *("docs.html", "docs.css", "docs.js"),
+)
 _VENDORED = ("uplot/uPlot.iife.min.js", "uplot/uPlot.min.css")
+_SWAGGER = ("swagger-ui.css", "swagger-ui-bundle.js")
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# Swagger UI's style sheet holds its images.
+_DOCS_POLICY = _POLICY.replace("img-src 'self'", "img-src 'self' data:")
 
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
-    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     # To be asked for each time, and answered with 304 unless the server is another version.
     "cache-control": "no-cache",
@@ -38,14 +47,17 @@ class Page:
     Attributes:
         with_key: whether the operations ask for an API key.  The page does not; where /metrics does, whoever looks
             at the page is asked for one.
+        with_certificate: whether TLS asks clients for a certificate.
     """
 
     with_key: bool
+    with_certificate: bool = False
 
     def router(self) -> APIRouter:
         """The page and what it is made of."""
         router = APIRouter(include_in_schema=False)
         router.add_api_route("/", self.page, methods=_READS)
+        router.add_api_route("/docs", self.docs, methods=_READS)
         router.add_api_route("/assets/{name}", self.asset, methods=_READS)
         return router
 
@@ -53,38 +65,47 @@ class Page:
         """The page, with lines to try that reach the server as this request did."""
         _note(request, "page")
         url = str(request.base_url).rstrip("/")
-        lines = "".join(
-            f"<pre><code>{escape(line)}</code></pre>\n" for line in commands(url, with_key=self.with_key)
-        )
-        text = Template(_FILES["index.html"].decode()).substitute(url=escape(url), commands=lines)
-        return _answer(request, "html", text.encode())
+        lines = commands(url, with_key=self.with_key, with_certificate=self.with_certificate)
+        shown = "".join(f"<pre><code>{escape(line)}</code></pre>\n" for line in lines)
+        text = Template(_FILES["index.html"][0].decode()).substitute(url=escape(url), commands=shown)
+        content = text.encode()
+        return _answer(request, "html", content, _tag(content))
+
+    async def docs(self, request: Request) -> Response:
+        """The HTTP API, to read and to try."""
+        _note(request, "docs")
+        return _answer(request, "html", *_FILES["docs.html"], _DOCS_POLICY)
 
     async def asset(self, request: Request, name: str) -> Response:
-        """Style, scripts and the plotting library."""
+        """Style, scripts and libraries."""
         _note(request, "asset")
-        if name == "index.html" or name not in _FILES:
+        if name.endswith(".html") or name not in _FILES:
             raise NotFoundError("the page has no such part")
-        return _answer(request, name.rpartition(".")[2], _FILES[name])
+        return _answer(request, name.rpartition(".")[2], *_FILES[name])
 
 
-def commands(url: str, *, with_key: bool) -> list[str]:
+def commands(url: str, *, with_key: bool, with_certificate: bool = False) -> list[str]:
     """Lines for a shell that try the server, the first of them what its start prints."""
     key = '-H "Authorization: Bearer $NORMSERVE_API_KEY" ' if with_key else ""
-    sample = f"curl -s {url}/sample.npy | curl -s {key}--data-binary @- -o y.npy"
+    curl = curl_command(url, with_certificate=with_certificate)
+    sample = f"{curl} {url}/sample.npy | {curl} {key}--data-binary @- -o y.npy"
     return [
-        curl_line(url, with_key=with_key),
+        curl_line(url, with_key=with_key, with_certificate=with_certificate),
         f"{sample} '{url}/v1/group_norm?num_groups=2&activation=silu'",
         f"for i in $(seq 500); do {sample} {url}/v1/rms_norm; done",
-        f"curl -s {key}{url}/v1/info",
+        f"{curl} {key}{url}/v1/info",
     ]
 
 
-def _answer(request: Request, kind: str, content: bytes) -> Response:
-    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**_HEADERS, "etag": tag}
+def _answer(request: Request, kind: str, content: bytes, tag: str, policy: str = _POLICY) -> Response:
+    headers = {**_HEADERS, "content-security-policy": policy, "etag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=_TYPES[kind])
+
+
+def _tag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
 def _note(request: Request, route: str) -> None:
@@ -92,9 +113,12 @@ def _note(request: Request, route: str) -> None:
     exchange.record.op = route
 
 
-def _read() -> dict[str, bytes]:
+def _read() -> dict[str, tuple[bytes, str]]:
+    """Each file and its tag."""
     folder = files("normserve") / "page"
-    return {name.rpartition("/")[2]: (folder / name).read_bytes() for name in (*_SOURCES, *_VENDORED)}
+    own = {name.rpartition("/")[2]: (folder / name).read_bytes() for name in (*_SOURCES, *_VENDORED)}
+    swagger = {name: (swagger_ui_path / name).read_bytes() for name in _SWAGGER}
+    return {name: (content, _tag(content)) for name, content in (own | swagger).items()}
 
 
 _FILES = _read()

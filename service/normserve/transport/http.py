@@ -34,6 +34,8 @@ from normserve.transport.sending import Sending, unread_bytes
 HEAD_BYTES = 16 * 1024
 _MAX_HEADER_BYTES = 64 * 1024
 _UNIX_BUFFER_BYTES = 4 * 2**20
+_ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
+_TLS_END_S = 0.2
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_HTTP = "the request is no well-formed HTTP/1.1"
 _find_end = re.compile(rb"\r\n\r\n").search
@@ -82,6 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unanswered: dict[Sending, tuple[RequestResponseCycle, Reception]] = {}
         self._refusal: NormserveError | None = None
         self._left_unread = False
+        self._is_encrypted = False
         self.unparsed = 0
         self.chunks: ChunkedBody | None = None
 
@@ -92,14 +95,17 @@ class HttpProtocol(HttpToolsProtocol):
         return reception if self.unparsed and reception is not None and reception.is_filling else None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # Paused means that anything is unsent, and resumed that the kernel has all of it.
-        transport.set_write_buffer_limits(0)
         connected = transport.get_extra_info("socket")
         if connected.family == socket.AF_UNIX:
             # TCP grows its buffers by itself, up to about this.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         super().connection_made(transport)
         self._send_watch = SendWatch(self.loop, self._manners.patience, transport)
+        # Paused means that anything is unsent, and resumed that the kernel has all of it.  uvloop's TLS pauses at
+        # its limit already, and hands what it encrypted to a transport that holds a write or two of its own.  The
+        # end of its handshake may be unsent now.
+        self._is_encrypted = transport.get_extra_info("ssl_object") is not None
+        transport.set_write_buffer_limits(1 if self._is_encrypted else 0, 0)
         self._header_watch.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -273,10 +279,18 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if version == "1.0":
             self.expect_100_continue = False
+        if not self.url.startswith(b"/"):
+            self._name_host_of_target()
         super().on_headers_complete()
         self._header_bytes, self._header_began = 0, False
         # uvicorn has made a task of the application by now, which has not run yet.
         self._attend(self.cycle)
+
+    def _name_host_of_target(self) -> None:
+        """Of `GET http://name/path` the name counts, and not what Host says (RFC 9112, section 3.2.2)."""
+        if target := _ABSOLUTE.match(self.url):
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+            self.headers.append((b"host", target[1]))
 
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
@@ -313,6 +327,16 @@ class HttpProtocol(HttpToolsProtocol):
         assert self._send_watch is not None
         self._send_watch.stop()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._is_encrypted and self.transport.is_closing():
+            self.loop.call_later(_TLS_END_S, self._end_tls)
+
+    def _end_tls(self) -> None:
+        """An idle client may never answer that TLS ends, and need not."""
+        if self.transport.get_extra_info("socket") is not None and not unread_bytes(self.transport):
+            self.transport.abort()
+
     def timeout_keep_alive_handler(self) -> None:
         # Bytes that nobody fetched all this time will not be fetched: closing would wait for them forever.
         if self.transport.get_write_buffer_size():
@@ -323,7 +347,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Follow a request's body and response."""
         announced = body_bytes(self._singular)
         reception = Reception(announced, functools.partial(self._begin_body, cycle))
-        sending = Sending(self.transport, self.loop, cycle)
+        sending = Sending(self.transport, self.loop, cycle, is_encrypted=self._is_encrypted)
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._end_response, sending)
         cycle.scope["state"].update(reception=reception, sending=sending)

@@ -19,6 +19,8 @@ Buffers = Sequence[bytes | memoryview]
 _JOIN_BYTES = 16 * 1024
 # Of a write: to a client that reads as fast the kernel takes 16 MiB in one call of 5 ms, and everybody waits.
 _PORTION_BYTES = 2 * 2**20
+# TLS encrypts a portion at once, and its progress shows in whole portions.
+_TLS_PORTION_BYTES = 256 * 2**10
 
 
 class Departure(ABC):
@@ -57,10 +59,16 @@ class Sending(Departure):
     """
 
     def __init__(
-        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, cycle: RequestResponseCycle
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        cycle: RequestResponseCycle,
+        *,
+        is_encrypted: bool = False,
     ) -> None:
         super().__init__()
         self._transport = transport
+        self._portion_bytes = _TLS_PORTION_BYTES if is_encrypted else _PORTION_BYTES
         self._loop = loop
         self._cycle: RequestResponseCycle | None = cycle
         self._is_probed = False
@@ -82,7 +90,7 @@ class Sending(Departure):
         if nbytes <= _JOIN_BYTES:
             self._transport.write(b"".join([*whole, *buffers]))
         else:
-            for number, portion in enumerate(_portions([b"".join(whole), *buffers])):
+            for number, portion in enumerate(_portions([b"".join(whole), *buffers], self._portion_bytes)):
                 # Others have their turn between, though the kernel took all of it.  None after the last: the client
                 # may read it and leave before this goes on.
                 if number:
@@ -167,16 +175,16 @@ class Sending(Departure):
         self._transport.close()
 
 
-def _portions(buffers: Buffers) -> Iterator[list[bytes | memoryview]]:
+def _portions(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:
     """The buffers in order, so many bytes of them at a time."""
     portion: list[bytes | memoryview] = []
-    room = _PORTION_BYTES
+    room = portion_bytes
     for buffer in buffers:
         start = 0
         while len(buffer) - start > room:
             yield [*portion, buffer[start : start + room]]
             start += room
-            portion, room = [], _PORTION_BYTES
+            portion, room = [], portion_bytes
         portion.append(buffer[start:] if start else buffer)
         room -= len(buffer) - start
     yield portion

@@ -195,6 +195,11 @@ class TestWholeResponses:
         assert 2 in turns
         assert max(sum(map(len, write)) for write in wire.writes) <= 2 * 2**20
 
+    def test_what_tls_encrypts_at_once_is_less(self, wire, cycle, loop):
+        sending = Sending(wire, loop, cycle, is_encrypted=True)
+        loop.run_until_complete(sending.respond(200, HEADERS, [memoryview(bytearray(2**20))], 2**20))
+        assert max(sum(map(len, write)) for write in wire.writes) == 2**18
+
     def test_large_one_is_complete_when_the_kernel_has_it(self, wire, sending, cycle, loop):
         async def respond():
             wire.writelines = lambda buffers: cycle.flow.taken.clear()

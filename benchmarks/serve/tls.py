@@ -1,0 +1,195 @@
+"""What TLS costs: `python -m benchmarks.serve.tls --out FILE.csv`.
+
+Two servers, one with TLS, run at once on the same cores; one connection to each is kept alive, npy in and out,
+LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each has its turn, in an order that
+changes from round to round.  The client is Python's blocking sockets for both, on other cores: its own encryption
+is in the times, as it is for whoever uses TLS.  The first answer of each connection is compared with torch's.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import socket
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import trustme
+
+from benchmarks.serve import servers, system
+from benchmarks.serve.posts import COLS, make_parameters, npy, require_right
+from benchmarks.serve.results import Results
+from benchmarks.serve.servers import Served
+
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
+COLUMNS = (
+    "size",
+    "nbytes",
+    "transport",
+    "cipher",
+    "round",
+    "per_second",
+    "p50_ms",
+    "bytes_per_second",
+    "p50_over_tcp",
+)
+_PIECE_BYTES = 256 * 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.tls")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--size", choices=SIZES, action="append", help="of a request; all if not given")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each server at each size")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
+    )
+    parser.add_argument("--backend", default="torch", help="of both servers: torch or triton")
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(results, Path(folder), asked)
+    print(table(results.rows))
+    return results.exit_code
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each transport, size and round."""
+    server_cores, client_cores = map(system.cores, asked.cores)
+    parameters = make_parameters()
+    with contextlib.ExitStack() as stack:
+        contexts: dict[str, ssl.SSLContext | None] = {"tcp": None, "tls": _certificates(folder)}
+        served = {}
+        for transport, context in contexts.items():
+            own = folder / transport
+            own.mkdir()
+            options = () if context is None else ("--tls-cert", str(folder / "server.pem"))
+            running = servers.normserve(server_cores, own, parameters, asked.backend, options, trust=context)
+            served[transport] = stack.enter_context(running)[0]
+        os.sched_setaffinity(0, client_cores)
+        for size in asked.size or SIZES:
+            with results.part(size):
+                x = np.random.default_rng(0).standard_normal((SIZES[size] // 4 // COLS, COLS), dtype=np.float32)
+                with contextlib.ExitStack() as opened:
+                    lines = {
+                        transport: opened.enter_context(_line(served[transport], context, npy(x)))
+                        for transport, context in contexts.items()
+                    }
+                    for line in lines.values():
+                        require_right(x, parameters, bytes(line.ask()))
+                    for number in range(asked.rounds):
+                        _round(results, lines, size, number, asked.seconds)
+
+
+class Line:
+    """A kept-alive connection that sends the same request again and again."""
+
+    def __init__(self, connection: socket.socket, request: bytes, body_bytes: int) -> None:
+        self._connection = connection
+        self._request = request
+        self._answer = memoryview(bytearray(body_bytes + 4096))
+        self.body_bytes = body_bytes
+        self.cipher = connection.cipher()[0] if isinstance(connection, ssl.SSLSocket) else ""
+
+    def ask(self) -> memoryview:
+        """Send the request and read the whole answer; its body.
+
+        Raises:
+            RuntimeError: the answer was not 200, or not whole.
+        """
+        self._connection.sendall(self._request)
+        came, expected, start = 0, None, 0
+        while expected is None or came < expected:
+            got = self._connection.recv_into(self._answer[came : came + _PIECE_BYTES])
+            if not got:
+                raise RuntimeError("the server closed within an answer")
+            came += got
+            if expected is None and (end := bytes(self._answer[: min(came, 4096)]).find(b"\r\n\r\n")) >= 0:
+                head = bytes(self._answer[:end]).lower()
+                if not head.startswith(b"http/1.1 200"):
+                    raise RuntimeError(head.decode("latin-1"))
+                start = end + 4
+                expected = start + int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        return self._answer[start:expected]
+
+
+@contextlib.contextmanager
+def _line(server: Served, context: ssl.SSLContext | None, body: bytes) -> Iterator[Line]:
+    head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npy\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with socket.create_connection(("127.0.0.1", int(server.address))) as plain:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if context is None:
+            yield Line(plain, request, len(body))
+            return
+        with context.wrap_socket(plain, server_hostname="localhost") as encrypted:
+            yield Line(encrypted, request, len(body))
+
+
+def _round(results: Results, lines: Mapping[str, Line], size: str, number: int, seconds: float) -> None:
+    times = {transport: _turn(lines[transport], seconds) for transport in random.Random(number).sample([*lines], 2)}
+    for transport, line in lines.items():
+        p50 = median(times[transport])
+        per_second = len(times[transport]) / sum(times[transport])
+        results.add(
+            {
+                "size": size,
+                "nbytes": line.body_bytes,
+                "transport": transport,
+                "cipher": line.cipher,
+                "round": number,
+                "per_second": f"{per_second:.2f}",
+                "p50_ms": f"{p50 * 1000:.4f}",
+                "bytes_per_second": f"{2 * line.body_bytes * per_second:.0f}",
+                "p50_over_tcp": f"{p50 / median(times['tcp']):.3f}",
+            }
+        )
+
+
+def _turn(line: Line, seconds: float) -> list[float]:
+    """How long each answer took; those of the first fifth do not count, and one counts at least."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while not times or time.perf_counter() - began < seconds:
+        sent = time.perf_counter()
+        line.ask()
+        if sent - began >= seconds / 5:
+            times.append(time.perf_counter() - sent)
+    return times
+
+
+def _certificates(folder: Path) -> ssl.SSLContext:
+    """Of a server, in server.pem; what a client of it trusts."""
+    authority = trustme.CA()
+    authority.issue_cert("localhost", "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(
+        folder / "server.pem"
+    )
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+def table(rows: list[Mapping[str, object]]) -> str:
+    """A line for each size: p50 over either transport, and the median of their ratios within a round."""
+    lines = ["| | TCP, p50 ms | TLS, p50 ms | TLS over TCP |", "|---|---|---|---|"]
+    for size in dict.fromkeys(str(row["size"]) for row in rows):
+        of = {
+            transport: [row for row in rows if (row["size"], row["transport"]) == (size, transport)]
+            for transport in ("tcp", "tls")
+        }
+        cells = [f"{median(float(str(row['p50_ms'])) for row in each):.3g}" for each in of.values()]
+        ratios = [float(str(row["p50_over_tcp"])) for row in of["tls"]]
+        spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append(f"| {size} | {cells[0]} | {cells[1]} | {spread} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""`normserve` that writes how bodies came: `placed N` bytes into their memory, or `copied N` through a parser."""
+
+import sys
+
+from normserve.cli import main
+from normserve.transport.reception import Reception
+
+advance, take = Reception.advance, Reception._take
+
+
+def placed(self, nbytes):
+    print(f"placed {nbytes}", flush=True)
+    advance(self, nbytes)
+
+
+def copied(self, data):
+    print(f"copied {len(data)}", flush=True)
+    take(self, data)
+
+
+if __name__ == "__main__":
+    Reception.advance, Reception._take = placed, copied
+    sys.exit(main())

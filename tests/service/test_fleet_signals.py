@@ -1,0 +1,65 @@
+"""When a process of a fleet is told to read its TLS files again."""
+
+import signal
+import socket
+
+import pytest
+from normserve.fleet import Process
+from normserve.handover import MESSAGE, NOT_READY, READY, Heard
+from normserve.settings import Settings
+
+
+class Running:
+    """Stands for a subprocess."""
+
+    def __init__(self):
+        self.returncode = None
+        self.signals = []
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+
+@pytest.fixture
+def process(tmp_path):
+    made = Process(Settings(devices="cpu,cpu"), 0, ["cpu", "cpu"], tmp_path, lambda address: None)
+    made._running = Running()
+    return made
+
+
+@pytest.fixture
+def said(process):
+    """Has the process say something."""
+    here, there = socket.socketpair()
+    with here, there:
+
+        def say(what):
+            there.send(MESSAGE.pack(what))
+            process._hear(here, Heard())
+
+        yield say
+
+
+@pytest.mark.parametrize("first", [READY, NOT_READY])
+def test_one_that_starts_is_told_once_it_minds_signals(process, said, first):
+    """Before, the signal would end it; and it may have read the old files already."""
+    process.reload()
+    process.reload()
+    assert process._running.signals == []
+    said(first)
+    assert process._running.signals == [signal.SIGHUP]
+    said(READY)
+    assert process._running.signals == [signal.SIGHUP]
+
+
+def test_one_that_runs_is_told_at_once(process, said):
+    said(READY)
+    process.reload()
+    assert process._running.signals == [signal.SIGHUP]
+
+
+def test_one_that_has_ended_is_not_told(process, said):
+    said(READY)
+    process._running.returncode = 1
+    process.reload()
+    assert process._running.signals == []
