@@ -5,6 +5,7 @@
 
 import inspect
 import math
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.cookiejar import CookieJar
@@ -266,6 +267,8 @@ def refuse_redirect(response: httpx.Response) -> None:
     """
     if 300 <= response.status_code < 400:
         raise UnexpectedAnswerError(f"the answer must not be a redirection, its status is {response.status_code}")
+
+
 def _trust(verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None) -> ssl.SSLContext | bool:
     """What httpx is told about TLS; it deprecates paths."""
     if isinstance(verify, str):
