@@ -104,7 +104,10 @@ def widened(tensor: Tensor | None) -> Tensor | None:
 
 def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     """h = x + residual in float32; x itself if it is that already."""
-    return x.float() if residual is None else x.float() + residual.float()
+    if residual is None:
+        return x.float()
+    # Widened by the sum itself, without a copy of its own.
+    return x + residual if x.dtype == torch.float32 else x.float().add_(residual)
 
 
 def _one_plus_exp_minus(z: Tensor) -> Tensor:

@@ -191,8 +191,12 @@ class _Piece:
 
     def sum(self, residual: Tensor | None) -> Tensor:
         """h = x + residual of it, float32 [samples, channels, positions]; x's memory if it is that already."""
+        x = self.cut.planes[self.samples, self.channels]
+        if not x.is_contiguous():
+            # Widened and put in order in one pass.
+            x = torch.empty(x.shape).copy_(x)
         of_residual = None if residual is None else _planes(residual)[self.samples, self.channels]
-        return summed(self.cut.planes[self.samples, self.channels], of_residual).contiguous()
+        return summed(x, of_residual).contiguous()
 
     def planes(self, t: Tensor) -> Tensor:
         """Its share of a tensor like x as [samples, channels, positions], contiguous; of channels-last a copy.
