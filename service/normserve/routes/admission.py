@@ -8,6 +8,9 @@ from normserve.exchange import Exchange
 from normserve.jobs import NormJob
 from normserve.memory_cost import MemoryCost
 
+UNCHARGED_BYTES = 64 * 1024
+"""Results and temporaries of so many bytes are bounded by the number of requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -21,12 +24,14 @@ class Admission:
     max_bytes: int
 
     def charge(self, exchange: Exchange, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
-        """Have the request's permit cover its results and temporaries, too.
+        """Have the request's permit cover its results and temporaries, too, unless they are few.
 
         Raises:
             TooLargeError: it never will; it says what the request takes.
             OverloadedError: not now.
         """
+        if cost.results + cost.temporaries <= UNCHARGED_BYTES:
+            return
         if job.x.fortran_order:
             # Turned round in memory of its own.
             cost = cost._replace(temporaries=cost.temporaries + job.x.nbytes)
