@@ -20,7 +20,8 @@ FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak since a moment")
 def test_model_holds_against_measured_peaks():
     program = [sys.executable, "-m", "tests.service.peak_memory"]
-    run = subprocess.run(program, capture_output=True, text=True, check=True, timeout=300)
+    root = Path(__file__).parents[2]
+    run = subprocess.run(program, cwd=root, capture_output=True, text=True, check=True, timeout=300)
     measured = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(measured) == 2 * (5 + 5 + 12)
     for case in measured:
