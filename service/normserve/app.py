@@ -29,6 +29,7 @@ from normserve.layers import LayerRegistry
 from normserve.limits import Limits
 from normserve.metrics import Metrics
 from normserve.origins import Origins, hosts_of
+from normserve.routes.admission import Admission
 from normserve.routes.body import BodyReader
 from normserve.routes.direct import DirectPaths
 from normserve.routes.docs import describe
@@ -66,7 +67,8 @@ class Service:
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
-        self.layers = LayerRegistry(max_layers=settings.max_layers)
+        self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
+        self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
         compilation = Compilation(
             max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
@@ -122,7 +124,7 @@ class Service:
         async with self.siblings.journal() as journal:
             for name, query, body in journal.entries():
                 if query is not None:
-                    self.layers.put(await make_layer(self.engine, name, query, body))
+                    self.layers.put(await make_layer(self.engine, self.layers, name, query, body))
                 elif name in self.layers:
                     self.layers.remove(name)
             # Whoever changes a layer from now on finds this process ready to hear of it.
@@ -179,6 +181,7 @@ def _routers(service: Service) -> list[APIRouter]:
         min_bytes_per_s=settings.min_body_bytes_per_s,
         grace_s=settings.body_grace_s,
     )
+    admission = Admission(service.engine, settings.max_inflight_bytes)
     limits = settings.model_dump(
         include={
             "max_body_bytes",
@@ -187,12 +190,13 @@ def _routers(service: Service) -> list[APIRouter]:
             "max_batch_requests",
             "max_batch_bytes",
             "max_layers",
+            "max_layer_bytes",
             "timeout_ms",
         }
     )
     return [
-        Operations(service.engine, service.layers, bodies, settings.timeout_ms).router(),
-        Layers(service.engine, service.layers, service.siblings, bodies).router(),
+        Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms).router(),
+        Layers(service.engine, service.layers, service.siblings, bodies, admission).router(),
         Status(service.engine, service.layers, service.metrics, service.siblings, limits).router(),
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]

@@ -31,7 +31,7 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
     Their eps is the one that a `config.json` beside the file names, 1e-5 where none does.
 
     Raises:
-        NormserveError: the file cannot be read, or its parameters are of no use.
+        NormserveError: the file cannot be read, its parameters are of no use, or they are more than may be kept.
     """
     try:
         found = await asyncio.to_thread(_read_pairs, path)
@@ -41,8 +41,11 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
     except NormserveError as error:
         raise type(error)(f"the checkpoint {path}: {error.detail}") from error
     for name, weight, bias in found:
-        resident = await engine.load(Op.LAYER_NORM, weight, bias)
-        layers.put(Layer(name, Op.LAYER_NORM, eps, 0, "none", weight.shape[0], weight.dtype, True, resident))
+        nbytes = weight.nbytes + bias.nbytes
+        with layers.expecting(name, nbytes):
+            resident = await engine.load(Op.LAYER_NORM, weight, bias)
+        size, dtype = weight.shape[0], weight.dtype
+        layers.put(Layer(name, Op.LAYER_NORM, eps, 0, "none", size, dtype, True, nbytes, resident))
     log.info("registered %d layers from %s with eps %g", len(layers), path, eps)
 
 

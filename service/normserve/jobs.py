@@ -91,6 +91,7 @@ class Layer:
 
     Attributes:
         size: N, or C of GroupNorm.
+        nbytes: of the parameters.
         resident: the parameters where the backend wants them; opaque here, freed with the last job of it.
     """
 
@@ -102,6 +103,7 @@ class Layer:
     size: int
     dtype: DType
     has_bias: bool
+    nbytes: int
     resident: object = field(repr=False)
 
 

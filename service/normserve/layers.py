@@ -1,5 +1,8 @@
 """The layers that are registered: parameters by name."""
 
+import contextlib
+from collections.abc import Iterator
+
 from normserve.errors import TooLargeError, UnknownLayerError
 from normserve.jobs import Layer
 
@@ -7,9 +10,13 @@ from normserve.jobs import Layer
 class LayerRegistry:
     """Layers by name.  A replaced or removed layer lives on in the jobs that already hold it."""
 
-    def __init__(self, *, max_layers: int) -> None:
+    def __init__(self, *, max_layers: int, max_bytes: int) -> None:
+        """Args: max_bytes: of all layers' parameters, wherever the backend keeps them."""
         self._max_layers = max_layers
+        self._max_bytes = max_bytes
         self._layers: dict[str, Layer] = {}
+        self._nbytes = 0
+        self._coming: dict[object, tuple[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -17,16 +24,37 @@ class LayerRegistry:
     def __contains__(self, name: str) -> bool:
         return name in self._layers
 
-    def put(self, layer: Layer) -> bool:
-        """Register a layer; whether it replaced one.
+    @property
+    def nbytes(self) -> int:
+        """Of all layers' parameters."""
+        return self._nbytes
+
+    @contextlib.contextmanager
+    def expecting(self, name: str, nbytes: int) -> Iterator[None]:
+        """Keep room for a layer of so many bytes while its parameters are brought to the device.
 
         Raises:
-            TooLargeError: there are as many as may be.
+            TooLargeError: there are as many layers, or bytes, as may be.
         """
-        replaced = layer.name in self._layers
-        if not replaced and len(self._layers) >= self._max_layers:
-            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
-        self._layers[layer.name] = layer
+        self._require_room(name, nbytes)
+        coming = object()
+        self._coming[coming] = name, nbytes
+        try:
+            yield
+        finally:
+            del self._coming[coming]
+
+    def put(self, layer: Layer) -> bool:
+        """Register a layer; whether it replaced one, whose bytes it takes over.
+
+        Raises:
+            TooLargeError: there are as many layers, or bytes, as may be.
+        """
+        name = layer.name
+        self._require_room(name, layer.nbytes)
+        replaced = name in self._layers
+        self._nbytes += layer.nbytes - self._bytes_of(name)
+        self._layers[name] = layer
         return replaced
 
     def get(self, name: str) -> Layer:
@@ -46,9 +74,26 @@ class LayerRegistry:
         Raises:
             UnknownLayerError: there is none.
         """
-        self.get(name)
+        self._nbytes -= self.get(name).nbytes
         del self._layers[name]
 
     def all(self) -> list[Layer]:
         """Every layer, by name."""
         return [self._layers[name] for name in sorted(self._layers)]
+
+    def _require_room(self, name: str, nbytes: int) -> None:
+        coming = dict(self._coming.values())
+        names = self._layers.keys() | coming.keys()
+        if name not in names and len(names) >= self._max_layers:
+            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
+        there = self._nbytes - self._bytes_of(name)
+        there += sum([of - self._bytes_of(other) for other, of in coming.items() if other != name])
+        if there + nbytes > self._max_bytes:
+            raise TooLargeError(
+                f"the layer's parameters take {nbytes} bytes beside {there} of the layers that are there, "
+                f"no more than {self._max_bytes} are kept"
+            )
+
+    def _bytes_of(self, name: str) -> int:
+        """What a layer of that name would replace."""
+        return self._layers[name].nbytes if name in self._layers else 0

@@ -64,7 +64,11 @@ class Settings(BaseSettings):
     max_inflight_requests: int = Field(
         256, ge=1, description="Requests inside the server at once; the next one is told to come back later."
     )
-    max_inflight_bytes: int = Field(4 * 2**30, ge=1, description="Bytes of request bodies inside at once.")
+    max_inflight_bytes: int = Field(
+        4 * 2**30,
+        ge=1,
+        description="Bytes inside at once: of request bodies, of their results and of what computing them needs.",
+    )
     max_connections: int = Field(
         4096, ge=1, description="Connections open at once, over all processes; the next one is answered 503."
     )
@@ -78,6 +82,9 @@ class Settings(BaseSettings):
         2**30, ge=0, description="Bytes of memory kept for the bodies and results of requests to come."
     )
     max_layers: int = Field(10_000, ge=0, description="Registered layers at once.")
+    max_layer_bytes: int = Field(
+        2**28, ge=0, description="Bytes of registered layers' parameters at once, on the device."
+    )
     timeout_ms: float = Field(
         30_000, gt=0, description="Deadline from a request's arrival to its start on the device, by default."
     )

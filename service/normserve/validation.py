@@ -13,6 +13,8 @@ from normserve.errors import (
     UnsupportedDtypeError,
 )
 from normserve.jobs import Layer, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory_cost import MemoryCost, memory_cost
+from normserve.results import Described
 from normserve.tensors import DType, HostTensor
 
 
@@ -26,11 +28,17 @@ def make_job(
     Raises:
         InvalidRequestError: by what does not fit; the detail says what was expected and what came.
     """
-    of_layer = None
-    if layer is not None:
-        of_layer = _LayerFacts(layer.name, layer.op, layer.eps, layer.num_groups, layer.activation, layer.size)
+    return costed_job(spec, tensors, layer, may_overwrite=may_overwrite)[0]
+
+
+def costed_job(
+    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
+) -> tuple[NormJob, MemoryCost]:
+    """`make_job`, and what the job takes of the host's memory beside its tensors."""
+    of_layer = None if layer is None else _layer_facts(layer)
     described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
-    return NormJob(_checked(spec, of_layer, described), dict(tensors), layer, may_overwrite)
+    spec, cost = _checked(spec, of_layer, described)
+    return NormJob(spec, dict(tensors), layer, may_overwrite), cost
 
 
 class _LayerFacts(NamedTuple):
@@ -42,16 +50,20 @@ class _LayerFacts(NamedTuple):
     num_groups: int
     activation: str
     size: int
+    dtype: DType
+    has_bias: bool
 
 
-_Described = Mapping[str, tuple[DType, tuple[int, ...]]]
+def _layer_facts(layer: Layer) -> _LayerFacts:
+    checked = (layer.name, layer.op, layer.eps, layer.num_groups, layer.activation)
+    return _LayerFacts(*checked, layer.size, layer.dtype, layer.has_bias)
 
 
 @functools.lru_cache(maxsize=1024)
 def _checked(
     spec: NormSpec, layer: _LayerFacts | None, described: tuple[tuple[str, DType, tuple[int, ...]], ...]
-) -> NormSpec:
-    """The spec with what the layer says, once all fits.  Clients send the like again and again."""
+) -> tuple[NormSpec, MemoryCost]:
+    """The spec with what the layer says, once all fits, and the cost.  Clients send the like again and again."""
     tensors = {name: (dtype, shape) for name, dtype, shape in described}
     if layer is not None:
         spec = _with_layer(spec, layer)
@@ -68,7 +80,7 @@ def _checked(
         _check_shape(name, tensors, (x_shape[0], size))
     for name in ("mean", "rstd"):
         _check_statistics(name, tensors, spec, x_shape)
-    return spec
+    return spec, memory_cost(spec, tensors, layer)
 
 
 def tensor_names(op: Op, direction: Pass, *, with_layer: bool = False) -> tuple[str, ...]:
@@ -116,7 +128,7 @@ def _with_layer(spec: NormSpec, layer: _LayerFacts) -> NormSpec:
     return replace(spec, eps=layer.eps, num_groups=layer.num_groups, activation=layer.activation)
 
 
-def _check_names(spec: NormSpec, tensors: _Described, *, with_layer: bool) -> None:
+def _check_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
     backward = spec.direction is Pass.BACKWARD
     known = tensor_names(spec.op, spec.direction, with_layer=with_layer)
     beside = " with a registered layer" if with_layer else ""
@@ -149,12 +161,12 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
     return channels
 
 
-def _check_shape(name: str, tensors: _Described, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, tensors: Described, shape: tuple[int, ...]) -> None:
     if name in tensors and tensors[name][1] != shape:
         raise InvalidShapeError(f"{name} must be {list(shape)}, got {list(tensors[name][1])}")
 
 
-def _check_statistics(name: str, tensors: _Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:
+def _check_statistics(name: str, tensors: Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:
     shape = (x_shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x_shape[:-1]
     _check_shape(name, tensors, shape)
     if name in tensors and tensors[name][0] is not DType.FLOAT32:

@@ -237,11 +237,12 @@ def test_only_the_gpu_overlay_takes_a_gpu(container, overlay):
     assert container["resources"]["limits"].get("nvidia.com/gpu") == {"cpu": None, "gpu": 1}[overlay]
 
 
-def test_memory_holds_what_is_admitted(container, pod, settings):
-    """Bodies, as much for results, what is kept idle and what /tmp holds, and a gibibyte for the program."""
+def test_memory_holds_what_is_admitted(container, pod, settings, overlay):
+    """Admitted requests, what is kept idle, layers, what /tmp holds, and a gibibyte for the program."""
     (tmp,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["emptyDir"].get("medium") == "Memory"]
-    admitted = 2 * settings.max_inflight_bytes + settings.max_idle_slab_bytes + nbytes(tmp["sizeLimit"])
-    assert nbytes(container["resources"]["limits"]["memory"]) >= admitted + GIB
+    slabs = {"cpu": 5 * settings.max_inflight_bytes // 4, "gpu": 2 * settings.max_inflight_bytes}[overlay]
+    kept = settings.max_idle_slab_bytes + settings.max_layer_bytes + nbytes(tmp["sizeLimit"])
+    assert nbytes(container["resources"]["limits"]["memory"]) >= slabs + kept + GIB
     assert settings.max_body_bytes <= settings.max_inflight_bytes
 
 

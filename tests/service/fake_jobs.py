@@ -26,6 +26,7 @@ def layer(name: str = "a", size: int = 4, **changes: object) -> Layer:
         "size": size,
         "dtype": DType.FLOAT32,
         "has_bias": True,
+        "nbytes": 8 * size,
         "resident": None,
     }
     return Layer(**described | changes)

@@ -5,7 +5,7 @@ import torch
 from fusednorm import reference
 from normserve.backends import cpu
 from normserve.backends.choose import choose_backend
-from normserve.backends.cpu import rows
+from normserve.backends.cpu import pieces, rows
 from normserve.backends.torch import TorchBackend
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
@@ -258,10 +258,10 @@ class TestBackend:
         x, memory = torch.randn(7, 24), torch.empty(7, 24)
         whole = cpu.layer_norm_forward(x, activation="silu", stats=stats)
         monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
-        monkeypatch.setattr(rows, "_PIECE_ELEMENTS", 48)
-        pieces = cpu.layer_norm_forward(x, activation="silu", stats=stats, memory_like=lambda _: memory)
-        assert pieces.y.data_ptr() == memory.data_ptr()
-        for got, want in zip(pieces, whole, strict=True):
+        monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
+        written = cpu.layer_norm_forward(x, activation="silu", stats=stats, memory_like=lambda _: memory)
+        assert written.y.data_ptr() == memory.data_ptr()
+        for got, want in zip(written, whole, strict=True):
             assert (got is None) == (want is None)
             assert got is None or torch.equal(got, want)
 
@@ -272,7 +272,7 @@ class TestBackend:
         self, backend, op, dtype, has_residual, monkeypatch
     ):
         monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
-        monkeypatch.setattr(rows, "_PIECE_ELEMENTS", 48)
+        monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
         sent = torch.randn(7, 24).to(dtype)
         names = ("x", "residual") if has_residual else ("x",)
         results = {}

@@ -11,6 +11,7 @@ import torch
 from normserve.backends import cpu, replays, triton
 from normserve.backends.pinned import with_device_view
 from normserve.backends.tensors import channels_first, payload_order
+from normserve.errors import DeviceOutOfMemoryError
 from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.slabs import PLAIN, SlabPool
 from normserve.tensors import DType, HostTensor
@@ -287,3 +288,16 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
     assert [each["x"][0] for each in launched] == [1, 2]
     assert {each["x"][1:] for each in launched} == {shape[1:]}
     assert all(each["weight"] == (8,) for each in launched)
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_out_of_memory_empties_the_cache_and_may_be_tried_again(backend, slabs, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    for error in (torch.OutOfMemoryError("none left"), RuntimeError("CUDA error: out of memory")):
+        meaning = backend.translate(error)
+        assert isinstance(meaning, DeviceOutOfMemoryError)
+        assert meaning.retry_after_s > 0
+    assert emptied == [True, True]
+    assert backend.translate(ValueError("odd")) is None
+    assert len(emptied) == 2

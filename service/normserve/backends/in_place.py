@@ -12,7 +12,7 @@ from fusednorm.results import Backward, Forward
 from torch import Tensor
 
 from normserve.backends.launch import call_of, destinations, parameters_of
-from normserve.backends.parcels import Described, is_packed, pack, places_of, views
+from normserve.backends.parcels import is_packed, pack, places_of, views
 from normserve.backends.pinned import PinnedMemory
 from normserve.backends.replays import Repeated, RepeatedByLayer, Replays
 from normserve.backends.tensors import (
@@ -24,6 +24,7 @@ from normserve.backends.tensors import (
     split,
 )
 from normserve.jobs import Batch, Lane, NormSpec
+from normserve.results import Described
 from normserve.slabs import SlabPool, memory_of
 from normserve.tensors import HostTensor
 

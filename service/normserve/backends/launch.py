@@ -38,6 +38,8 @@ def launch(
     spec: NormSpec,
     tensors: Mapping[str, Tensor],
     of_library: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    sum_has_dtype_of_x: bool = False,
 ) -> dict[str, Tensor]:
     """Run one operation.
 
@@ -45,6 +47,7 @@ def launch(
         library: has the functions of `fusednorm`, on the tensors' device.
         tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
         of_library: further arguments that this library's function takes.
+        sum_has_dtype_of_x: whether this library's residual_out has x's dtype, whatever the residual's.
 
     Returns:
         What the operation gives back, by the names of the API.
@@ -52,7 +55,7 @@ def launch(
     x, residual = tensors["x"], tensors.get("residual")
     if not x.numel():
         return _empty(spec, tensors)
-    if residual is not None and residual.dtype != x.dtype:
+    if residual is not None and residual.dtype != x.dtype and not sum_has_dtype_of_x:
         # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.
         tensors = {**tensors, "residual": residual.float()}
     result: Forward | Backward = call_of(library, spec, tensors, of_library)()

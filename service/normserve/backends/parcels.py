@@ -7,10 +7,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from normserve.backends.tensors import DTYPES, PARAMETERS, TORCH_DTYPES, rows_of, shape_of, view
+from normserve.backends.tensors import DTYPES, TORCH_DTYPES, rows_of, shape_of, view
 from normserve.jobs import Batch
+from normserve.results import PARAMETERS, Described
 from normserve.slabs import SlabPool
-from normserve.tensors import DType, HostTensor
+from normserve.tensors import HostTensor
 
 # A job alone is packed up to here: its tensors' copies would take longer to start than to run, and a body that came
 # with its header does not lie in a slab.
@@ -18,9 +19,6 @@ _PACKED_BYTES = 256 * 1024
 # Kernels want tensors at multiples of 16 bytes; whole cache lines keep neighbours apart.
 _ALIGNMENT = 128
 
-
-# Tensors by name: dtype and shape.
-Described = Mapping[str, tuple[DType, tuple[int, ...]]]
 
 Place = tuple[int, int, torch.dtype, tuple[int, ...]]
 

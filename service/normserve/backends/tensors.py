@@ -10,7 +10,9 @@ import torch
 from fusednorm.traffic import backward_bytes, forward_bytes
 from torch import Tensor
 
+from normserve import results
 from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.results import OF_SAMPLES, PARAMETERS, STATISTICS
 from normserve.tensors import DType, HostTensor
 
 TORCH_DTYPES = {
@@ -20,11 +22,7 @@ TORCH_DTYPES = {
 }
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-# The names that belong to the whole launch; everything else is rows of it.
-PARAMETERS = ("weight", "bias")
 _PARAMETER_GRADIENTS = ("dweight", "dbias")
-_STATISTICS = ("mean", "rstd")
-_OF_SAMPLES = ("scale", "shift")
 _LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx")
 
 
@@ -54,31 +52,13 @@ def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
         return shape
     if job.spec.op is Op.GROUP_NORM:
         return (rows, *shape[1:])
-    return (rows,) if name in _STATISTICS else (rows, shape[-1])
+    return (rows,) if name in STATISTICS else (rows, shape[-1])
 
 
 def results_of(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]]:
     """Dtype and shape of what a launch over so many rows, or samples, of such jobs gives back, in payload order."""
-    spec, given, layer = job.spec, job.tensors, job.layer
-    like_x = job.x.dtype, shape_of(job, "x", rows)
-    if spec.direction is Pass.BACKWARD:
-        gradients = {
-            f"d{name}": (given[name].dtype, shape_of(job, name, rows))
-            for name in (*PARAMETERS, *_OF_SAMPLES)
-            if name in given
-        }
-        if layer is not None:
-            names = PARAMETERS if layer.has_bias else PARAMETERS[:1]
-            gradients |= {f"d{name}": (layer.dtype, (layer.size,)) for name in names}
-        return {"dx": like_x, **gradients}
-    results = {"y": (spec.out_dtype or job.x.dtype, like_x[1])}
-    if "residual" in given:
-        results["residual_out"] = like_x
-    if spec.stats:
-        shape = (rows, spec.num_groups) if spec.op is Op.GROUP_NORM else (rows,)
-        names = _STATISTICS[1:] if spec.op is Op.RMS_NORM else _STATISTICS
-        results |= dict.fromkeys(names, (DType.FLOAT32, shape))
-    return results
+    given = {name: (tensor.dtype, shape_of(job, name, rows)) for name, tensor in job.tensors.items()}
+    return results.results_of(job.spec, given, job.layer)
 
 
 def results_to_write(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]] | None:
@@ -175,7 +155,7 @@ def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
 
     given = job.tensors.get
     numel = len(job.x.data) // job.x.dtype.itemsize
-    came = sum([len(tensor.data) for name, tensor in job.tensors.items() if name in _OF_SAMPLES])
+    came = sum([len(tensor.data) for name, tensor in job.tensors.items() if name in OF_SAMPLES])
     if job.spec.direction is Pass.BACKWARD:
         # As many go as came: a gradient has its tensor's type.
         return 2 * came + backward_bytes(

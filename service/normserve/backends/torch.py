@@ -17,7 +17,6 @@ from normserve.backends import cpu
 from normserve.backends.base import ONE_AT_A_TIME
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
-    PARAMETERS,
     channels_first,
     host_tensor,
     kernel_bytes_of,
@@ -30,6 +29,7 @@ from normserve.backends.warmup import warm_up_batches
 from normserve.device import DeviceInfo
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
 from normserve.jobs import Batch, Execution, NormJob, Op, Pass
+from normserve.results import PARAMETERS
 from normserve.slabs import SlabPool
 from normserve.tensors import HostTensor
 
@@ -89,7 +89,7 @@ class TorchBackend:
         if job.layer is not None:
             tensors |= parameters_of(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch))
+        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch), sum_has_dtype_of_x=True)
         computed = time.perf_counter()
         ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
         shares = split(batch, ordered)

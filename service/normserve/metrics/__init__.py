@@ -43,6 +43,11 @@ class Metrics:
         slabs = self._state.slab_bytes
         self._state.watched += [(slabs("used"), used_bytes), (slabs("idle"), idle_bytes)]
 
+    def watch_layers(self, count: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report the registered layers; asked at each scrape."""
+        self._state.watched.append((self._state.layers(), count))
+        self._state.read_layer_bytes = nbytes
+
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Report how many jobs wait; asked at each scrape."""
         self._state.watched.append((self._state.queue_requests(), length))
@@ -52,6 +57,7 @@ class Metrics:
         self._state.build_info(__version__, backend, device.name).set(1)
         self._state.copy_bandwidth(device.name).set(device.copy_bandwidth)
         self._state.read_device_memory = memory_bytes
+        self._state.layers_are_kept_on = "host" if device.kind == "cpu" else "device"
 
     def set_ready(self, ready: bool) -> None:
         """Report whether the server takes work."""

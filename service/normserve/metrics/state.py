@@ -15,7 +15,13 @@ class State:
         self.inflight_requests = make.gauge(
             "inflight_requests", "Admitted operations whose last byte is not out yet."
         )
-        self.inflight_bytes = make.gauge("inflight_bytes", "Bytes of bodies that those operations brought.")
+        self.inflight_bytes = make.gauge(
+            "inflight_bytes", "Bytes that those operations take: bodies, results, what computing needs."
+        )
+        self.layers = make.gauge("layers", "Registered layers.")
+        self.layer_bytes = make.gauge(
+            "layer_bytes", "Parameters of registered layers, by where they are kept: host or device.", ("kind",)
+        )
         self.connections = make.gauge("connections", "Open connections of clients.")
         self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
         self.slab_bytes = make.gauge(
@@ -39,11 +45,15 @@ class State:
         self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}
         self.watched: list[tuple[Gauge, Callable[[], float]]] = []
         self.read_device_memory: Callable[[], Mapping[str, int]] = dict
+        self.read_layer_bytes: Callable[[], int] = int
+        self.layers_are_kept_on = ""
 
     def refresh(self) -> None:
         """Ask for everything that nobody tells."""
         for gauge, read in self.watched:
             gauge.set(read())
+        if self.layers_are_kept_on:
+            self.layer_bytes(self.layers_are_kept_on).set(self.read_layer_bytes())
         for kind, nbytes in self.read_device_memory().items():
             self.device_memory(kind).set(nbytes)
         for metric in self._process.collect():

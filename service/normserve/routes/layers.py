@@ -13,6 +13,7 @@ from normserve.errors import InvalidParameterError, UnsupportedMediaTypeError
 from normserve.exchange import Exchange
 from normserve.jobs import Layer, Op
 from normserve.layers import LayerRegistry
+from normserve.routes.admission import Admission
 from normserve.routes.body import BodyReader
 from normserve.routes.negotiation import declared_format, sniffed_format
 from normserve.routes.parameters import (
@@ -34,6 +35,7 @@ class Layers:
     layers: LayerRegistry
     siblings: Siblings
     bodies: BodyReader
+    admission: Admission
 
     def router(self) -> APIRouter:
         """The collection and its members."""
@@ -80,7 +82,7 @@ class Layers:
         self.engine.require_ready()
         body = await self._read(request)
         async with self.siblings.changing_layers(request.scope) as journal:
-            layer = await make_layer(self.engine, name, query, body)
+            layer = await make_layer(self.engine, self.layers, name, query, body)
             replaced = self.layers.put(layer)
             if journal is not None:
                 await journal.put(name, query, _credentials(request), body)
@@ -89,16 +91,19 @@ class Layers:
     async def _read(self, request: Request) -> memoryview:
         headers = request.headers
         declared = declared_format(headers.get("content-type", ""), headers.get("content-encoding", ""))
-        body = await self.bodies.read(request.state.exchange)
+        exchange: Exchange = request.state.exchange
+        body = await self.bodies.read(exchange)
         if (declared or sniffed_format(body)) != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}")
+        self.admission.charge_copy(exchange, len(body))
         return body
 
 
-async def make_layer(engine: Engine, name: str, query: bytes, body: memoryview) -> Layer:
-    """The layer that a query and a safetensors body describe, its parameters on the device.
+async def make_layer(engine: Engine, layers: LayerRegistry, name: str, query: bytes, body: memoryview) -> Layer:
+    """The layer that a query and a safetensors body describe, its parameters on the device; not registered yet.
 
     Raises:
+        TooLargeError: `layers` has no room for it.
         NormserveError: by what is wrong with them, or with the device.
     """
     values = parse_query(query, LAYER_PARAMETERS)
@@ -107,6 +112,9 @@ async def make_layer(engine: Engine, name: str, query: bytes, body: memoryview) 
     num_groups = values.get("num_groups", 0)
     if num_groups:
         check_group_count(num_groups, weight.shape[0])
+    nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+    with layers.expecting(name, nbytes):
+        resident = await engine.load(op, weight, bias)
     return Layer(
         name=name,
         op=op,
@@ -116,7 +124,8 @@ async def make_layer(engine: Engine, name: str, query: bytes, body: memoryview) 
         size=weight.shape[0],
         dtype=weight.dtype,
         has_bias=bias is not None,
-        resident=await engine.load(op, weight, bias),
+        nbytes=nbytes,
+        resident=resident,
     )
 
 

@@ -15,6 +15,8 @@ from normserve.errors import NotAcceptableError
 from normserve.exchange import Exchange
 from normserve.jobs import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.layers import LayerRegistry
+from normserve.memory_cost import MemoryCost
+from normserve.routes.admission import Admission
 from normserve.routes.body import BodyReader
 from normserve.routes.direct import DirectRoute
 from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
@@ -27,7 +29,7 @@ from normserve.routes.parameters import (
 from normserve.routes.responses import BuffersResponse
 from normserve.routes.tensors import describe_tensors
 from normserve.tensors import DType
-from normserve.validation import make_job
+from normserve.validation import costed_job
 
 # Besides the query, what a request's head asks for.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
@@ -44,6 +46,7 @@ class Operations:
     engine: Engine
     layers: LayerRegistry
     bodies: BodyReader
+    admission: Admission
     timeout_ms: float
 
     def router(self) -> APIRouter:
@@ -84,7 +87,8 @@ class _Handler:
         parsing = time.perf_counter()
         record.stages["recv"] = exchange.reception.seconds
         record.waiting_in = "parse"
-        job, answer_format = head.with_body(body, layer)
+        job, cost, answer_format = head.with_body(body, layer)
+        self.service.admission.charge(exchange, job, cost, len(body))
         record.dtype = job.x.dtype.label
         record.stages["parse"] = time.perf_counter() - parsing
         record.waiting_in = "queue"
@@ -123,14 +127,14 @@ class _Head:
     accepted: Accepted
     timeout_ms: float | None
 
-    def with_body(self, body: memoryview, layer: Layer | None) -> tuple[NormJob, str]:
-        """The job, and the format of its answer."""
+    def with_body(self, body: memoryview, layer: Layer | None) -> tuple[NormJob, MemoryCost, str]:
+        """The job, what it takes of the memory, and the format of its answer."""
         body_format = self.body_format or sniffed_format(body)
         answer_format = self.accepted.choose(body_format)
         tensors = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
-        job = make_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
+        job, cost = costed_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
         _require_expressible(answer_format, job)
-        return job, answer_format
+        return job, cost, answer_format
 
 
 def _head(

@@ -1,4 +1,4 @@
-"""Activations and their derivatives in float32, with the same bits wherever in a tensor an element lies.
+"""Activations with their derivatives, and dropout, in float32: the same bits wherever in a tensor an element lies.
 
 torch's fused ones take the last elements of a tensor, or of a thread's share, by other instructions than the rest,
 so that a row's bits would depend on its company; exp, erf, tanh and plain arithmetic do not.
@@ -10,8 +10,56 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from normserve.backends.cpu.dropout import Dropout
+from normserve.backends.cpu.pieces import parts
+
 _SQRT_HALF = math.sqrt(0.5)
 _TANH_GAIN, _TANH_CUBIC = math.sqrt(2.0 / math.pi), 0.044715
+
+
+def finish_(z: Tensor, activation: str, dropout: Dropout | None = None, kept: Tensor | None = None) -> Tensor:
+    """dropout(act(z)), in z's memory.
+
+    Args:
+        z: contiguous.
+        kept: dropout's mask of z, bool.
+    """
+    if activation == "none" and dropout is None:
+        return z
+    flat = z.view(-1)
+    for part in parts(z.numel()):
+        activate_(flat[part], activation)
+        if dropout is not None and kept is not None:
+            flat[part].mul_(dropout.factors(kept.view(-1)[part]))
+    return z
+
+
+def through_epilogue(
+    dy: Tensor,
+    z: Tensor,
+    activation: str,
+    dropout: Dropout | None = None,
+    kept: Tensor | None = None,
+    *,
+    overwrites_z: bool,
+) -> Tensor:
+    """dz = dy · keep / (1 - p) · act'(z) in float32; dy itself if it is that already.
+
+    Args:
+        dy, z: contiguous; z in float32.
+        kept: dropout's mask of z, bool.
+        overwrites_z: whether dz may be written to z's memory.
+    """
+    if activation == "none" and dropout is None:
+        return dy.float()
+    dz = z if overwrites_z else torch.empty_like(z)
+    flat_dy, flat_z, flat_dz = dy.view(-1), z.view(-1), dz.view(-1)
+    for part in parts(z.numel()):
+        gradient = flat_dy[part].float()
+        if dropout is not None and kept is not None:
+            gradient = gradient * dropout.factors(kept.view(-1)[part])
+        flat_dz[part] = through_activation(gradient, flat_z[part], activation)
+    return dz
 
 
 def activate_(z: Tensor, activation: str) -> Tensor:
@@ -56,7 +104,10 @@ def widened(tensor: Tensor | None) -> Tensor | None:
 
 def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     """h = x + residual in float32; x itself if it is that already."""
-    return x.float() if residual is None else x.float() + residual.float()
+    if residual is None:
+        return x.float()
+    # Widened by the sum itself, without a copy of its own.
+    return x + residual if x.dtype == torch.float32 else x.float().add_(residual)
 
 
 def _one_plus_exp_minus(z: Tensor) -> Tensor:

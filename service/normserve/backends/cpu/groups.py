@@ -1,12 +1,16 @@
 """GroupNorm of [B, C, *spatial] on the CPU, contiguous or channels-last."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
-from fusednorm import reference
 from fusednorm.group_norm_checks import is_channels_last
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.cpu.epilogue import activate_, summed, through_activation, widened
+from normserve.backends.cpu.dropout import Dropout, dropout_of
+from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
+from normserve.backends.cpu.pieces import group_pieces, parts
 
 
 def group_norm_forward(
@@ -26,31 +30,23 @@ def group_norm_forward(
     stats: bool = False,
 ) -> Forward:
     """See `fusednorm.reference.group_norm_forward`."""
-    if dropout:
-        return reference.group_norm_forward(
-            x,
-            num_groups,
-            weight,
-            bias,
-            eps=eps,
-            residual=residual,
-            scale=scale,
-            shift=shift,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-            out_dtype=out_dtype,
-            stats=stats,
-        )
-    h = _planes(summed(x, residual))
-    z, mean, rstd = _normalise(h, num_groups, widened(weight), widened(bias), eps)
-    y = activate_(_modulated(z, scale, shift), activation)
-    return Forward(
-        y=_like(x, y, out_dtype or x.dtype),
-        mean=mean if stats else None,
-        rstd=rstd if stats else None,
-        residual_out=None if residual is None else _like(x, h, x.dtype),
-    )
+    cut = _Cut(x, num_groups, dropout_of(dropout, seed))
+    y, residual_out = cut.result(out_dtype or x.dtype), cut.result(x.dtype)
+    of_groups = (x.shape[0], num_groups)
+    mean, rstd = (x.new_empty(of_groups, dtype=torch.float32) if stats else None for _ in range(2))
+    weight, bias = widened(weight), widened(bias)
+    for piece in cut.pieces():
+        h = piece.sum(residual)
+        if residual is not None:
+            residual_out.write(piece, h)
+        z, centre, inverse = piece.normalised(h, weight, bias, eps)
+        del h
+        z = _modulated(z, piece.factor(scale), piece.of_samples(shift))
+        y.write(piece, finish_(z, activation, cut.dropout, piece.kept()))
+        del z
+        if mean is not None and rstd is not None:
+            mean[piece.samples, piece.groups], rstd[piece.samples, piece.groups] = centre, inverse
+    return Forward(y.whole(), mean, rstd, None if residual is None else residual_out.whole())
 
 
 def group_norm_backward(
@@ -71,99 +67,227 @@ def group_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """See `fusednorm.reference.group_norm_backward`."""
-    if dropout:
-        return reference.group_norm_backward(
-            dy,
-            x,
-            num_groups,
-            weight,
-            bias,
-            eps=eps,
-            mean=mean,
-            rstd=rstd,
-            residual=residual,
-            dresidual_out=dresidual_out,
-            scale=scale,
-            shift=shift,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-        )
-    w = widened(weight)
-    h = _planes(summed(x, residual))
-    z, own_mean, own_rstd = _normalise(h, num_groups, w, widened(bias), eps)
-    if mean is None or rstd is None:
-        mean, rstd = own_mean, own_rstd
-    dz = through_activation(_planes(dy.float()), _modulated(z, scale, shift), activation)
-    dscale, dshift = _modulation_gradients(dz, z, scale, shift)
-    if scale is not None:
-        dz = dz * _factor(scale)
-    n, c, hw = h.shape
-    # torch's kernel subtracts sums of dz·h from one another, which cancels when the mean is large; h without its
-    # mean has the same gradient and nothing to cancel.
-    centred = (h.view(n, num_groups, -1) - mean[..., None]).view(n, c, hw)
+    """See `fusednorm.reference.group_norm_backward`; of many samples the parameters' gradients are summed piece by
+    piece, in order.
+    """
+    cut = _Cut(x, num_groups, dropout_of(dropout, seed))
+    w, b = widened(weight), widened(bias)
+    # torch's kernel has no gradient of the bias without a weight.
+    of_kernel = torch.ones_like(b) if w is None and b is not None else w
     needed = [True, weight is not None, bias is not None]
-    dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(
-        dz, centred, torch.zeros_like(mean), rstd, w, n, c, hw, num_groups, needed
-    )
-    if dresidual_out is not None:
-        dx += _planes(dresidual_out)
-    dx = _like(x, dx, x.dtype)
+    dweight, dbias = _zeros_like(w), _zeros_like(b)
+    dscale, dshift = (None if of is None else torch.empty_like(of) for of in (scale, shift))
+    result = cut.result(x.dtype)
+    for piece in cut.pieces():
+        h = piece.sum(residual)
+        z, centre, inverse = piece.normalised(h, w, b, eps)
+        if mean is not None and rstd is not None:
+            centre, inverse = piece.of_groups(mean), piece.of_groups(rstd)
+        factor = piece.factor(scale)
+        # z itself is asked for once more where it is modulated, and only there.
+        is_modulated = scale is not None or shift is not None
+        modulated = _modulated(z.clone() if is_modulated else z, factor, piece.of_samples(shift))
+        dz = through_epilogue(piece.planes(dy), modulated, activation, cut.dropout, piece.kept(), overwrites_z=True)
+        del modulated
+        if is_modulated:
+            piece.write_modulation_gradients(dz, z, dscale, dshift)
+        del z
+        if factor is not None:
+            dz = dz * factor
+        # torch's kernel subtracts sums of dz·h from one another, which cancels when the mean is large; h without
+        # its mean has the same gradient and nothing to cancel.
+        dx, dw, db = torch.ops.aten.native_group_norm_backward(
+            dz,
+            piece.centred(h, centre, overwrites=residual is not None or x.dtype != torch.float32),
+            torch.zeros_like(centre),
+            inverse,
+            piece.of_channels(of_kernel),
+            *piece.shape,
+            piece.group_count,
+            needed,
+        )
+        del h, dz
+        if dresidual_out is not None:
+            dx += piece.planes(dresidual_out)
+        result.write(piece, dx)
+        if dweight is not None:
+            dweight[piece.channels] += dw
+        if dbias is not None:
+            dbias[piece.channels] += db
+    dx = result.whole()
     return Backward(
         dx=dx,
-        dweight=None if weight is None else dweight.to(weight.dtype),
-        dbias=None if bias is None else dbias.to(bias.dtype),
+        dweight=None if weight is None or dweight is None else dweight.to(weight.dtype),
+        dbias=None if bias is None or dbias is None else dbias.to(bias.dtype),
         dresidual=None if residual is None else dx,
         dscale=dscale,
         dshift=dshift,
     )
 
 
-def _planes(t: Tensor) -> Tensor:
-    """[B, C, positions], contiguous; a copy when t is channels-last.
+class _Cut:
+    """x and how it is cut into pieces of whole groups.
 
-    torch's channels-last kernel takes the variance as E[h²] - mean², which is noise when the mean is large.
+    Attributes:
+        x: [B, C, *spatial].
+        planes: x as [B, C, positions], the same memory.
+        is_whole: whether there is one piece only.
     """
-    return t.flatten(2).contiguous() if t.dim() > 2 else t.unsqueeze(-1).contiguous()
+
+    def __init__(self, x: Tensor, num_groups: int, dropout: Dropout | None) -> None:
+        self.x = x
+        self.num_groups = num_groups
+        self.dropout = dropout
+        self.planes = _planes(x)
+        self.channels_last = is_channels_last(x)
+        samples, channels, positions = self.planes.shape
+        elements = channels // num_groups * positions
+        self._pieces = list(group_pieces(samples, num_groups, elements))
+        self.is_whole = len(self._pieces) == 1
+        self._kept: tuple[slice, Tensor] | None = None
+
+    def pieces(self) -> Iterator["_Piece"]:
+        """All of them, in order."""
+        of_group = self.planes.shape[1] // self.num_groups
+        for samples, groups in self._pieces:
+            yield _Piece(self, samples, groups, slice(groups.start * of_group, groups.stop * of_group))
+
+    def result(self, dtype: torch.dtype) -> "_Result":
+        """What is to be written piece by piece, in x's shape and layout."""
+        return _Result(self, dtype)
+
+    def kept(self, samples: slice, channels: slice) -> Tensor:
+        """Dropout's mask of a piece, bool, in the order of [samples, channels, positions]."""
+        assert self.dropout is not None
+        _, size, positions = self.planes.shape
+        rows = range(samples.start, samples.stop)
+        if not self.channels_last:
+            return self.dropout.kept(rows, range(channels.start * positions, channels.stop * positions))
+        # Channels lie side by side there, so the mask is that of whole samples.
+        if self._kept is None or self._kept[0] != samples:
+            self._kept = samples, self.dropout.kept(rows, range(size * positions))
+        return self._kept[1].view(-1, positions, size)[:, :, channels].transpose(1, 2).contiguous()
 
 
-def _normalise(
-    h: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    n, c, hw = h.shape
-    return torch.native_group_norm(h, weight, bias, n, c, hw, num_groups, eps)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some groups of a sample, or some whole samples."""
+
+    cut: _Cut
+    samples: slice
+    groups: slice
+    channels: slice
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Samples, channels, positions."""
+        samples, channels = self.samples, self.channels
+        return samples.stop - samples.start, channels.stop - channels.start, self.cut.planes.shape[2]
+
+    @property
+    def group_count(self) -> int:
+        """Of one sample."""
+        return len(range(self.groups.start, self.groups.stop))
+
+    def sum(self, residual: Tensor | None) -> Tensor:
+        """h = x + residual of it, float32 [samples, channels, positions]; x's memory if it is that already."""
+        x = self.cut.planes[self.samples, self.channels]
+        if not x.is_contiguous():
+            # Widened and put in order in one pass.
+            x = torch.empty(x.shape).copy_(x)
+        of_residual = None if residual is None else _planes(residual)[self.samples, self.channels]
+        return summed(x, of_residual).contiguous()
+
+    def planes(self, t: Tensor) -> Tensor:
+        """Its share of a tensor like x as [samples, channels, positions], contiguous; of channels-last a copy.
+
+        torch's channels-last kernel takes the variance as E[h²] - mean², which is noise when the mean is large.
+        """
+        return _planes(t)[self.samples, self.channels].contiguous()
+
+    def normalised(
+        self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z, mean and rstd."""
+        weight, bias = self.of_channels(weight), self.of_channels(bias)
+        samples, channels, positions = h.shape
+        return torch.native_group_norm(h, weight, bias, samples, channels, positions, self.group_count, eps)
+
+    def of_channels(self, parameter: Tensor | None) -> Tensor | None:
+        return None if parameter is None else parameter[self.channels]
+
+    def of_groups(self, statistic: Tensor) -> Tensor:
+        return statistic[self.samples, self.groups].contiguous()
+
+    def of_samples(self, given: Tensor | None) -> Tensor | None:
+        """Its share of scale or shift in float32, over the positions."""
+        return None if given is None else given[self.samples, self.channels].float().unsqueeze(-1)
+
+    def factor(self, scale: Tensor | None) -> Tensor | None:
+        """1 + scale."""
+        scale = self.of_samples(scale)
+        return None if scale is None else 1 + scale
+
+    def kept(self) -> Tensor | None:
+        """Its share of dropout's mask."""
+        return None if self.cut.dropout is None else self.cut.kept(self.samples, self.channels)
+
+    def centred(self, h: Tensor, mean: Tensor, *, overwrites: bool) -> Tensor:
+        """h - mean of each group."""
+        grouped = h.view(*mean.shape, -1)
+        centre = mean[..., None]
+        return (grouped.sub_(centre) if overwrites else grouped - centre).view(h.shape)
+
+    def write_modulation_gradients(
+        self, dz: Tensor, z: Tensor, dscale: Tensor | None, dshift: Tensor | None
+    ) -> None:
+        """dscale and dshift [B, C]: the sums of dz * z and of dz over positions."""
+        samples, channels, positions = z.shape
+        at_once = parts(channels, samples * positions)
+        # Summed together, since torch sums a lone row in another order than one of several.
+        sums = [torch.stack((dz[:, some] * z[:, some], dz[:, some])).sum(-1) for some in at_once]
+        for gradient, of_piece in zip((dscale, dshift), torch.cat(sums, dim=-1), strict=True):
+            if gradient is not None:
+                gradient[self.samples, self.channels] = of_piece
 
 
-def _factor(scale: Tensor) -> Tensor:
-    """1 + scale of each channel, over its positions."""
-    return 1 + scale.float().unsqueeze(-1)
+class _Result:
+    """A tensor like x that is written piece by piece."""
+
+    def __init__(self, cut: _Cut, dtype: torch.dtype) -> None:
+        self._cut = cut
+        self._dtype = dtype
+        self._tensor: Tensor | None = None
+
+    def write(self, piece: _Piece, values: Tensor) -> None:
+        """Args: values: [samples, channels, positions] of the piece."""
+        x = self._cut.x
+        if self._cut.is_whole and not self._cut.channels_last:
+            self._tensor = values.view(x.shape).to(self._dtype)
+            return
+        if self._tensor is None:
+            self._tensor = torch.empty_like(x, dtype=self._dtype)
+        _planes(self._tensor)[piece.samples, piece.channels] = values
+
+    def whole(self) -> Tensor:
+        """The tensor, once every piece has been written."""
+        assert self._tensor is not None
+        return self._tensor
 
 
-def _modulated(z: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-    """z * (1 + scale) + shift of [B, C, positions]; z itself without either."""
-    if scale is not None:
-        z = z * _factor(scale)
-    return z if shift is None else z + shift.float().unsqueeze(-1)
+def _planes(t: Tensor) -> Tensor:
+    """[B, C, positions], the same memory."""
+    return t.flatten(2) if t.dim() > 2 else t.unsqueeze(-1)
 
 
-def _modulation_gradients(
-    dz: Tensor, z: Tensor, scale: Tensor | None, shift: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """dscale and dshift [B, C]: the sums of dz * z and of dz over positions."""
-    if scale is None and shift is None:
-        return None, None
-    # Summed together, since torch sums a lone row in another order than one of several.
-    dscale, dshift = torch.stack((dz * z, dz)).sum(-1)
-    return (
-        None if scale is None else dscale.to(scale.dtype),
-        None if shift is None else dshift.to(shift.dtype),
-    )
+def _modulated(z: Tensor, factor: Tensor | None, shift: Tensor | None) -> Tensor:
+    """z * (1 + scale) + shift of [B, C, positions], in z's memory."""
+    if factor is not None:
+        z *= factor
+    if shift is not None:
+        z += shift
+    return z
 
 
-def _like(x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of [B, C, positions] in x's shape and layout."""
-    values = values.view(x.shape)
-    if is_channels_last(x):
-        return torch.empty_like(x, dtype=dtype).copy_(values)
-    return values.to(dtype)
+def _zeros_like(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else torch.zeros_like(parameter)

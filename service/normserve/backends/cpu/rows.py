@@ -1,20 +1,19 @@
 """LayerNorm and RMSNorm of [rows, N] on the CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from fusednorm import reference
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.cpu.epilogue import activate_, summed, through_activation, widened
-
-# Of one piece, so that its float32 intermediates stay in a core's cache.
-_PIECE_ELEMENTS = 128 * 1024
+from normserve.backends.cpu.dropout import Dropout, dropout_of
+from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
+from normserve.backends.cpu.pieces import row_pieces
+from normserve.memory_cost import REUSED_ELEMENTS
 
 # Of a result that torch may write into memory of its own: malloc has as much at hand, and nothing is copied.  More
 # would come and go, and the process's size with it.
-_WHOLE_ELEMENTS = 256 * 1024
+_WHOLE_ELEMENTS = REUSED_ELEMENTS
 
 
 def layer_norm_forward(
@@ -33,57 +32,27 @@ def layer_norm_forward(
 ) -> Forward:
     """See `fusednorm.reference.layer_norm_forward`.
 
-    Args: memory_like: gives a large y its memory where that is as large as x; it may be x's own.
+    The sum has x's dtype, whatever the residual's.
+
+    Args:
+        memory_like: gives a large y its memory where that is as large as x; it may be x's own.  Memory that has
+            been used before takes less time than new pages, and x's own leaves more of the cache to what is next.
     """
-    if dropout:
-        return reference.layer_norm_forward(
-            x,
-            weight,
-            bias,
-            eps=eps,
-            residual=residual,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-            out_dtype=out_dtype,
-            stats=stats,
-        )
     weight, bias = widened(weight), widened(bias)
-    if x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32):
-        if x.numel() > _WHOLE_ELEMENTS:
-            return _layer_norm_by_pieces(x, weight, bias, eps, activation, stats, memory_like(x))
+    drop = dropout_of(dropout, seed)
+    is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
+    if is_float32 and x.numel() <= _WHOLE_ELEMENTS:
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-        y = activate_(y, activation)
+        y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
         return Forward(y, *_flat(mean, rstd)) if stats else Forward(y)
-    out = _Outputs(x, residual, out_dtype, memory_like)
-    for piece in _pieces(x):
+    out = _Outputs(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
+    for piece in row_pieces(*x.shape):
         h = out.sum(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], weight, bias, eps)
-        out.write(piece, activate_(y, activation), mean, rstd)
-    return out.result(stats, centred=True)
-
-
-def _layer_norm_by_pieces(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    stats: bool,
-    y: Tensor,
-) -> Forward:
-    """Write y, whose memory has been used before: of 16 ms for 64 MiB, new pages took 3 to 7.
-
-    In x's own it takes a quarter less still, and leaves more of the cache to what comes next.
-    """
-    mean = x.new_empty(x.shape[0] if stats else 0)
-    rstd = torch.empty_like(mean)
-    for piece in _pieces(x):
-        part, centre, scale = torch.native_layer_norm(x[piece], x.shape[-1:], weight, bias, eps)
-        y[piece] = activate_(part, activation)
-        if stats:
-            mean[piece], rstd[piece] = centre[:, 0], scale[:, 0]
-    return Forward(y, mean, rstd) if stats else Forward(y)
+        del h
+        out.write(piece, finish_(y, activation, drop, _kept(drop, x, piece)), mean, rstd)
+        del y
+    return out.result()
 
 
 def rms_norm_forward(
@@ -100,28 +69,19 @@ def rms_norm_forward(
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> Forward:
     """See `fusednorm.reference.rms_norm_forward`, and `layer_norm_forward` for `memory_like`."""
-    if dropout:
-        return reference.rms_norm_forward(
-            x,
-            weight,
-            eps=eps,
-            residual=residual,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-            out_dtype=out_dtype,
-            stats=stats,
-        )
     weight = widened(weight)
-    out = _Outputs(x, residual, out_dtype, memory_like)
-    for piece in _pieces(x):
+    drop = dropout_of(dropout, seed)
+    out = _Outputs(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
+    for piece in row_pieces(*x.shape):
         h = out.sum(piece)
         rstd = _rms_rstd(h, eps)
         y = h * rstd
+        del h
         if weight is not None:
             y *= weight
-        out.write(piece, activate_(y, activation), None, rstd)
-    return out.result(stats, centred=False)
+        out.write(piece, finish_(y, activation, drop, _kept(drop, x, piece)), None, rstd)
+        del y
+    return out.result()
 
 
 def layer_norm_backward(
@@ -140,36 +100,32 @@ def layer_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.layer_norm_backward`."""
-    if dropout:
-        return reference.layer_norm_backward(
-            dy,
-            x,
-            weight,
-            bias,
-            eps=eps,
-            mean=mean,
-            rstd=rstd,
-            residual=residual,
-            dresidual_out=dresidual_out,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-        )
     w, b = widened(weight), widened(bias)
+    drop = dropout_of(dropout, seed)
+    is_own = residual is not None or x.dtype != torch.float32
     gradients = _Gradients(x, weight, bias, residual)
-    for piece in _pieces(x):
+    for piece in row_pieces(*x.shape):
         h = summed(x[piece], None if residual is None else residual[piece])
         z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w, b, eps)
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
-        dz = through_activation(dy[piece].float(), z, activation)
-        needed = [True, weight is not None, bias is not None]
+        kept = _kept(drop, x, piece)
+        dz = through_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=True)
+        del z, kept
         # torch's kernel forms x_hat as h·rstd - mean·rstd, which cancels when the mean is large; h without its mean
         # has the same gradient.
+        h = h.sub_(centre) if is_own else h - centre
+        # Of a lone row, which may be long, torch's sums over the rows would take memory for each thread.
+        is_lone = len(h) == 1
+        needed = [True, weight is not None and not is_lone, bias is not None and not is_lone]
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-            dz, h - centre, h.shape[-1:], torch.zeros_like(centre), scale, w, b, needed
+            dz, h, h.shape[-1:], torch.zeros_like(centre), scale, w, b, needed
         )
+        if is_lone:
+            dw = None if weight is None else h.mul_(scale).mul_(dz)[0]
+            db = None if bias is None else dz[0]
         gradients.write(piece, dx, dresidual_out, dw, db)
+        del h, dz, dx, dw, db
     return gradients.result()
 
 
@@ -187,31 +143,27 @@ def rms_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.rms_norm_backward`."""
-    if dropout:
-        return reference.rms_norm_backward(
-            dy,
-            x,
-            weight,
-            eps=eps,
-            rstd=rstd,
-            residual=residual,
-            dresidual_out=dresidual_out,
-            activation=activation,
-            dropout=dropout,
-            seed=seed,
-        )
     w = widened(weight)
+    drop = dropout_of(dropout, seed)
+    is_own = residual is not None or x.dtype != torch.float32
     gradients = _Gradients(x, weight, None, residual)
-    for piece in _pieces(x):
+    for piece in row_pieces(*x.shape):
         h = summed(x[piece], None if residual is None else residual[piece])
         scale = _rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
-        xhat = h * scale
+        xhat = h.mul_(scale) if is_own else h * scale
+        del h
         z = xhat if w is None else xhat * w
-        dz = through_activation(dy[piece].float(), z, activation)
+        kept = _kept(drop, x, piece)
+        dz = through_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
+        del z, kept
         g = dz if w is None else dz * w
-        dx = (g - xhat * _row_mean(g * xhat)) * scale
-        dw = None if w is None else (dz * xhat).sum(0)
+        dx = g * xhat
+        torch.mul(xhat, _row_mean(dx), out=dx)
+        torch.sub(g, dx, out=dx).mul_(scale)
+        del g
+        dw = None if w is None else xhat.mul_(dz).sum(0)
         gradients.write(piece, dx, dresidual_out, dw, None)
+        del xhat, dz, dx, dw
     return gradients.result()
 
 
@@ -223,15 +175,18 @@ class _Outputs:
         x: Tensor,
         residual: Tensor | None,
         out_dtype: torch.dtype | None,
+        *,
+        stats: bool,
+        centred: bool,
         memory_like: Callable[[Tensor], Tensor],
     ) -> None:
         self._x = x
         self._residual = residual
         is_given = out_dtype in (None, x.dtype) and x.numel() > _WHOLE_ELEMENTS
         self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
-        self._residual_out = None if residual is None else torch.empty_like(x, dtype=residual.dtype)
-        self._mean = x.new_empty(x.shape[0], dtype=torch.float32)
-        self._rstd = torch.empty_like(self._mean)
+        self._residual_out = None if residual is None else torch.empty_like(x)
+        self._rstd = x.new_empty(x.shape[0], dtype=torch.float32) if stats else None
+        self._mean = x.new_empty(x.shape[0], dtype=torch.float32) if stats and centred else None
 
     def sum(self, piece: slice) -> Tensor:
         h = summed(self._x[piece], None if self._residual is None else self._residual[piece])
@@ -241,13 +196,13 @@ class _Outputs:
 
     def write(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor) -> None:
         self._y[piece] = y
-        self._rstd[piece] = rstd[:, 0]
-        if mean is not None:
+        if self._rstd is not None:
+            self._rstd[piece] = rstd[:, 0]
+        if self._mean is not None and mean is not None:
             self._mean[piece] = mean[:, 0]
 
-    def result(self, stats: bool, *, centred: bool) -> Forward:
-        mean = self._mean if stats and centred else None
-        return Forward(self._y, mean, self._rstd if stats else None, self._residual_out)
+    def result(self) -> Forward:
+        return Forward(self._y, self._mean, self._rstd, self._residual_out)
 
 
 class _Gradients:
@@ -256,8 +211,6 @@ class _Gradients:
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
-        if residual is not None and residual.dtype != x.dtype:
-            self._dresidual = torch.empty_like(x, dtype=residual.dtype)
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -270,10 +223,7 @@ class _Gradients:
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
-        dh = dx if dresidual_out is None else dx + dresidual_out[piece]
-        self._dx[piece] = dh
-        if self._dresidual is not None and self._dresidual is not self._dx:
-            self._dresidual[piece] = dh
+        self._dx[piece] = dx if dresidual_out is None else dx.add_(dresidual_out[piece])
         if self._dweight is not None and dweight is not None:
             self._dweight += dweight
         if self._dbias is not None and dbias is not None:
@@ -284,10 +234,9 @@ class _Gradients:
         return Backward(self._dx, dweight, dbias, self._dresidual)
 
 
-def _pieces(x: Tensor) -> Iterator[slice]:
-    rows, cols = x.shape
-    step = max(1, _PIECE_ELEMENTS // cols)
-    return (slice(start, start + step) for start in range(0, rows, step))
+def _kept(dropout: Dropout | None, x: Tensor, piece: slice) -> Tensor | None:
+    """Dropout's mask of some rows."""
+    return None if dropout is None else dropout.kept(range(piece.start, piece.stop), range(x.shape[-1]))
 
 
 def _row_mean(t: Tensor) -> Tensor:

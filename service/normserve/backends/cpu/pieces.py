@@ -1,0 +1,37 @@
+"""How work is cut so that its float32 intermediates are a few MiB, whatever the shape.
+
+What is normalised by itself, a row or a group, is never cut: of one that is longer than a piece, the intermediates
+are as long as it is.  `normserve.memory_cost` counts them.
+"""
+
+from collections.abc import Iterator
+
+from normserve.memory_cost import PIECE_ELEMENTS
+
+
+def row_pieces(rows: int, cols: int) -> Iterator[slice]:
+    """Ranges of rows, each of at most a piece's elements or one row."""
+    step = max(1, PIECE_ELEMENTS // cols)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def group_pieces(samples: int, groups: int, group_elements: int) -> Iterator[tuple[slice, slice]]:
+    """Ranges of samples and of their groups: several whole samples, or some groups of one, at least one."""
+    step = PIECE_ELEMENTS // (groups * group_elements)
+    if step:
+        return ((slice(start, min(start + step, samples)), slice(0, groups)) for start in range(0, samples, step))
+    step = max(1, PIECE_ELEMENTS // group_elements)
+    return (
+        (slice(sample, sample + 1), slice(start, min(start + step, groups)))
+        for sample in range(samples)
+        for start in range(0, groups, step)
+    )
+
+
+def parts(count: int, elements: int = 1) -> Iterator[slice]:
+    """Ranges of a piece that may be longer than others, for what is done to each of `count` units by itself.
+
+    Args: elements: of one unit.
+    """
+    step = max(1, PIECE_ELEMENTS // elements)
+    return (slice(start, start + step) for start in range(0, count, step))

@@ -1,0 +1,124 @@
+"""Runs operations on the CPU backend and prints what each took at most, beside what the model says.
+
+A program of its own: the peak of a process that has done other things says nothing.  One JSON line a case.
+"""
+
+import ctypes
+import gc
+import json
+import re
+import sys
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+from normserve.backends.tensors import TORCH_DTYPES
+from normserve.backends.torch import TorchBackend
+from normserve.jobs import Batch, Layout, NormSpec, Op, Pass
+from normserve.tensors import DType, HostTensor
+from normserve.validation import costed_job
+
+MIB = 2**20
+F32, F16, BF16 = DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
+STATUS = Path("/proc/self/status")
+
+# Shapes of 2 Mi elements: many short rows, one long row, and what is in between.
+ROWS = [(2 * MIB, 1), (MIB // 32, 64), (2048, 1024), (1, 2 * MIB), (2, MIB)]
+# Channels first: many tiny groups, one value a channel, large samples, groups that are longer than a piece.
+SAMPLES = [(MIB // 4, 8, 1), (MIB // 32, 8, 8), (2, 256, 64, 64), (1, 32, 256, 256), (1, 2 * MIB, 1), (1, 2, MIB)]
+
+Case = tuple[str, NormSpec, dict[str, HostTensor], bool]
+
+
+def main() -> None:
+    backend = TorchBackend(1)
+    torch.set_num_threads(1)
+    noise = torch.randn(2 * MIB)
+    for name, spec, tensors, may_overwrite in cases(noise):
+        job, cost = costed_job(spec, tensors, may_overwrite=may_overwrite)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        execution = backend.run(Batch((job,)))
+        peak = resident("VmHWM") - before
+        results = sum(len(tensor.data) for tensor in execution.outputs[0].values())
+        line = {
+            "name": name,
+            "peak": peak,
+            "model": cost.on_cpu(may_overwrite=may_overwrite),
+            "results": [results, cost.results],
+        }
+        print(json.dumps(line), flush=True)
+        del job, execution
+
+
+def cases(noise: torch.Tensor) -> Iterator[Case]:
+    """Each shape with all that there is in one direction, and with less in the other."""
+    for op, direction in product(Op, Pass):
+        layouts = Layout if op is Op.GROUP_NORM else (Layout.NCHW,)
+        for index, (shape, layout) in enumerate(product(SAMPLES if op is Op.GROUP_NORM else ROWS, layouts)):
+            if (index + (direction is Pass.FORWARD)) % 2:
+                yield case(noise, op, direction, F16, layout, shape, True, True)
+            else:
+                yield case(noise, op, direction, F32, layout, shape, index % 4 < 2, index % 3 == 0)
+
+
+def case(
+    noise: torch.Tensor,
+    op: Op,
+    direction: Pass,
+    dtype: DType,
+    layout: Layout,
+    shape: tuple[int, ...],
+    everything: bool,
+    epilogue: bool,
+) -> Case:
+    size, samples = shape[1], shape[0]
+    if layout is Layout.NHWC:
+        shape = (samples, *shape[2:], size)
+    forward = direction is Pass.FORWARD
+    like_x = ["x"] if forward else ["x", "dy"]
+    tensors = {}
+    if everything:
+        like_x += ["residual"] if forward else ["residual", "dresidual_out"]
+        tensors["weight"] = tensor(noise, BF16, (size,))
+        if op is not Op.RMS_NORM:
+            tensors["bias"] = tensor(noise, F32, (size,))
+        if op is Op.GROUP_NORM:
+            tensors["scale"] = tensor(noise, F16, (samples, size))
+            tensors["shift"] = tensor(noise, F32, (samples, size))
+    tensors |= {name: tensor(noise, dtype, shape) for name in like_x}
+    spec = NormSpec(
+        op,
+        direction,
+        1e-5,
+        2 if op is Op.GROUP_NORM else 0,
+        layout,
+        "gelu_tanh" if epilogue else "none",
+        dropout=0.1 if epilogue and everything else 0.0,
+        seed=3 if epilogue and everything else None,
+        out_dtype=F32 if everything and forward else None,
+        stats=everything and forward,
+    )
+    asked = f"everything={everything} epilogue={epilogue}"
+    name = f"{op.value} {direction.value} {dtype.value} {list(shape)} {layout.value} {asked}"
+    return name, spec, tensors, forward
+
+
+def tensor(noise: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> HostTensor:
+    copy = noise[: prod(shape)].to(TORCH_DTYPES[dtype], copy=True)
+    return HostTensor(dtype, shape, memoryview(copy.view(torch.uint8).numpy()))
+
+
+def resident(name: str) -> int:
+    """A line of this process's status, in bytes."""
+    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text(encoding="ascii"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
