@@ -20,7 +20,7 @@ from normserve.exchange import Exchange
 from normserve.http_errors import problem
 from normserve.layer_audit import LAYERS, note_layer_change
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
-from normserve.siblings import Siblings
+from normserve.progress import Progress
 from normserve.transport import Buffers, Departure, Headers, Reception
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,18 @@ class Edge:
         self,
         app: ASGIApp,
         metrics: Metrics,
-        siblings: Siblings,
+        progress: Progress,
         authorisation: Authorisation | None = None,
         access_log: AccessLog | None = None,
     ) -> None:
-        """Args: authorisation: where keys are asked for; access_log: where one is kept."""
+        """Args:
+        progress: is told of the requests that have been received whole.
+        authorisation: where keys are asked for.
+        access_log: where one is kept.
+        """
         self._app = app
         self._metrics = metrics
-        self._siblings = siblings
+        self._progress = progress
         self._authorisation = authorisation
         self._access_log = access_log
 
@@ -64,6 +68,7 @@ class Edge:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = _exchange(scope, headers)
+        exchange.progress = self._progress
         scope["state"]["exchange"] = exchange
         incoming = _Incoming(headers, receive, exchange)
         outgoing = _Outgoing(send, incoming, exchange)
@@ -73,16 +78,16 @@ class Edge:
                 self._authorisation.admit(scope, _bearer_token(headers), exchange)
             await self._app(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
-            await respond_problem(error, exchange, outgoing.send)
+            await outgoing.respond_problem(error)
         except Exception:
             fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
             log.exception("a request met an error that nobody expected", extra={"fields": fields})
-            if not outgoing.started:
-                await respond_problem(NormserveError("an error of the server's own"), exchange, outgoing.send)
+            await outgoing.respond_problem(unexpected())
         finally:
             self._close(scope, exchange, outgoing)
 
     def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
+        exchange.end_work()
         if exchange.permit is not None:
             exchange.permit.release()
         record = exchange.record
@@ -91,13 +96,18 @@ class Edge:
             record.stages["send"] = exchange.sending.seconds
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
-        if record.op == LAYERS and not self._siblings.sent(scope):
+        if record.op == LAYERS:
             note_layer_change(scope, exchange)
         if exchange.client_left or not exchange.sending.is_delivered:
             record.status = CLIENT_LEFT
         self._metrics.observe_request(record)
         if self._access_log is not None:
             self._access_log.note(scope, exchange)
+
+
+def unexpected() -> NormserveError:
+    """What a client hears of an error that nobody expected: nothing that it could learn from."""
+    return NormserveError("an error of the server's own")
 
 
 async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:
@@ -160,10 +170,19 @@ class _Outgoing:
         """A whole response, to a request that has been received whole."""
         exchange = self._exchange
         self.started = True
+        exchange.end_work()
         exchange.record.status = status
         exchange.record.sent = nbytes
         named = (*headers, (b"x-request-id", exchange.request_id.encode()))
         await exchange.sending.respond(status, named, buffers, nbytes)
+
+    async def respond_problem(self, error: NormserveError) -> None:
+        """Answer with an error; an answer that is on its way already is cut off by the connection's end."""
+        if not self.started:
+            await respond_problem(error, self._exchange, self.send)
+            return
+        self._exchange.record.error = error.code
+        self._exchange.client_left |= isinstance(error, ClientLeftError)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -179,6 +198,7 @@ class _Outgoing:
 
     async def _start(self, message: Message) -> None:
         self.started = True
+        self._exchange.end_work()
         self._exchange.record.status = message["status"]
         headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode())]
         # Of a body that was cut off nobody can tell when the rest comes.

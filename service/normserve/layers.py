@@ -1,7 +1,18 @@
 """The layers that are registered: parameters by name."""
 
+import re
+
 from normserve.errors import TooLargeError, UnknownLayerError
 from normserve.jobs import Layer
+
+# In a URL, `.` and `..` name other resources.
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}", re.ASCII)
+LAYER_NAMES = "1 to 128 of the characters A-Z a-z 0-9 . _ - and neither . nor .."
+
+
+def is_layer_name(text: str) -> bool:
+    """Whether a layer may be called so; `LAYER_NAMES` says which names may be."""
+    return _NAME.fullmatch(text) is not None
 
 
 class LayerRegistry:
@@ -23,11 +34,19 @@ class LayerRegistry:
         Raises:
             TooLargeError: there are as many as may be.
         """
+        self.require_room(layer)
         replaced = layer.name in self._layers
-        if not replaced and len(self._layers) >= self._max_layers:
-            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
         self._layers[layer.name] = layer
         return replaced
+
+    def require_room(self, layer: Layer) -> None:
+        """Refuse a layer that could not be registered now.
+
+        Raises:
+            TooLargeError: there are as many as may be.
+        """
+        if layer.name not in self._layers and len(self._layers) >= self._max_layers:
+            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
 
     def get(self, name: str) -> Layer:
         """The layer of that name.
