@@ -6,22 +6,18 @@ from starlette.types import Scope
 
 from normserve.exchange import Exchange
 from normserve.routes.scopes import RouteScopes
-from normserve.siblings import Siblings
 
 _log = logging.getLogger("normserve.access")
 
 
 class AccessLog:
-    """Notes requests; what one process of a fleet asks another for is no request of a client's."""
+    """Notes requests."""
 
-    def __init__(self, scopes: RouteScopes, siblings: Siblings) -> None:
+    def __init__(self, scopes: RouteScopes) -> None:
         self._scopes = scopes
-        self._siblings = siblings
 
     def note(self, scope: Scope, exchange: Exchange) -> None:
         """Log a request that has ended, with the template of its route: anybody can ask for any path."""
-        if self._siblings.sent(scope):
-            return
         record = exchange.record
         fields = {
             "method": scope["method"],

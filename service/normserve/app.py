@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
@@ -19,16 +21,27 @@ from normserve.backends.choose import choose_backend
 from normserve.batcher import Batcher
 from normserve.checkpoint import register_checkpoint
 from normserve.compilation import Compilation
-from normserve.edge import Edge, respond_problem
+from normserve.edge import Edge, respond_problem, unexpected
 from normserve.engine import Engine
-from normserve.errors import MethodNotAllowedError, NormserveError, NotFoundError
+from normserve.errors import (
+    InvalidParameterError,
+    MalformedPayloadError,
+    MethodNotAllowedError,
+    NormserveError,
+    NotFoundError,
+    TooLargeError,
+    UnauthorizedError,
+    UnsupportedMediaTypeError,
+)
 from normserve.exchange import Exchange
 from normserve.executor import Executor
 from normserve.keys import ApiKey, Keyring, KeysFile
+from normserve.layer_changes import FleetLayerChanges, LayerChanges
 from normserve.layers import LayerRegistry
 from normserve.limits import Limits
 from normserve.metrics import Metrics
 from normserve.origins import Origins, hosts_of
+from normserve.progress import StallWatch
 from normserve.routes.admission import Admission
 from normserve.routes.body import BodyReader
 from normserve.routes.direct import DirectPaths
@@ -41,6 +54,15 @@ from normserve.routes.status import Status
 from normserve.settings import Settings
 from normserve.siblings import Siblings
 from normserve.slabs import SlabPool
+
+# What the framework may refuse by a status.
+_FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
+    400: MalformedPayloadError,
+    401: UnauthorizedError,
+    413: TooLargeError,
+    415: UnsupportedMediaTypeError,
+    422: InvalidParameterError,
+}
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
 _STOP_S = 2.0
@@ -75,9 +97,18 @@ class Service:
         )
         executor = Executor(make_backend or self._choose_backend)
         self.engine = Engine(executor, batcher, compilation, self.metrics)
-
+        self.stalls = StallWatch(settings.stall_s, self.engine.launches)
+        self.metrics.watch_stall(lambda: self.stalls.seconds)
+        self.changes = self._layer_changes()
         self._keys_file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file)
         self.keys = self._known_keys()
+
+    def _layer_changes(self) -> LayerChanges:
+        make = functools.partial(make_layer, self.engine, self.layers)
+        place = self.siblings.place
+        if place is None:
+            return LayerChanges(self.layers, self.siblings, make)
+        return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
 
     def _known_keys(self) -> Keyring | None:
         """The API keys that are asked for; None where none are."""
@@ -118,17 +149,8 @@ class Service:
         # it under load and holds every request for a tenth of a second.
         gc.collect()
         gc.freeze()
-        if self.siblings.place is None:
-            self.engine.open()
-            return
-        async with self.siblings.journal() as journal:
-            for name, query, body in journal.entries():
-                if query is not None:
-                    self.layers.put(await make_layer(self.engine, self.layers, name, query, body))
-                elif name in self.layers:
-                    self.layers.remove(name)
-            # Whoever changes a layer from now on finds this process ready to hear of it.
-            self.engine.open()
+        await self.changes.join()
+        self.engine.open()
 
 
 def create_app(
@@ -149,7 +171,12 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        exception_handlers={HTTPException: _answer_http_exception, NormserveError: _answer_error},
+        exception_handlers={
+            HTTPException: _answer_http_exception,
+            RequestValidationError: _answer_invalid_request,
+            NormserveError: _answer_error,
+            Exception: _answer_unexpected,
+        },
     )
     app.state.service = service
     routers = _routers(service)
@@ -162,10 +189,10 @@ def create_app(
     app.state.entrance = Edge(
         DirectPaths(app, app.state.routes),
         service.metrics,
-        service.siblings,
+        service.stalls.requests,
         Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins),
-        None if service.keys is None else Authorisation(service.keys, scopes, service.siblings),
-        AccessLog(scopes, service.siblings) if settings.access_log else None,
+        None if service.keys is None else Authorisation(service.keys, scopes),
+        AccessLog(scopes) if settings.access_log else None,
     )
     return app
 
@@ -194,10 +221,12 @@ def _routers(service: Service) -> list[APIRouter]:
             "timeout_ms",
         }
     )
+    status = Status(service.engine, service.layers, service.metrics, service.siblings, service.stalls, limits)
+    status.answer_siblings()
     return [
         Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms).router(),
-        Layers(service.engine, service.layers, service.siblings, bodies, admission).router(),
-        Status(service.engine, service.layers, service.metrics, service.siblings, limits).router(),
+        Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
+        status.router(),
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]
 
@@ -226,20 +255,36 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         watching.cancel()
         service.engine.close()
         warming.cancel()
-        with contextlib.suppress(asyncio.CancelledError, NormserveError):
+        # What went wrong at the start was told then.
+        with contextlib.suppress(asyncio.CancelledError, Exception):
             await warming
         await asyncio.to_thread(service.engine.stop, _STOP_S)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """What the router has to say: no such path, or not with this method."""
+    """What the framework has to say: no such path or not with this method, or what is wrong with the request."""
     assert isinstance(error, HTTPException)
-    if error.status_code != 405:
+    if error.status_code == 404:
         return await _answer_error(request, NotFoundError("nothing is at this path; GET /docs shows what there is"))
+    if error.status_code != 405:
+        return await _answer_error(request, _FRAMEWORKS_ERRORS.get(error.status_code, NormserveError)(error.detail))
     allowed = _allowed_methods(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": ", ".join(allowed)})
     return await _answer_error(request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed))
+
+
+async def _answer_invalid_request(request: Request, error: Exception) -> Response:
+    """What the framework finds wrong with parameters that a handler declares; never what came."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return await _answer_error(request, InvalidParameterError(f"{where}: {first['msg']}"))
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    """In place of the framework's bare text; the framework raises the error again, and the edge logs it."""
+    return await _answer_error(request, unexpected())
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -9,16 +9,14 @@ from normserve.errors import ForbiddenError, NormserveError, UnauthorizedError
 from normserve.exchange import Exchange
 from normserve.keys import Grant, Keyring
 from normserve.routes.scopes import PUBLIC, Needed, RouteScopes
-from normserve.siblings import Siblings
 
 
 class Authorisation:
     """Admits requests, where keys are asked for."""
 
-    def __init__(self, keys: Keyring, scopes: RouteScopes, siblings: Siblings) -> None:
+    def __init__(self, keys: Keyring, scopes: RouteScopes) -> None:
         self._keys = keys
         self._scopes = scopes
-        self._siblings = siblings
         # Apart, so that strangers who guess do not crowd out what is told of a known key.
         self._refused_strangers, self._refused_keys = Refusals(), Refusals()
 
@@ -35,9 +33,6 @@ class Authorisation:
         """
         needed = self._scopes.needed(scope)
         if needed == PUBLIC:
-            return
-        # The process that the client reached has asked for the key; this one may have yet to read of it.
-        if self._siblings.sent(scope):
             return
         grant = None if token is None else self._keys.find(token)
         if grant is not None:

@@ -12,14 +12,13 @@ from normserve.codec.safetensors import CHECKPOINT_LIMITS, Entry, read_entries
 from normserve.engine import Engine
 from normserve.errors import MalformedPayloadError, NormserveError
 from normserve.jobs import Layer, Op
-from normserve.layers import LayerRegistry
+from normserve.layers import LayerRegistry, is_layer_name
 from normserve.tensors import HostTensor
 
 log = logging.getLogger(__name__)
 
 # `ln` as a word of its own: ln_1, ln_f, attn.ln, ln2; not the middle of another word.
 _NAMES_A_NORM = re.compile(r"norm|(?:^|[._])ln(?:$|[._\d])", re.IGNORECASE)
-_LAYER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _DEFAULT_EPS = 1e-5
 # What the configurations beside published checkpoints call it.
 _EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -85,5 +84,5 @@ def _norm_pairs(entries: dict[str, Entry]) -> Iterator[tuple[str, Entry, Entry]]
         if name == key or bias is None or f"{name}.running_mean" in entries:
             continue
         is_pair = len(weight.shape) == 1 and weight.shape == bias.shape and weight.shape[0] > 0
-        if is_pair and _NAMES_A_NORM.search(name) and _LAYER_NAME.fullmatch(name):
+        if is_pair and _NAMES_A_NORM.search(name) and is_layer_name(name):
             yield name, weight, bias

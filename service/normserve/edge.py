@@ -21,7 +21,7 @@ from normserve.http_errors import problem
 from normserve.layer_audit import LAYERS, note_layer_change
 from normserve.metrics import CLIENT_LEFT, UNMATCHED, Metrics, RequestRecord
 from normserve.origins import Origins
-from normserve.siblings import Siblings
+from normserve.progress import Progress
 from normserve.transport import Buffers, Departure, Headers, Reception
 
 log = logging.getLogger(__name__)
@@ -44,15 +44,20 @@ class Edge:
         self,
         app: ASGIApp,
         metrics: Metrics,
-        siblings: Siblings,
+        progress: Progress,
         origins: Origins,
         authorisation: Authorisation | None = None,
         access_log: AccessLog | None = None,
     ) -> None:
-        """Args: authorisation: where keys are asked for; access_log: where one is kept."""
+        """Args:
+        progress: is told of the requests that have been received whole.
+        origins: which hosts and origins a request may name.
+        authorisation: where keys are asked for.
+        access_log: where one is kept.
+        """
         self._app = app
         self._metrics = metrics
-        self._siblings = siblings
+        self._progress = progress
         self._origins = origins
         self._authorisation = authorisation
         self._access_log = access_log
@@ -67,6 +72,7 @@ class Edge:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = _exchange(scope, headers)
+        exchange.progress = self._progress
         scope["state"]["exchange"] = exchange
         incoming = _Incoming(headers, receive, exchange)
         outgoing = _Outgoing(send, incoming, exchange)
@@ -81,16 +87,16 @@ class Edge:
                 exchange.record.op = "preflight"
                 await preflight(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
-            await respond_problem(error, exchange, outgoing.send)
+            await outgoing.respond_problem(error)
         except Exception:
             fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
             log.exception("a request met an error that nobody expected", extra={"fields": fields})
-            if not outgoing.started:
-                await respond_problem(NormserveError("an error of the server's own"), exchange, outgoing.send)
+            await outgoing.respond_problem(unexpected())
         finally:
             self._close(scope, exchange, outgoing)
 
     def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
+        exchange.end_work()
         if exchange.permit is not None:
             exchange.permit.release()
         record = exchange.record
@@ -99,13 +105,18 @@ class Edge:
             record.stages["send"] = exchange.sending.seconds
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
-        if record.op == LAYERS and not self._siblings.sent(scope):
+        if record.op == LAYERS:
             note_layer_change(scope, exchange)
         if exchange.client_left or not exchange.sending.is_delivered:
             record.status = CLIENT_LEFT
         self._metrics.observe_request(record)
         if self._access_log is not None:
             self._access_log.note(scope, exchange)
+
+
+def unexpected() -> NormserveError:
+    """What a client hears of an error that nobody expected: nothing that it could learn from."""
+    return NormserveError("an error of the server's own")
 
 
 async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:
@@ -173,10 +184,19 @@ class _Outgoing:
         """A whole response, to a request that has been received whole."""
         exchange = self._exchange
         self.started = True
+        exchange.end_work()
         exchange.record.status = status
         exchange.record.sent = nbytes
         named = (*headers, *self.shared, (b"x-request-id", exchange.request_id.encode()))
         await exchange.sending.respond(status, named, buffers, nbytes)
+
+    async def respond_problem(self, error: NormserveError) -> None:
+        """Answer with an error; an answer that is on its way already is cut off by the connection's end."""
+        if not self.started:
+            await respond_problem(error, self._exchange, self.send)
+            return
+        self._exchange.record.error = error.code
+        self._exchange.client_left |= isinstance(error, ClientLeftError)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -192,6 +212,7 @@ class _Outgoing:
 
     async def _start(self, message: Message) -> None:
         self.started = True
+        self._exchange.end_work()
         self._exchange.record.status = message["status"]
         named = (b"x-request-id", self._exchange.request_id.encode())
         headers = [*message["headers"], *self.shared, named]

@@ -25,6 +25,7 @@ from normserve.errors import (
 from normserve.executor import Executor, Outcome, Reply
 from normserve.jobs import Batch, Execution, Lane, NormJob, NormResult, Op
 from normserve.metrics import Metrics
+from normserve.progress import Progress
 from normserve.replies import Replies
 from normserve.tensors import HostTensor
 
@@ -41,7 +42,11 @@ class State(Enum):
 
 
 class Engine:
-    """Feeds one executor."""
+    """Feeds one executor.
+
+    Attributes:
+        launches: what the executor's threads run and have run.
+    """
 
     def __init__(self, executor: Executor, batcher: Batcher, compilation: Compilation, metrics: Metrics) -> None:
         self._executor = executor
@@ -52,6 +57,7 @@ class Engine:
         self._arrivals: dict[NormJob, bool] = {}
         self._running = dict.fromkeys(Lane, 0)
         self._launched = 0
+        self.launches = Progress()
         self._failure: NormserveError | None = None
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
@@ -209,6 +215,7 @@ class Engine:
             self._executor.run(batch, reply)
         self._running[batch.lane] += 1
         self._launched += 1
+        self.launches.begin()
 
     def _free_lanes(self) -> list[Lane]:
         """Of which lanes the device would take another batch now."""
@@ -222,6 +229,7 @@ class Engine:
     def _finish(self, batch: Batch, outcome: Outcome) -> None:
         self._running[batch.lane] -= 1
         self._launched -= 1
+        self.launches.end()
         self._conclude(batch, outcome)
         self._feed()
 

@@ -31,6 +31,9 @@ NormserveError
     ├── RateLimitedError         rate_limited           more requests a second than the API key may send
     ├── DrainingError            draining
     ├── NotReadyError            not_ready
+    ├── StalledError             stalled                work waits and none is finished
+    ├── ChangeFailedError        change_failed          of a layer: not made by every process, so by none
+    ├── StorageError             storage_failure        the disk is full or fails
     └── DeviceOutOfMemoryError   device_out_of_memory
 """
 
@@ -176,6 +179,18 @@ class DrainingError(RetryLaterError):
 
 class NotReadyError(RetryLaterError):
     code = "not_ready"
+
+
+class StalledError(RetryLaterError):
+    code = "stalled"
+
+
+class ChangeFailedError(RetryLaterError):
+    code = "change_failed"
+
+
+class StorageError(RetryLaterError):
+    code = "storage_failure"
 
 
 class DeviceOutOfMemoryError(RetryLaterError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from normserve.callers import Caller
 from normserve.limits import Permit
 from normserve.metrics import RequestRecord
+from normserve.progress import Progress
 from normserve.transport import Buffers, Departure, Headers, Reception
 
 
@@ -23,6 +24,7 @@ class Exchange:
         respond: sends a whole response: status, headers, the body in pieces, their bytes.
         permit: once the request is admitted; the edge gives it back.
         client_left: the connection went before the response was complete.
+        progress: is told when work on the request begins and ends.
     """
 
     request_id: str
@@ -34,3 +36,18 @@ class Exchange:
     respond: Callable[[int, Headers, Buffers, int], Awaitable[None]] = field(init=False)
     permit: Permit | None = None
     client_left: bool = False
+    progress: Progress | None = None
+    _is_in_work: bool = False
+
+    def begin_work(self) -> None:
+        """The request has been received whole: whether it is answered is up to the server now."""
+        if self.progress is not None:
+            self._is_in_work = True
+            self.progress.begin()
+
+    def end_work(self) -> None:
+        """The answer is there, or nobody waits for it; a second call does nothing."""
+        if self._is_in_work:
+            self._is_in_work = False
+            assert self.progress is not None
+            self.progress.end()

@@ -20,13 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from normserve.connections import ConnectionLimits, connections_for_descriptors
-from normserve.handover import READY, REFUSED, Heard, hand_over
+from normserve.handover import BEAT_S, NOT_READY, READY, REFUSED, Heard, hand_over
 from normserve.listeners import listening, url_of
 from normserve.settings import Settings, environment_of
 from normserve.siblings import Place
 
 log = logging.getLogger(__name__)
 
+# Who has given no sign for so long gets no new connections.
+_QUIET_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 # One that ran so long did not fail at its start.
 _STEADY_S = 60.0
@@ -54,13 +56,21 @@ class Process:
         # Before it has said anything, a SIGHUP would end it.
         self._minds_signals = self._reloads_late = False
         self.restarts = 0
-        self.is_ready = False
         self.was_ready = asyncio.Event()
+        self._says_ready = False
+        # Whether this one, of all that have been in this place, has been ready.
+        self._has_served = False
+        self._silence_s = 0.0
 
     @property
     def is_there(self) -> bool:
         """It can be handed connections, be it that it answers that it is not ready."""
-        return self._channel is not None
+        return self._channel is not None and self._silence_s < _QUIET_S
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes work."""
+        return self._says_ready and self.is_there
 
     async def run(self) -> int:
         """Start the process and wait for its end; its exit code."""
@@ -76,7 +86,7 @@ class Process:
                 # A terminal's interrupt is for this process, which tells the others.
                 start_new_session=True,
             )
-        self._channel = here
+        self._channel, self._has_served, self._silence_s = here, False, 0.0
         loop = asyncio.get_running_loop()
         loop.add_reader(here, self._hear, here, Heard())
         assert self._running.stdin is not None
@@ -87,7 +97,7 @@ class Process:
         finally:
             loop.remove_reader(here)
             here.close()
-            self._channel, self.is_ready, self._minds_signals = None, False, False
+            self._channel, self._says_ready, self._minds_signals = None, False, False
             for address in self._held.values():
                 self._on_connection_end(address)
             self._held.clear()
@@ -115,6 +125,18 @@ class Process:
         else:
             self._reloads_late = True
 
+    def note_silence(self, seconds: float) -> None:
+        """So much time has passed; a process that has been ready and gives no sign for long is killed."""
+        # One that starts loads libraries, and says nothing for long.
+        if not self._has_served or self._running is None or self._running.returncode is not None:
+            return
+        before, self._silence_s = self._silence_s, self._silence_s + seconds
+        if before < _QUIET_S <= self._silence_s:
+            log.warning("process %d gives no sign and gets no new connections", self._index)
+        if before < self._settings.hang_s <= self._silence_s:
+            log.error("process %d has given no sign for %.1f s and is killed", self._index, self._silence_s)
+            self._running.kill()
+
     def _hear(self, channel: socket.socket, heard: Heard) -> None:
         try:
             said = channel.recv(4096)
@@ -122,18 +144,22 @@ class Process:
             said = b""
         if not said:
             asyncio.get_running_loop().remove_reader(channel)
-            self.is_ready = False
+            self._says_ready = False
             return
         self._minds_signals = True
         if self._reloads_late:
             self._reloads_late = False
             self.reload()
+        if self._silence_s >= _QUIET_S:
+            log.info("process %d gives signs again", self._index)
+        self._silence_s = 0.0
         for number in heard.feed(said):
             if (address := self._held.pop(number, None)) is not None:
                 self._on_connection_end(address)
-            else:
-                self.is_ready = number == READY
-        if self.is_ready:
+            elif number in (READY, NOT_READY):
+                self._says_ready = number == READY
+        if self._says_ready:
+            self._has_served = True
             self.was_ready.set()
 
 
@@ -164,12 +190,12 @@ class Fleet:
                 loop.add_signal_handler(number, self._end)
             if self._settings.tls_cert is not None:
                 loop.add_signal_handler(signal.SIGHUP, self._reload)
-            announcing = asyncio.create_task(self._announce(listeners[0]))
+            beside = [asyncio.create_task(work) for work in (self._announce(listeners[0]), self._watch())]
             accepting = [
                 asyncio.create_task(self._limits.accept(listener, self._hand_over)) for listener in listeners
             ]
             await asyncio.gather(*(self._keep(process) for process in self._processes))
-            for task in (announcing, *accepting):
+            for task in (*beside, *accepting):
                 task.cancel()
         return self._exit_code
 
@@ -191,6 +217,17 @@ class Fleet:
             log.error("a process ended with %d and is started again in %.1f s", code, pause)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
+
+    async def _watch(self) -> None:
+        """Count the time in which processes give no sign.
+
+        Never more at once than what was slept for: a while in which this process itself was stopped, or the whole
+        machine, is nobody's silence.
+        """
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for process in self._processes:
+                process.note_silence(BEAT_S)
 
     def _end(self) -> None:
         self._ending.set()

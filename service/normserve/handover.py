@@ -12,7 +12,9 @@ import struct
 MESSAGE = struct.Struct("<Q")
 
 READY, NOT_READY = 2**64 - 1, 2**64 - 2
-"""A process that serves can take connections, or cannot."""
+"""A process that serves can take connections, or cannot: told as soon as it changes, and every `BEAT_S`."""
+
+BEAT_S = 0.5
 
 REFUSED = {"max_connections": 2**64 - 3, "max_connections_per_address": 2**64 - 4}
 """The process that accepts has refused a connection: the others have the metrics."""
@@ -24,6 +26,11 @@ class Reports:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._unsent = bytearray()
+
+    @property
+    def is_behind(self) -> bool:
+        """The other side has not taken everything yet."""
+        return bool(self._unsent)
 
     def send(self, number: int) -> None:
         was_waiting = bool(self._unsent)

@@ -42,6 +42,9 @@ STATUSES: dict[type[NormserveError], int] = {
     errors.DrainingError: 503,
     errors.TooManyConnectionsError: 503,
     errors.NotReadyError: 503,
+    errors.StalledError: 503,
+    errors.ChangeFailedError: 503,
+    errors.StorageError: 503,
     errors.DeviceOutOfMemoryError: 503,
     errors.DeadlineExceededError: 504,
 }

@@ -1,10 +1,20 @@
 """The layers that are registered: parameters by name."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 from normserve.errors import TooLargeError, UnknownLayerError
 from normserve.jobs import Layer
+
+# In a URL, `.` and `..` name other resources.
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}", re.ASCII)
+LAYER_NAMES = "1 to 128 of the characters A-Z a-z 0-9 . _ - and neither . nor .."
+
+
+def is_layer_name(text: str) -> bool:
+    """Whether a layer may be called so; `LAYER_NAMES` says which names may be."""
+    return _NAME.fullmatch(text) is not None
 
 
 class LayerRegistry:
@@ -36,7 +46,7 @@ class LayerRegistry:
         Raises:
             TooLargeError: there are as many layers, or bytes, as may be.
         """
-        self._require_room(name, nbytes)
+        self.require_room(name, nbytes)
         coming = object()
         self._coming[coming] = name, nbytes
         try:
@@ -51,11 +61,29 @@ class LayerRegistry:
             TooLargeError: there are as many layers, or bytes, as may be.
         """
         name = layer.name
-        self._require_room(name, layer.nbytes)
+        self.require_room(name, layer.nbytes)
         replaced = name in self._layers
         self._nbytes += layer.nbytes - self._bytes_of(name)
         self._layers[name] = layer
         return replaced
+
+    def require_room(self, name: str, nbytes: int) -> None:
+        """Refuse a layer of so many bytes that could not be registered now.
+
+        Raises:
+            TooLargeError: there are as many layers, or bytes, as may be.
+        """
+        coming = dict(self._coming.values())
+        names = self._layers.keys() | coming.keys()
+        if name not in names and len(names) >= self._max_layers:
+            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
+        there = self._nbytes - self._bytes_of(name)
+        there += sum([of - self._bytes_of(other) for other, of in coming.items() if other != name])
+        if there + nbytes > self._max_bytes:
+            raise TooLargeError(
+                f"the layer's parameters take {nbytes} bytes beside {there} of the layers that are there, "
+                f"no more than {self._max_bytes} are kept"
+            )
 
     def get(self, name: str) -> Layer:
         """The layer of that name.
@@ -80,19 +108,6 @@ class LayerRegistry:
     def all(self) -> list[Layer]:
         """Every layer, by name."""
         return [self._layers[name] for name in sorted(self._layers)]
-
-    def _require_room(self, name: str, nbytes: int) -> None:
-        coming = dict(self._coming.values())
-        names = self._layers.keys() | coming.keys()
-        if name not in names and len(names) >= self._max_layers:
-            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
-        there = self._nbytes - self._bytes_of(name)
-        there += sum([of - self._bytes_of(other) for other, of in coming.items() if other != name])
-        if there + nbytes > self._max_bytes:
-            raise TooLargeError(
-                f"the layer's parameters take {nbytes} bytes beside {there} of the layers that are there, "
-                f"no more than {self._max_bytes} are kept"
-            )
 
     def _bytes_of(self, name: str) -> int:
         """What a layer of that name would replace."""

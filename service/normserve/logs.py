@@ -72,9 +72,9 @@ class JsonLines(JsonFormatter):
 
 
 def configure_logging(level: str, form: str = "text", process: str | None = None) -> None:
-    """Log the server's own words from `level` on; of the HTTP library's only errors.
+    """Log the server's own words from `level` on; of the HTTP library's only errors, of others' from warnings on.
 
-    It warns of each malformed request, and strangers shall not fill the log.
+    That one warns of each malformed request, and others tell of each call: strangers shall not fill the log.
 
     Args:
         form: `text` or `json`.
@@ -82,7 +82,11 @@ def configure_logging(level: str, form: str = "text", process: str | None = None
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if form == "json" else TextLines())
-    logging.basicConfig(handlers=[handler], level=level.upper())
+    own = logging.getLevelName(level.upper())
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger().setLevel(max(own, logging.WARNING))
+    for name in ("normserve", "fusednorm"):
+        logging.getLogger(name).setLevel(own)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     for name in _ALWAYS_SHOWN:
         logging.getLogger(name).setLevel(logging.INFO)

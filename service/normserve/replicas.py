@@ -93,7 +93,7 @@ class Replicas(Siblings):
         self._exchange = exchange
         self._number = 0
 
-    async def exposition(self, scope: Mapping[str, Any], own: bytes) -> bytes:
+    async def exposition(self, own: bytes) -> bytes:
         """The text of all that speak; of this one alone while the board does not answer.
 
         Whoever is asked next shows no less of this one than is shown now, so that no counter seems to fall.
@@ -114,7 +114,7 @@ class Replicas(Siblings):
             return await asyncio.wait_for(self._exchange(self._name, self._number, text), _ANSWER_S)
         return {}
 
-    def changing_layers(self, scope: Mapping[str, Any]) -> NoReturn:
+    def require_changeable(self) -> NoReturn:
         """Raises: MethodNotAllowedError: a replica that is started later would not know of the change."""
         raise MethodNotAllowedError(
             "layers are those of the checkpoint here: replicas come and go, and one registered by a request "

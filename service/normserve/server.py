@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -19,7 +18,7 @@ from normserve import __version__, audit
 from normserve.app import Service, create_app
 from normserve.connections import ConnectionLimits, connections_for_descriptors
 from normserve.errors import NormserveError
-from normserve.handover import NOT_READY, READY, REFUSED, Reports, receive
+from normserve.handover import BEAT_S, NOT_READY, READY, REFUSED, Reports, receive
 from normserve.http_errors import NO_SNIFFING, render, status_of
 from normserve.listeners import listening, url_of
 from normserve.logs import Throttled
@@ -74,17 +73,19 @@ class Server(uvicorn.Server):
         self._service.metrics.watch_connections(lambda: len(self.server_state.connections))
         self._lost_log = Throttled(log)
         self._service.engine.on_failure = self._fail
+        self._service.changes.on_divergence = self._drain_once
+        self._is_ready = False
         self._background: set[asyncio.Task[None]] = set()
         self._draining = False
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        place = self._service.siblings.place
-        if place is not None:
-            self.servers.append(await self._listen_to_siblings(place.socket_of(place.index)))
+        if (server := await self._service.siblings.listen()) is not None:
+            self.servers.append(server)
         if self._channel is not None:
             asyncio.get_running_loop().add_reader(self._channel, self._receive_connection)
+            self._beat()
         for listener in self._listeners:
             accepting = self._limits.accept(listener, self._take_connection)
             self._accepting.append(asyncio.get_running_loop().create_task(accepting))
@@ -107,8 +108,14 @@ class Server(uvicorn.Server):
             self.exit_code = 1
             self.should_exit = self.force_exit = True
             return
+        self._drain_once()
+
+    def _drain_once(self) -> None:
+        """Begin to drain, unless that has begun."""
+        if self._draining:
+            return
         self._draining = True
-        self._tell(NOT_READY)
+        self._tell(ready=False)
         audit.draining()
         log.info("draining: admitted work is finished, new work refused")
         self._service.engine.close()
@@ -154,8 +161,7 @@ class Server(uvicorn.Server):
             return
         if received is None:
             asyncio.get_running_loop().remove_reader(self._channel)
-            if not self._draining:
-                self._on_signal()
+            self._drain_once()
             return
         number, descriptors = received
         if (reason := _REASONS.get(number)) is not None:
@@ -191,14 +197,20 @@ class Server(uvicorn.Server):
             "ssl_shutdown_timeout": settings.send_timeout_s,
         }
 
-    def _tell(self, state: int) -> None:
-        if self._reports is not None:
-            self._reports.send(state)
+    def _tell(self, *, ready: bool) -> None:
+        """Let the process that accepts connections know, now and with every beat."""
+        self._is_ready = ready
+        self._say()
 
-    async def _listen_to_siblings(self, path: Path) -> asyncio.Server:
-        """With the same protocol as clients have, and without their limits."""
-        loop = asyncio.get_running_loop()
-        return await loop.create_unix_server(self._protocol, path=path, backlog=self.config.backlog)
+    def _beat(self) -> None:
+        """Give a sign: the event loop turns."""
+        if self._reports is not None and not self._reports.is_behind:
+            self._say()
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _say(self) -> None:
+        if self._reports is not None:
+            self._reports.send(READY if self._is_ready and not self._service.stalls.is_stalled else NOT_READY)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._accepting:
@@ -214,6 +226,10 @@ class Server(uvicorn.Server):
             log.critical("the server cannot start: %s", error.detail)
             self._fail()
             return
+        except Exception:
+            log.critical("the server cannot start", exc_info=True)
+            self._fail()
+            return
         engine = self._service.engine
         assert engine.device is not None
         log.info(
@@ -223,7 +239,7 @@ class Server(uvicorn.Server):
             engine.device.copy_bandwidth / 1e9,
         )
         if self._channel is not None:
-            self._tell(READY)
+            self._tell(ready=True)
             return
         settings = self._service.settings
         url = url_of(self._listeners[0], encrypted=self._tls is not None)
@@ -237,7 +253,7 @@ class Server(uvicorn.Server):
 
     def _fail(self) -> None:
         self.exit_code = 1
-        self._tell(NOT_READY)
+        self._tell(ready=False)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -122,6 +122,12 @@ class Settings(BaseSettings):
     )
     keep_alive_s: float = Field(75, gt=0, description="How long an idle connection stays open.")
     drain_s: float = Field(30, gt=0, description="Longest wait for admitted work after SIGTERM.")
+    stall_s: float = Field(
+        60, gt=0, description="Not ready once work has waited for so long and none of it was finished."
+    )
+    hang_s: float = Field(
+        20, gt=0, description="A process of --devices that gives no sign for so long is killed and started again."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
     log_format: Literal["text", "json"] = Field("text", description="How it is logged: lines to read, or JSON.")
     access_log: bool = Field(False, description="Log each request at its end, whatever the level.")

@@ -11,43 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from .wire import NPY, SAFETENSORS, X, assert_alive, assert_problem, from_npy, npy, packed
-
-WEIGHT = torch.linspace(1, 2, 12)
-
-
-def on_each(url: str, ask, count: int = 2) -> list:
-    """What `ask` gives on that many connections, which go to the processes in turn."""
-    answers = []
-    with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            api = stack.enter_context(httpx.Client(base_url=url, timeout=60))
-            answers.append(ask(api))
-    return answers
-
-
-def processes(api) -> list[dict]:
-    return api.get("/v1/info").json()["processes"]
-
-
-def pids(url: str) -> set[int]:
-    return {each.get("pid") for each in on_each(url, processes, 1)[0]}
-
-
-def put(api, name: str, weight: torch.Tensor = WEIGHT) -> httpx.Response:
-    body = packed(weight=weight)
-    headers = {"content-type": SAFETENSORS}
-    return api.put(f"/v1/layers/{name}?op=rms_norm&eps=0.5", content=body, headers=headers)
-
-
-def normalised(api, name: str) -> httpx.Response:
-    return api.post(f"/v1/rms_norm?layer={name}", content=npy(X), headers={"content-type": NPY})
-
-
-def assert_right(response: httpx.Response, weight: torch.Tensor = WEIGHT) -> None:
-    assert response.status_code == 200, response.text
-    expected = torch.nn.functional.rms_norm(torch.from_numpy(X), (12,), weight, 0.5)
-    torch.testing.assert_close(torch.from_numpy(from_npy(response.content)), expected)
+from .fleets import WEIGHT, assert_right, normalised, on_each, pids, processes, put
+from .raw import Connection, head
+from .wire import assert_alive, assert_problem, from_npy, npy
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +76,16 @@ def test_a_process_that_hangs_holds_up_no_scrape(fleet):
     assert 'normserve_process_up{process="0"} 1.0' in text
     assert 'normserve_process_up{process="1"} 0.0' in text
     assert 'normserve_ready{process="1"}' not in text
+
+
+def test_scrapes_leave_no_lines_in_the_log(fleet):
+    with fleet.client() as api:
+        before = len(fleet.lines)
+        for _ in range(3):
+            assert 'normserve_process_up{process="1"} 1.0' in api.get("/metrics").text
+            processes(api)
+            put(api, "logged")
+    assert not [line for line in fleet.lines[before:] if "HTTP" in line or "http" in line]
 
 
 def test_layers_are_known_to_all(fleet):
@@ -177,6 +153,22 @@ def test_sigterm_ends_all_of_them(start_server, tmp_path):
     for each in told:
         with pytest.raises(ProcessLookupError):
             os.kill(each["pid"], 0)
+
+
+def test_sigterm_finishes_what_each_of_them_has_admitted(start_server):
+    fleet = start_server("--devices", "cpu,cpu")
+    body = npy(np.ones((4, 8), np.float32))
+    with Connection(fleet.address) as one, Connection(fleet.address) as other:
+        for connection in (one, other):
+            lines = (f"Content-Length: {len(body)}", "Expect: 100-continue")
+            connection.sendall(head("/v1/layer_norm", *lines))
+            assert connection.recv(1024).startswith(b"HTTP/1.1 100")
+            connection.sendall(body[:100])
+        fleet.terminate()
+        for connection in (one, other):
+            connection.sendall(body[100:])
+            assert connection.answer().status_code == 200
+    assert fleet.wait() == 0
 
 
 def test_fleet_of_which_one_cannot_start_ends(start_server):

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from normserve.authorisation import Authorisation
@@ -11,7 +10,6 @@ from normserve.errors import ForbiddenError, NormserveError, RateLimitedError, U
 from normserve.keys import Keyring, parse_keys
 from normserve.metrics import RequestRecord
 from normserve.routes.scopes import RouteScopes
-from normserve.siblings import Place, Siblings
 
 from tests.security.keys import table
 
@@ -36,14 +34,9 @@ def scope(path: str = "/v1/layer_norm", method: str = "POST", server: str = "127
 
 
 @pytest.fixture
-def place(tmp_path) -> Place:
-    return Place(0, 2, "cpu", 0, Path(tmp_path))
-
-
-@pytest.fixture
-def authorisation(place) -> Authorisation:
+def authorisation() -> Authorisation:
     keys = Keyring(parse_keys(FILE.encode()))
-    return Authorisation(keys, RouteScopes([], metrics_are_public=False), Siblings(place))
+    return Authorisation(keys, RouteScopes([], metrics_are_public=False))
 
 
 @pytest.fixture
@@ -113,11 +106,3 @@ class Loop:
 
     def cancel(self) -> None:
         pass
-
-
-def test_a_sibling_needs_no_key_and_is_no_keys(authorisation, place):
-    exchange = Exchange()
-    authorisation.admit(scope("/metrics", "GET", str(place.socket_of(0))), b"slow-key", exchange)
-    assert exchange.record.key is None
-    with pytest.raises(UnauthorizedError):
-        authorisation.admit(scope("/metrics", "GET", str(place.socket_of(1))), None, Exchange())

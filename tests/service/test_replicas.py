@@ -38,7 +38,7 @@ def on(board: Board):
 
 
 def scrape(replica: Replicas, own: bytes) -> str:
-    return asyncio.run(replica.exposition({}, own)).decode()
+    return asyncio.run(replica.exposition(own)).decode()
 
 
 def test_a_scrape_of_one_shows_all_that_speak(board):
@@ -89,7 +89,7 @@ def test_a_replica_keeps_the_board_informed(board):
 
 def test_layers_cannot_be_changed_where_others_would_not_know():
     with pytest.raises(MethodNotAllowedError, match="checkpoint"):
-        Replicas("a", on(Board())).changing_layers({})
+        Replicas("a", on(Board())).require_changeable()
 
 
 def test_a_replica_owns_its_device_and_its_cores():

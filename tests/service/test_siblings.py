@@ -1,28 +1,15 @@
-"""How long a process waits for the others of its fleet."""
+"""What the processes of a fleet say to one another, and who may not."""
 
 import asyncio
 import contextlib
+import struct
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from normserve import siblings
-from normserve.siblings import Place, Siblings
-
-
-@contextlib.asynccontextmanager
-async def slow_sibling(place: Place, done: list[str]):
-    """The other process, which takes a tenth of a second for everything."""
-
-    async def serve(reader, writer):
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            head = await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.1)
-            done.append(head.decode().partition(" HTTP")[0])
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-            await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_unix_server(serve, place.socket_of(1)):
-        yield
+from normserve.errors import NormserveError
+from normserve.siblings import Place, RefusedError, Siblings
 
 
 @pytest.fixture
@@ -30,19 +17,174 @@ def place(tmp_path):
     return Place(index=0, count=2, device="cpu", restarts=0, folder=tmp_path)
 
 
-def test_a_layer_is_registered_once_all_have_it_however_long_that_takes(place, monkeypatch):
+def other(place: Place) -> Siblings:
+    return Siblings(Place(1, place.count, "cpu", 0, place.folder))
+
+
+@contextlib.asynccontextmanager
+async def listening(sibling: Siblings, **handlers):
+    sibling.handlers |= handlers
+    server = await sibling.listen()
+    try:
+        yield
+    finally:
+        server.close()
+
+
+def saying(text: bytes, after_s: float = 0.0):
+    async def answer(question, at_end):
+        await asyncio.sleep(after_s)
+        return text
+
+    return answer
+
+
+def test_those_that_answer_are_heard(place):
+    async def play() -> None:
+        async with listening(other(place), metrics=saying(b"text")):
+            assert await Siblings(place).ask("metrics") == {1: b"text"}
+
+    asyncio.run(play())
+
+
+def test_one_that_takes_long_holds_nothing_up(place, monkeypatch):
     monkeypatch.setattr(siblings, "_ANSWER_S", 0.01)
-    done = []
 
     async def play() -> None:
-        async with slow_sibling(place, done):
-            assert await Siblings(place).ask("/metrics") == {}
-            await Siblings(place).tell("PUT", "/v1/layers/a?op=rms_norm", {}, b"")
-            assert done[-1] == "PUT /v1/layers/a?op=rms_norm"
+        async with listening(other(place), metrics=saying(b"text", after_s=0.2)):
+            assert await Siblings(place).ask("metrics") == {}
 
     asyncio.run(play())
 
 
 def test_one_that_is_not_there_holds_nothing_up(place):
-    asyncio.run(Siblings(place).tell("DELETE", "/v1/layers/a", {}, b""))
-    assert asyncio.run(Siblings(place).ask("/metrics")) == {}
+    async def play() -> None:
+        assert await Siblings(place).ask("metrics") == {}
+        async with Siblings(place).linked() as links:
+            assert links == []
+
+    asyncio.run(play())
+
+
+def test_no_fleet_no_siblings():
+    async def play() -> None:
+        assert await Siblings(None).listen() is None
+        assert await Siblings(None).ask("metrics") == {}
+        assert await Siblings(None).exposition(b"own") == b"own"
+
+    asyncio.run(play())
+
+
+def test_a_sibling_says_why_it_cannot(place):
+    async def refuse(question, at_end):
+        raise NormserveError(f"not {question['what']}")
+
+    async def break_down(question, at_end):
+        raise RuntimeError("secret")
+
+    async def play() -> None:
+        there = listening(other(place), refuse=refuse, break_down=break_down)
+        async with there, Siblings(place).linked() as links:
+            for question in ({"do": "break_down"}, {"do": "unheard of"}):
+                with pytest.raises(RefusedError, match="an error of its own"):
+                    await links[0].ask(question, 1)
+            with pytest.raises(RefusedError, match="not this"):
+                await links[0].ask({"do": "refuse", "what": "this"}, 1)
+
+    asyncio.run(play())
+
+
+def test_what_is_to_be_done_at_the_end_is_done_however_it_comes(place):
+    ended = []
+
+    async def begin(question, at_end):
+        at_end.callback(ended.append, question["name"])
+        return b""
+
+    async def play() -> None:
+        async with listening(other(place), begin=begin):
+            async with Siblings(place).linked() as links:
+                await links[0].ask({"do": "begin", "name": "closed"}, 1)
+                assert ended == []
+            async with Siblings(place).linked() as links:
+                await links[0].ask({"do": "begin", "name": "aborted"}, 1)
+                links[0]._writer.transport.abort()
+            while len(ended) < 2:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(play())
+    assert ended == ["closed", "aborted"]
+
+
+def frame(content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + content
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_frames_survive_every_cut(data):
+    questions = data.draw(st.lists(st.binary(max_size=40), max_size=6))
+    stream = b"".join(map(frame, questions))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+
+    async def play() -> list[bytes]:
+        reader = asyncio.StreamReader()
+        for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            reader.feed_data(stream[start:stop])
+        reader.feed_eof()
+        heard = []
+        while (content := await siblings._receive(reader, 40)) is not None:
+            heard.append(content)
+        return heard
+
+    assert asyncio.run(play()) == questions
+
+
+async def said_to(place: Place, raw: bytes) -> bytes:
+    """All that comes back for these bytes."""
+    reader, writer = await asyncio.open_unix_connection(place.socket_of(1))
+    writer.write(raw)
+    writer.write_eof()
+    with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+        return await reader.read()
+    return b""
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET /metrics HTTP/1.1\r\nHost: sibling\r\n\r\n",
+        b"\xff\xff\xff\xff",
+        struct.pack(">I", 64 * 1024 + 1) + b"x" * 70_000,
+        frame(b'{"do": "metrics"}')[:-1],
+        b"\0\0",
+    ],
+)
+def test_what_is_no_question_ends_the_connection(place, raw):
+    async def play() -> None:
+        async with listening(other(place), metrics=saying(b"text")):
+            assert await said_to(place, raw) == b""
+            assert await Siblings(place).ask("metrics") == {1: b"text"}
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    "question", [b"no json", b"\xff", b"[" * 50_000, b"[]", b"1", b'"do"', b"{}", b'{"do": []}', b'{"do": null}']
+)
+def test_a_question_that_means_nothing_is_refused(place, question):
+    async def play() -> None:
+        async with listening(other(place), metrics=saying(b"text")):
+            assert await said_to(place, frame(question)) == frame(b"-an error of its own")
+
+    asyncio.run(play())
+
+
+def test_another_users_process_is_not_listened_to(place, monkeypatch):
+    async def play() -> None:
+        async with listening(other(place), metrics=saying(b"text")):
+            assert await said_to(place, frame(b'{"do": "metrics"}')) == frame(b"+text")
+            monkeypatch.setattr("os.getuid", lambda: 12345)
+            assert await said_to(place, frame(b'{"do": "metrics"}')) == b""
+
+    asyncio.run(play())

@@ -52,6 +52,10 @@ class Metrics:
         """Report how many jobs wait; asked at each scrape."""
         self._state.watched.append((self._state.queue_requests(), length))
 
+    def watch_stall(self, seconds: Callable[[], float]) -> None:
+        """Report for how long nothing has been finished; asked at each scrape."""
+        self._state.watched.append((self._state.stall_seconds(), seconds))
+
     def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Report what runs, its roof and its memory."""
         self._state.build_info(__version__, backend, device.name).set(1)

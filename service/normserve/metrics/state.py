@@ -41,6 +41,9 @@ class State:
             "build_info", "Always 1; the labels say what runs.", ("version", "backend", "device")
         )
         self.ready = make.gauge("ready", "1 while the server takes work.")
+        self.stall_seconds = make.gauge(
+            "stall_seconds", "Time since anything was finished, while work waits to be; 0 while none does."
+        )
         self._process = ProcessCollector(registry=None)
         self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}
         self.watched: list[tuple[Gauge, Callable[[], float]]] = []

@@ -12,18 +12,17 @@ from normserve.engine import Engine
 from normserve.errors import InvalidParameterError, UnsupportedMediaTypeError
 from normserve.exchange import Exchange
 from normserve.jobs import Layer, Op
-from normserve.layers import LayerRegistry
+from normserve.layer_changes import LayerChanges
+from normserve.layers import LAYER_NAMES, LayerRegistry, is_layer_name
 from normserve.routes.admission import Admission
 from normserve.routes.body import BodyReader
 from normserve.routes.negotiation import declared_format, sniffed_format
 from normserve.routes.parameters import (
-    LAYER_NAME,
     LAYER_PARAMETERS,
     default_eps,
     describe,
     parse_query,
 )
-from normserve.siblings import Siblings
 from normserve.validation import check_group_count, check_parameters
 
 
@@ -33,7 +32,7 @@ class Layers:
 
     engine: Engine
     layers: LayerRegistry
-    siblings: Siblings
+    changes: LayerChanges
     bodies: BodyReader
     admission: Admission
 
@@ -66,32 +65,27 @@ class Layers:
     async def remove(self, request: Request, name: str) -> Response:
         """Forget a layer; requests that already use it are not disturbed."""
         _note(request)
-        async with self.siblings.changing_layers(request.scope) as journal:
-            self.layers.remove(name)
-            if journal is not None:
-                await journal.remove(name, _credentials(request))
+        _exchange(request).begin_work()
+        await self.changes.remove(name)
         return Response(status_code=204)
 
     async def register(self, request: Request, name: str) -> JSONResponse:
         """Keep a weight, and a bias if there is one, under a name."""
         _note(request)
-        if not LAYER_NAME.fullmatch(name):
-            raise InvalidParameterError("a layer's name must be 1 to 128 of the characters A-Z a-z 0-9 . _ -")
+        if not is_layer_name(name):
+            raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = request.scope["query_string"]
         _operation(parse_query(query, LAYER_PARAMETERS))
         self.engine.require_ready()
         body = await self._read(request)
-        async with self.siblings.changing_layers(request.scope) as journal:
-            layer = await make_layer(self.engine, self.layers, name, query, body)
-            replaced = self.layers.put(layer)
-            if journal is not None:
-                await journal.put(name, query, _credentials(request), body)
+        _exchange(request).begin_work()
+        layer, replaced = await self.changes.register(name, query, body)
         return JSONResponse(_described(layer), status_code=200 if replaced else 201)
 
     async def _read(self, request: Request) -> memoryview:
         headers = request.headers
         declared = declared_format(headers.get("content-type", ""), headers.get("content-encoding", ""))
-        exchange: Exchange = request.state.exchange
+        exchange = _exchange(request)
         body = await self.bodies.read(exchange)
         if (declared or sniffed_format(body)) != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}")
@@ -138,15 +132,13 @@ def _operation(values: dict[str, Any]) -> Op:
     return op
 
 
-def _credentials(request: Request) -> dict[str, str]:
-    """What a sibling asks for, too."""
-    given = request.headers.get("authorization")
-    return {} if given is None else {"authorization": given}
+def _exchange(request: Request) -> Exchange:
+    exchange: Exchange = request.state.exchange
+    return exchange
 
 
 def _note(request: Request) -> None:
-    exchange: Exchange = request.state.exchange
-    exchange.record.op = "layers"
+    _exchange(request).record.op = "layers"
 
 
 def _described(layer: Layer) -> dict[str, Any]:

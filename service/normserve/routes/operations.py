@@ -84,6 +84,7 @@ class _Handler:
         layer = None if head.layer is None else self.service.layers.get(head.layer)
         self.service.engine.require_ready()
         body = await self.service.bodies.read(exchange)
+        exchange.begin_work()
         parsing = time.perf_counter()
         record.stages["recv"] = exchange.reception.seconds
         record.waiting_in = "parse"

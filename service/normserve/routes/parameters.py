@@ -11,10 +11,10 @@ from urllib.parse import parse_qsl
 
 from normserve.errors import InvalidParameterError
 from normserve.jobs import Layout, NormSpec, Op, Pass
+from normserve.layers import LAYER_NAMES, is_layer_name
 from normserve.tensors import DType
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
-LAYER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 _DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5}
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
@@ -81,8 +81,8 @@ def _timeout(text: str) -> float:
 
 
 def _layer(text: str) -> str:
-    if not LAYER_NAME.fullmatch(text):
-        raise ValueError("1 to 128 of the characters A-Z a-z 0-9 . _ -")
+    if not is_layer_name(text):
+        raise ValueError(LAYER_NAMES)
     return text
 
 

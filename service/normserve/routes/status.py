@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from normserve.exposition import CONTENT_TYPE
 from normserve.jobs import Op
 from normserve.layers import LayerRegistry
 from normserve.metrics import Metrics
-from normserve.siblings import Siblings
+from normserve.progress import StallWatch
+from normserve.siblings import Question, Siblings
 from normserve.tensors import DType, HostTensor
 
 _READS = ["GET", "HEAD"]
@@ -29,6 +31,7 @@ class Status:
     """What the handlers around the operations work with.
 
     Attributes:
+        stalls: whether anything is still finished.
         limits: what `/v1/info` tells about them.
     """
 
@@ -36,6 +39,7 @@ class Status:
     layers: LayerRegistry
     metrics: Metrics
     siblings: Siblings
+    stalls: StallWatch
     limits: dict[str, Any]
 
     def router(self) -> APIRouter:
@@ -48,28 +52,40 @@ class Status:
         router.add_api_route("/sample.npy", self.sample, methods=_READS)
         return router
 
+    def answer_siblings(self) -> None:
+        """Tell the other processes of the fleet what this one would be asked by clients."""
+
+        async def metrics(question: Question, at_end: AsyncExitStack) -> bytes:
+            return self.metrics.render()
+
+        async def info(question: Question, at_end: AsyncExitStack) -> bytes:
+            return json.dumps(self._process()).encode()
+
+        self.siblings.handlers |= {"metrics": metrics, "info": info}
+
     async def livez(self, request: Request) -> Response:
         """200 while the process is sane."""
         _note(request, "livez")
         return Response("ok\n", media_type="text/plain")
 
     async def readyz(self, request: Request) -> Response:
-        """200 once warmed up and able to take work, else 503 with the reason."""
+        """200 once warmed up and while work is taken and finished, else 503 with the reason."""
         _note(request, "readyz")
         self.engine.require_ready()
+        self.stalls.require_progress()
         return Response("ready\n", media_type="text/plain")
 
     async def scrape(self, request: Request) -> Response:
         """Every metric, as Prometheus reads it; in a fleet, of every process."""
         _note(request, "metrics")
-        text = await self.siblings.exposition(request.scope, self.metrics.render())
+        text = await self.siblings.exposition(self.metrics.render())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def info(self, request: Request) -> JSONResponse:
         """Versions, backend, device, limits and the measured copy bandwidth."""
         _note(request, "info")
         device = self.engine.device
-        processes = await self._processes(request)
+        processes = await self._processes()
         return JSONResponse(
             {
                 "version": __version__,
@@ -87,20 +103,26 @@ class Status:
             }
         )
 
-    async def _processes(self, request: Request) -> list[dict[str, Any]] | None:
+    async def _processes(self) -> list[dict[str, Any]] | None:
         """Every process of the fleet, by its index; None where there is no fleet."""
         place = self.siblings.place
         if place is None:
             return None
-        own = {"index": place.index, "device": place.device, "pid": os.getpid(), "restarts": place.restarts}
-        own["state"] = self.engine.state.value
-        if self.siblings.sent(request.scope):
-            return [own]
-        given = request.headers.get("authorization")
-        answers = await self.siblings.ask("/v1/info", {} if given is None else {"authorization": given})
-        others = {index: json.loads(answer)["processes"][0] for index, answer in answers.items()}
-        known = {place.index: own} | others
+        answers = await self.siblings.ask("info")
+        known = {place.index: self._process()} | {index: json.loads(answer) for index, answer in answers.items()}
         return [known.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
+
+    def _process(self) -> dict[str, Any]:
+        """This process of the fleet."""
+        place = self.siblings.place
+        assert place is not None
+        return {
+            "index": place.index,
+            "device": place.device,
+            "pid": os.getpid(),
+            "restarts": place.restarts,
+            "state": self.engine.state.value,
+        }
 
     async def sample(self, request: Request) -> Response:
         """A small npy array to try the operations with, for whoever has nothing but curl."""

@@ -1,0 +1,55 @@
+"""A lock that one task of one process holds, of all processes that know the same folder."""
+
+import asyncio
+import contextlib
+import fcntl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO
+
+# What a change of the layers takes, about.
+_POLL_S = 0.005
+
+
+class ProcessLock:
+    """Two locked files: whoever has the turn waits for the lock, everybody else waits for the turn.
+
+    With one file alone, a process whose own tasks queue for the lock would take it again each time before another
+    process looks.  No thread ever waits here, so the holder finds every thread that it needs; the kernel unlocks
+    the files of a process that ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def held(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """Hold the lock.
+
+        Args:
+            timeout_s: longest wait for it; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: others held it all the time.
+            OSError: the files cannot be opened.
+        """
+        with contextlib.ExitStack() as stack:
+            async with asyncio.timeout(timeout_s):
+                await self._own.acquire()
+                stack.callback(self._own.release)
+                with (self._folder / "turn").open("w") as turn:
+                    await _lock(turn)
+                    lock = stack.enter_context((self._folder / "lock").open("w"))
+                    await _lock(lock)
+            yield
+
+
+async def _lock(file: IO[str]) -> None:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            await asyncio.sleep(_POLL_S)
+        else:
+            return

@@ -1,0 +1,67 @@
+"""Whether what the server has begun gets finished.
+
+Not thread-safe: it belongs to the event loop's thread.
+"""
+
+import time
+from collections.abc import Callable
+
+from normserve.errors import StalledError
+
+_RETRY_AFTER_S = 5.0
+
+
+class Progress:
+    """Pieces of work that are begun and ended, and for how long none has been ended."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open = 0
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """One more is to be finished."""
+        if not self._open:
+            self._since = self._clock()
+        self._open += 1
+
+    def end(self) -> None:
+        """One is finished, whatever came of it."""
+        self._open -= 1
+        self._since = self._clock()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since anything was finished, or since there was anything to finish; 0 while there is nothing."""
+        return self._clock() - self._since if self._open else 0.0
+
+
+class StallWatch:
+    """Notices that nothing is finished any more, of requests or on the device.
+
+    Attributes:
+        requests: those received whole and not answered yet.
+    """
+
+    def __init__(self, stall_s: float, launches: Progress) -> None:
+        """Args: launches: what the device's threads were given and have not returned."""
+        self._stall_s = stall_s
+        self._launches = launches
+        self.requests = Progress()
+
+    @property
+    def seconds(self) -> float:
+        """For how long nothing has been finished that could be."""
+        return max(self.requests.idle_s, self._launches.idle_s)
+
+    @property
+    def is_stalled(self) -> bool:
+        """It has been too long."""
+        return self.seconds > self._stall_s
+
+    def require_progress(self) -> None:
+        """Raises: StalledError: nothing has been finished for too long."""
+        if self.is_stalled:
+            raise StalledError(
+                f"requests wait, and none has been finished for {self.seconds:.0f} s", _RETRY_AFTER_S
+            )

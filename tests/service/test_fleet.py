@@ -1,0 +1,109 @@
+"""When a process of a fleet counts as ready, quiet or hung."""
+
+import logging
+
+import pytest
+from normserve.fleet import Process
+from normserve.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
+from normserve.settings import Settings
+
+
+class Running:
+    """A process that was started."""
+
+    returncode = None
+
+    def __init__(self) -> None:
+        self.kills = 0
+
+    def kill(self) -> None:
+        self.kills += 1
+
+
+class Channel:
+    """Says what a test has it say."""
+
+    def __init__(self) -> None:
+        self.said = b""
+
+    def recv(self, count: int) -> bytes:
+        return self.said
+
+
+@pytest.fixture
+def running():
+    return Running()
+
+
+@pytest.fixture
+def process(tmp_path, running):
+    process = Process(Settings(devices="cpu,cpu", hang_s=10), 0, ["cpu", "cpu"], tmp_path, lambda address: None)
+    process._channel, process._running = Channel(), running
+    return process
+
+
+def say(process: Process, *numbers: int) -> None:
+    process._channel.said = b"".join(map(MESSAGE.pack, numbers))
+    process._hear(process._channel, Heard())
+
+
+def wait(process: Process, seconds: float) -> None:
+    for _ in range(round(seconds / BEAT_S)):
+        process.note_silence(BEAT_S)
+
+
+def test_what_it_said_last_is_what_it_is(process):
+    assert process.is_there
+    assert not process.is_ready
+    say(process, NOT_READY, READY)
+    assert process.is_ready
+    say(process, READY, NOT_READY)
+    assert not process.is_ready
+    assert process.is_there
+
+
+def test_one_that_starts_may_be_silent(process, running):
+    wait(process, 1000)
+    assert process.is_there
+    say(process, NOT_READY)
+    wait(process, 1000)
+    assert running.kills == 0
+
+
+def test_one_that_is_silent_gets_no_connections_until_it_speaks(process, running, caplog):
+    caplog.set_level(logging.INFO, "normserve")
+    say(process, READY)
+    wait(process, 2.5)
+    assert process.is_ready
+    wait(process, 1)
+    assert not process.is_ready
+    assert not process.is_there
+    say(process, READY)
+    assert process.is_ready
+    assert running.kills == 0
+    assert [each.message for each in caplog.records] == [
+        "process 0 gives no sign and gets no new connections",
+        "process 0 gives signs again",
+    ]
+
+
+def test_one_that_hangs_is_killed_once(process, running):
+    say(process, READY)
+    wait(process, 9.5)
+    assert running.kills == 0
+    wait(process, 20)
+    assert running.kills == 1
+
+
+def test_one_that_drains_and_hangs_is_killed_too(process, running):
+    say(process, READY)
+    say(process, NOT_READY)
+    wait(process, 10)
+    assert running.kills == 1
+
+
+def test_one_that_has_ended_is_not_killed(process, running):
+    say(process, READY)
+    running.returncode = 0
+    wait(process, 20)
+    assert running.kills == 0
