@@ -32,7 +32,7 @@ MAY = {
 @pytest.fixture
 def app(tmp_path) -> FastAPI:
     """The application, which is not started: whom it lets in says 503, or whatever the handler says."""
-    return create_app(Settings(backend="torch", api_keys_file=write_keys(tmp_path)))
+    return create_app(Settings(backend="torch", allowed_hosts="mounted.test", api_keys_file=write_keys(tmp_path)))
 
 
 def ask(app: FastAPI, requests: list[tuple[str, str, str | None]]) -> list[httpx.Response]:
@@ -157,7 +157,7 @@ def test_a_route_for_a_host_of_its_own_is_refused(app):
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://mounted.test") as client:
             return await client.get("/data", headers=bearing(EVERYTHING))
 
     assert asyncio.run(run()).status_code == 403

@@ -105,7 +105,7 @@ class HttpProtocol(HttpToolsProtocol):
         # its limit already, and hands what it encrypted to a transport that holds a write or two of its own.  The
         # end of its handshake may be unsent now.
         self._is_encrypted = transport.get_extra_info("ssl_object") is not None
-        transport.set_write_buffer_limits(1 if self._is_encrypted else 0, 0)
+        transport.set_write_buffer_limits(1 if self._is_encrypted else 0)
         self._header_watch.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
