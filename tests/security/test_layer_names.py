@@ -14,7 +14,8 @@ BODY = packed(weight=torch.ones(12))
 
 
 def put(server, path: str):
-    lines = (f"PUT {path}?op=rms_norm HTTP/1.1", "Host: test", f"Content-Type: {SAFETENSORS}", "Connection: close")
+    line = f"PUT {path}?op=rms_norm HTTP/1.1"
+    lines = (line, "Host: localhost", f"Content-Type: {SAFETENSORS}", "Connection: close")
     return exchange(server.address, "\r\n".join((*lines, f"Content-Length: {len(BODY)}", "", "")).encode() + BODY)
 
 

@@ -28,7 +28,7 @@ def asked(app, method: str, path: str, **options) -> httpx.Response:
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
     return asyncio.run(ask())
