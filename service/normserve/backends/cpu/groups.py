@@ -33,7 +33,9 @@ def group_norm_forward(
     cut = _Cut(x, num_groups, dropout_of(dropout, seed))
     y, residual_out = cut.result(out_dtype or x.dtype), cut.result(x.dtype)
     of_groups = (x.shape[0], num_groups)
-    mean, rstd = (x.new_empty(of_groups, dtype=torch.float32) if stats else None for _ in range(2))
+    mean, rstd = (
+        x.new_empty(of_groups, dtype=torch.float32) if stats and not cut.is_whole else None for _ in range(2)
+    )
     weight, bias = widened(weight), widened(bias)
     for piece in cut.pieces():
         h = piece.sum(residual)
@@ -44,7 +46,9 @@ def group_norm_forward(
         z = _modulated(z, piece.factor(scale), piece.of_samples(shift))
         y.write(piece, finish_(z, activation, cut.dropout, piece.kept()))
         del z
-        if mean is not None and rstd is not None:
+        if cut.is_whole and stats:
+            mean, rstd = centre, inverse
+        elif mean is not None and rstd is not None:
             mean[piece.samples, piece.groups], rstd[piece.samples, piece.groups] = centre, inverse
     return Forward(y.whole(), mean, rstd, None if residual is None else residual_out.whole())
 
@@ -75,7 +79,7 @@ def group_norm_backward(
     # torch's kernel has no gradient of the bias without a weight.
     of_kernel = torch.ones_like(b) if w is None and b is not None else w
     needed = [True, weight is not None, bias is not None]
-    dweight, dbias = _zeros_like(w), _zeros_like(b)
+    dweight, dbias = (None, None) if cut.is_whole else (_zeros_like(w), _zeros_like(b))
     dscale, dshift = (None if of is None else torch.empty_like(of) for of in (scale, shift))
     result = cut.result(x.dtype)
     for piece in cut.pieces():
@@ -110,6 +114,9 @@ def group_norm_backward(
         if dresidual_out is not None:
             dx += piece.planes(dresidual_out)
         result.write(piece, dx)
+        if cut.is_whole:
+            dweight, dbias = dw, db
+            continue
         if dweight is not None:
             dweight[piece.channels] += dw
         if dbias is not None:
@@ -189,13 +196,18 @@ class _Piece:
         """Of one sample."""
         return len(range(self.groups.start, self.groups.stop))
 
+    def share(self, t: Tensor) -> Tensor:
+        """Its part of [B, C, ...]."""
+        # Small requests are whole, and each index costs as much as some of their arithmetic.
+        return t if self.cut.is_whole else t[self.samples, self.channels]
+
     def sum(self, residual: Tensor | None) -> Tensor:
         """h = x + residual of it, float32 [samples, channels, positions]; x's memory if it is that already."""
-        x = self.cut.planes[self.samples, self.channels]
+        x = self.share(self.cut.planes)
         if not x.is_contiguous():
             # Widened and put in order in one pass.
             x = torch.empty(x.shape).copy_(x)
-        of_residual = None if residual is None else _planes(residual)[self.samples, self.channels]
+        of_residual = None if residual is None else self.share(_planes(residual))
         return summed(x, of_residual).contiguous()
 
     def planes(self, t: Tensor) -> Tensor:
@@ -203,7 +215,7 @@ class _Piece:
 
         torch's channels-last kernel takes the variance as E[h²] - mean², which is noise when the mean is large.
         """
-        return _planes(t)[self.samples, self.channels].contiguous()
+        return self.share(_planes(t)).contiguous()
 
     def normalised(
         self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -214,14 +226,14 @@ class _Piece:
         return torch.native_group_norm(h, weight, bias, samples, channels, positions, self.group_count, eps)
 
     def of_channels(self, parameter: Tensor | None) -> Tensor | None:
-        return None if parameter is None else parameter[self.channels]
+        return parameter if parameter is None or self.cut.is_whole else parameter[self.channels]
 
     def of_groups(self, statistic: Tensor) -> Tensor:
         return statistic[self.samples, self.groups].contiguous()
 
     def of_samples(self, given: Tensor | None) -> Tensor | None:
         """Its share of scale or shift in float32, over the positions."""
-        return None if given is None else given[self.samples, self.channels].float().unsqueeze(-1)
+        return None if given is None else self.share(given).float().unsqueeze(-1)
 
     def factor(self, scale: Tensor | None) -> Tensor | None:
         """1 + scale."""
@@ -267,7 +279,7 @@ class _Result:
             return
         if self._tensor is None:
             self._tensor = torch.empty_like(x, dtype=self._dtype)
-        _planes(self._tensor)[piece.samples, piece.channels] = values
+        piece.share(_planes(self._tensor)).copy_(values)
 
     def whole(self) -> Tensor:
         """The tensor, once every piece has been written."""
