@@ -33,7 +33,7 @@ def layer_norm_chain(
     """
     check_float("x", x)
     check_results(out_dtype, float8=False)
-    if not weights:
+    if len(weights) == 0:
         raise KernelInputError("weights must hold at least 1 norm, got 0")
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights):

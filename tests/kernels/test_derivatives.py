@@ -54,7 +54,7 @@ def assert_same(got, want, tolerance):
 
 
 def tolerance_of(dtype):
-    return {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
+    return {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.06}[dtype]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -141,7 +141,7 @@ def test_tangents_go_through(name, float_device):
     _, transformed = jvp(partial(total, CALLS[name]), tuple(tensors), tuple(tangents))
     _, want = jvp(partial(total, formula(name)), tuple(tensors), tuple(tangents))
     for ours in (got, transformed):
-        torch.testing.assert_close(ours, want, rtol=tolerance_of(dtype), atol=1e-4 if dtype == torch.float32 else 0)
+        torch.testing.assert_close(ours, want, rtol=tolerance_of(dtype), atol=1e-3 if dtype == torch.float32 else 0)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -264,7 +264,7 @@ def test_modules_are_called_functionally_and_differentiated_twice(module, shape,
     again = torch.autograd.grad(sum(g.square().sum() for g in wanted), tuple(leaves.values()))
     assert_same(twice.values(), again, tolerance_of(dtype))
     directional = jvp(lambda x: call(parameters, x), (x,), (x,))[1]
-    torch.testing.assert_close(directional, (grad(call, argnums=1)(parameters, x) * x).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(directional, (grad(call, argnums=1)(parameters, x) * x).sum(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])

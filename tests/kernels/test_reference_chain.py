@@ -28,3 +28,10 @@ def test_only_the_result_is_rounded():
 def test_weights_and_biases_come_in_equal_numbers():
     with pytest.raises(KernelInputError, match="biases must be as many as weights, 2, got 1"):
         layer_norm_chain(torch.randn(2, 4), [None, None], [None])
+
+
+def test_parameters_may_be_rows_of_one_tensor_and_there_is_a_norm():
+    x, weights = torch.randn(2, 4), torch.randn(2, 4)
+    assert torch.equal(layer_norm_chain(x, weights), layer_norm_chain(x, list(weights)))
+    with pytest.raises(KernelInputError, match="weights must hold at least 1 norm"):
+        layer_norm_chain(x, [])

@@ -24,7 +24,7 @@ from tests.kernels.torch_samples import NAMES
 
 ROOT = Path(__file__).parents[2]
 # Of the largest element, of results and gradients, against torch's in float64.
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module")
