@@ -85,9 +85,10 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
             assert widest["st"] >= width, what
 
 
-# Bytes that a thread may spill in rows that start anywhere, as measured: 50257 columns forward in float16, and
+# Bytes that a thread may spill in rows that start anywhere, as measured (Triton 3.6 and 3.7; at most 280 with the
+# latter): 50257 columns forward in float16, and
 # backward in 16 bits, where eight programs of two warps a multiprocessor were faster than those that spill nothing.
-ODD_SPILLED = {"bfloat16": 160, "float16": 280}
+ODD_SPILLED = {"bfloat16": 160, "float16": 300}
 
 COMPILE_ODD = """
 import json, re, sys
