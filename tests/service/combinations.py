@@ -64,7 +64,11 @@ def assert_all_right(answers: Iterator[tuple[Combination, dict[str, torch.Tensor
     count = 0
     for combination, got in answers:
         try:
-            assert_right(got, combination.want, combination.job.spec.layout is Layout.NHWC)
+            # Of 16-bit x GroupNorm takes the hardware's tanh, which gradients of float32 parameters see.
+            least = (
+                2**-12 if combination.job.spec.op is Op.GROUP_NORM and combination.job.x.dtype.itemsize == 2 else 0
+            )
+            assert_right(got, combination.want, combination.job.spec.layout is Layout.NHWC, least)
         except AssertionError as error:
             raise AssertionError(f"{combination.given}: {error}") from error
         count += 1

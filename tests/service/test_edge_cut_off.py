@@ -6,6 +6,8 @@ import pytest
 from normserve.edge import Edge
 from normserve.errors import InvalidParameterError, RequestTimeoutError
 from normserve.metrics import Metrics
+from normserve.origins import Origins
+from normserve.progress import Progress
 from normserve.transport import PlainAsgi
 
 SMALL = [(b"content-length", b"1000")]
@@ -38,7 +40,7 @@ def steps(is_cut_off: bool) -> list[str]:
         "client": ("127.0.0.1", 1),
         "state": {},
     }
-    asyncio.run(PlainAsgi(Edge(app, Metrics(), None))(scope, receive, send))
+    asyncio.run(PlainAsgi(Edge(app, Metrics(), Progress(), Origins(None)))(scope, receive, send))
     return order
 
 

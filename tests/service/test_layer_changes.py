@@ -30,7 +30,7 @@ BODY = memoryview(
 
 
 def layer(name: str, query: bytes = b"") -> Layer:
-    return Layer(name, Op.RMS_NORM, 1.0, 0, "none", 1, DType.FLOAT32, False, query)
+    return Layer(name, Op.RMS_NORM, 1.0, 0, "none", 1, DType.FLOAT32, False, 4, query)
 
 
 class Process:
@@ -42,7 +42,7 @@ class Process:
     """
 
     def __init__(self, index: int, count: int, folder, max_layers: int = 10) -> None:
-        self.registry = LayerRegistry(max_layers=max_layers)
+        self.registry = LayerRegistry(max_layers=max_layers, max_bytes=2**20)
         siblings = self.siblings = Siblings(Place(index, count, "cpu", 0, folder))
         self.changes = FleetLayerChanges(self.registry, siblings, self._make, folder)
         self.changes.on_divergence = lambda: setattr(self, "diverged", True)
@@ -391,7 +391,7 @@ def test_after_any_history_all_have_what_a_single_process_would_have(tmp_path_fa
 
 
 def test_a_process_alone_needs_no_journal():
-    registry = LayerRegistry(max_layers=1)
+    registry = LayerRegistry(max_layers=1, max_bytes=2**20)
 
     async def make(name: str, query: bytes, body: memoryview) -> Layer:
         return layer(name, query)

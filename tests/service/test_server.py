@@ -37,7 +37,7 @@ def channel():
 
 def running_on(channel: socket.socket) -> server.Server:
     app = create_app(Settings(backend="torch"))
-    return server.Server(uvicorn.Config(app, log_config=None), app, [], lambda: None, channel)
+    return server.Server(uvicorn.Config(app, log_config=None), app, [], lambda: None, channel, None)
 
 
 def test_a_process_of_a_fleet_says_whether_it_finishes_work(channel):
