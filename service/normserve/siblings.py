@@ -79,7 +79,7 @@ class Link:
         """What the sibling answers.
 
         Raises:
-            RefusedError: it said why it cannot.
+            RefusedError: it said why it cannot, or what is no answer.
             ConnectionError: it is gone.
             TimeoutError: it said nothing in time.
         """
@@ -88,9 +88,12 @@ class Link:
             answer = await _receive(self._reader, _ANSWER_BYTES)
         if answer is None:
             raise ConnectionResetError("the sibling is gone")
+        if answer[:1] == _GOOD:
+            return answer[1:]
         if answer[:1] == _BAD:
-            raise RefusedError(answer[1:].decode())
-        return answer[1:]
+            raise RefusedError(answer[1:].decode(errors="replace"))
+        # It is there, and must not count as gone.
+        raise RefusedError("its answer is none")
 
     def close(self) -> None:
         """End the connection."""
@@ -218,12 +221,13 @@ async def _receive(reader: asyncio.StreamReader, at_most: int) -> bytes | None:
     Raises:
         ConnectionError: the connection broke within it, or it is longer than any may be.
     """
+    length = 0
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > at_most:
             raise ConnectionAbortedError(f"a frame of {length} bytes came, at most {at_most} are taken")
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError as error:
-        if error.partial:
+        if error.partial or length:
             raise ConnectionResetError("the connection broke within a frame") from None
         return None

@@ -4,21 +4,35 @@ A harness takes the input's bytes.  It may raise nothing: errors of `normserve.e
 hostile input should meet; any other exception is a fault.
 """
 
+import asyncio
 import contextlib
+import functools
 import io
-from collections.abc import Callable
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import safetensors
+from normserve import siblings
 from normserve.codec import npy as npy_codec
 from normserve.codec import safetensors as safetensors_codec
 from normserve.errors import InvalidParameterError, NormserveError
 from normserve.jobs import Op, Pass
 from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
 from normserve.routes.parameters import make_spec, operation_parameters, parse_query
+from normserve.siblings import Link, RefusedError
+
+from tests.service.transport.drive import Answer, drive
 
 _NUMPY_HEADER_BYTES = 10_000
+_CUTS = struct.Struct(">B4H")
+# Small, so that inputs of a few bytes meet every limit.
+_FRAME_BYTES = 40
+_READER_BYTES = 64
+_READ_BYTES = 128
 
 
 def safetensors_payload(data: bytes) -> None:
@@ -81,6 +95,127 @@ def headers(data: bytes) -> None:
         )
 
 
+def http(data: bytes) -> None:
+    """A connection's bytes become the same requests and answers however they are cut; no answer is a 500."""
+    pieces, stream, options = _cut(data)
+    ends = bool(options & 2)
+    whole = _run(drive([stream], ends=ends))
+    assert not any(isinstance(each, Answer) and each.status == 500 for each in whole)
+    assert _run(drive(pieces, settles=bool(options & 1), ends=ends)) == whole
+
+
+def sibling_frames(data: bytes) -> None:
+    """What a process of the fleet says is frames or ends the connection, and so is what it answers."""
+    pieces, stream, _ = _cut(data)
+    expected, ends_whole = _frames_of(stream, _FRAME_BYTES)
+    heard: list[bytes] = []
+    assert _run(_frames_end_whole(pieces, heard)) == ends_whole
+    assert heard == expected
+    answers, _ = _frames_of(stream, len(stream))
+    try:
+        assert [b"+" + _run(_answer_in(pieces))] == answers[:1]
+    except RefusedError:
+        assert not answers[0].startswith(b"+")
+    except ConnectionError:
+        assert not answers
+
+
+def _cut(data: bytes) -> tuple[list[bytes], bytes, int]:
+    """A stream in pieces and whole, and a byte of options: the first bytes say where it is cut."""
+    options, *places = _CUTS.unpack(data[: _CUTS.size].ljust(_CUTS.size, b"\0"))
+    stream = data[_CUTS.size :]
+    ends = [*sorted({place % (len(stream) + 1) for place in places}), len(stream)]
+    return [stream[start:end] for start, end in pairwise([0, *ends])], stream, options
+
+
+_loop = functools.cache(asyncio.new_event_loop)
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The same loop for all inputs; what goes wrong in a callback is raised, too."""
+    faults: list[dict[str, Any]] = []
+    _loop().set_exception_handler(lambda loop, context: faults.append(context))
+    result = _loop().run_until_complete(work)
+    assert not faults, faults
+    return result
+
+
+def _frames_of(stream: bytes, at_most: int) -> tuple[list[bytes], bool]:
+    """The frames up to one that is too long or cut off, and whether there is none of those."""
+    frames: list[bytes] = []
+    while len(stream) >= 4:
+        end = 4 + int.from_bytes(stream[:4])
+        if end - 4 > at_most or end > len(stream):
+            return frames, False
+        frames.append(stream[4:end])
+        stream = stream[end:]
+    return frames, not stream
+
+
+class _Arriving:
+    """A connection on which bytes come in pieces, and what is said is heard by nobody."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+        self._is_paused = False
+        self.unread = 0
+        self.reader = asyncio.StreamReader(limit=_READER_BYTES)
+        self.reader.set_transport(self)  # type: ignore[arg-type]
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+
+    def resume_reading(self) -> None:
+        self._is_paused = False
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        pass
+
+    async def arrive(self) -> None:
+        for piece in self._pieces:
+            for start in range(0, len(piece), _READ_BYTES):
+                while self._is_paused:
+                    await asyncio.sleep(0)
+                read = piece[start : start + _READ_BYTES]
+                self.unread += len(read)
+                self.reader.feed_data(read)
+                # Whoever reads has its turn, and if it needs more the next piece comes.
+                await asyncio.sleep(0)
+        self.reader.feed_eof()
+
+
+@contextlib.asynccontextmanager
+async def _arriving(pieces: list[bytes]) -> AsyncIterator[_Arriving]:
+    connection = _Arriving(pieces)
+    arrival = asyncio.create_task(connection.arrive())
+    try:
+        yield connection
+    finally:
+        arrival.cancel()
+
+
+async def _frames_end_whole(pieces: list[bytes], heard: list[bytes]) -> bool:
+    """Gather the frames; whether the connection ended between two."""
+    async with _arriving(pieces) as connection:
+        with contextlib.suppress(ConnectionError):
+            while (frame := await siblings._receive(connection.reader, _FRAME_BYTES)) is not None:
+                heard.append(frame)
+                connection.unread -= 4 + len(frame)
+                assert connection.unread <= 4 + _FRAME_BYTES + 2 * _READER_BYTES + _READ_BYTES
+            return True
+        assert connection.unread <= 4 + _FRAME_BYTES + 2 * _READER_BYTES + _READ_BYTES
+        return False
+
+
+async def _answer_in(pieces: list[bytes]) -> bytes:
+    async with _arriving(pieces) as connection:
+        link = Link(0, connection.reader, connection)  # type: ignore[arg-type]
+        return await link.ask({"do": "metrics"}, timeout_s=60)
+
+
 HARNESSES: MappingProxyType[str, Callable[[bytes], None]] = MappingProxyType(
-    {each.__name__: each for each in (safetensors_payload, npy_payload, query, headers)}
+    {each.__name__: each for each in (safetensors_payload, npy_payload, query, headers, http, sibling_frames)}
 )

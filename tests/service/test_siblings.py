@@ -140,6 +140,19 @@ def test_frames_survive_every_cut(data):
     assert asyncio.run(play()) == questions
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7])
+def test_a_frame_that_is_cut_off_is_not_the_end(length):
+    async def play() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(frame(b"") + frame(b"text")[:length])
+        reader.feed_eof()
+        assert await siblings._receive(reader, 40) == b""
+        with pytest.raises(ConnectionResetError, match="within a frame"):
+            await siblings._receive(reader, 40)
+
+    asyncio.run(play())
+
+
 async def said_to(place: Place, raw: bytes) -> bytes:
     """All that comes back for these bytes."""
     reader, writer = await asyncio.open_unix_connection(place.socket_of(1))
@@ -176,6 +189,27 @@ def test_a_question_that_means_nothing_is_refused(place, question):
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text")):
             assert await said_to(place, frame(question)) == frame(b"-an error of its own")
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [(b"", "its answer is none"), (b"text", "its answer is none"), (b"-\xffno", "\ufffdno")],
+    ids=["nothing", "no-sign", "no-text"],
+)
+def test_what_is_no_answer_is_no_success(place, said, reason):
+    async def say(reader, writer):
+        await siblings._receive(reader, 40)
+        await siblings._send(writer, said)
+        writer.close()
+
+    async def play() -> None:
+        there = await asyncio.start_unix_server(say, place.socket_of(1))
+        async with there, Siblings(place).linked() as links:
+            with pytest.raises(RefusedError, match=reason):
+                await links[0].ask({"do": "metrics"}, 1)
+            assert await Siblings(place).ask("metrics") == {}
 
     asyncio.run(play())
 
