@@ -279,6 +279,8 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         header_s=settings.header_timeout_s,
         send_s=settings.send_timeout_s,
         transfer_s=settings.transfer_timeout_s,
+        min_bytes_per_s=settings.min_body_bytes_per_s,
+        grace_s=settings.body_grace_s,
     )
     http: Any = listen(Manners(patience, refuse, service.metrics.observe_late_departure))
     config = uvicorn.Config(

@@ -111,10 +111,11 @@ class Settings(BaseSettings):
     min_body_bytes_per_s: float = Field(
         4096,
         ge=0,
-        description="Least mean rate of a body once its first seconds are over; 0 for none.",
+        description="Least mean rate of a body, and of a response whose client reads slowly, once the first seconds"
+        " are over; 0 for none.",
     )
     body_grace_s: float = Field(
-        10, gt=0, description="After how long that rate counts; a fifth of it where others want the body's place."
+        10, gt=0, description="After how long that rate counts; a fifth of it where others want a body's place."
     )
     send_timeout_s: float = Field(30, gt=0, description="Longest pause of a client that reads its response.")
     transfer_timeout_s: float = Field(

@@ -27,7 +27,7 @@ from normserve.transport.half_closed import HalfClosedWatch, tells_departures
 from normserve.transport.patience import HeaderWatch, Patience, SendWatch
 from normserve.transport.reception import Reception
 from normserve.transport.request_head import SINGULAR, body_bytes, fault_in
-from normserve.transport.sending import Sending, unread_bytes
+from normserve.transport.sending import TLS_PORTION_BYTES, Sending, unread_bytes
 
 # Read at once while a header is expected: enough for it and a small body, and little enough that of a large body,
 # whose first bytes come along and must be copied, most goes straight to its place.
@@ -100,11 +100,12 @@ class HttpProtocol(HttpToolsProtocol):
             # TCP grows its buffers by itself, up to about this.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         super().connection_made(transport)
-        self._send_watch = SendWatch(self.loop, self._manners.patience, transport)
         # Paused means that anything is unsent, and resumed that the kernel has all of it.  uvloop's TLS pauses at
         # its limit already, and hands what it encrypted to a transport that holds a write or two of its own.  The
         # end of its handshake may be unsent now.
         self._is_encrypted = transport.get_extra_info("ssl_object") is not None
+        unseen = TLS_PORTION_BYTES if self._is_encrypted else 0
+        self._send_watch = SendWatch(self.loop, self._manners.patience, transport, unseen_bytes=unseen)
         transport.set_write_buffer_limits(1 if self._is_encrypted else 0)
         self._header_watch.start()
 
@@ -320,7 +321,8 @@ class HttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         assert self._send_watch is not None
-        self._send_watch.start()
+        # Those before it are out, and those behind it wait for it.
+        self._send_watch.start(next(iter(self._unanswered), None))
 
     def resume_writing(self) -> None:
         super().resume_writing()

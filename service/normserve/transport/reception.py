@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from normserve.errors import NormserveError, RequestTimeoutError
-from normserve.transport.pace import Pace
-
-_SECOND_LOOK_S = 0.01
+from normserve.transport.pace import Pace, PaceWatch
 
 
 class Reception:
@@ -139,49 +137,20 @@ class Reception:
     async def _completion(self, pace: Pace) -> None:
         loop = asyncio.get_running_loop()
         self._arrival = loop.create_future()
-        watch = _Watch(self, loop, pace)
+        watch = PaceWatch(loop, pace, lambda: self.received, self._end)
         try:
             await self._arrival
         finally:
             watch.stop()
+
+    def _end(self, fault: str) -> None:
+        self.fail(RequestTimeoutError(fault))
 
     def _let_go(self) -> None:
         """The slab must not live as long as the connection."""
         self.is_filling = False
         self._memory = memoryview(b"")
         self._make_room = self._arrival = None
-
-
-class _Watch:
-    """Ends the wait for a body whose client is too slow."""
-
-    def __init__(self, reception: Reception, loop: asyncio.AbstractEventLoop, pace: Pace) -> None:
-        self._reception = reception
-        self._loop = loop
-        self._pace = pace
-        self._arm(pace.began)
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def _arm(self, now: float) -> None:
-        wait_s = self._pace.next_look_s(now, self._reception.received)
-        self._timer = self._loop.call_later(wait_s, self._look, self._look_again)
-
-    def _look(self, at_fault: Callable[[str], None]) -> None:
-        now = time.perf_counter()
-        fault = self._pace.fault(now, self._reception.received)
-        if fault is None:
-            self._arm(now)
-        else:
-            at_fault(fault)
-
-    def _look_again(self, fault: str) -> None:
-        # After a stall of the server's own, its timers come due before it has read what is waiting.
-        self._timer = self._loop.call_later(_SECOND_LOOK_S, self._look, self._end)
-
-    def _end(self, fault: str) -> None:
-        self._reception.fail(RequestTimeoutError(fault))
 
 
 def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

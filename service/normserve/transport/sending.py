@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from normserve.transport.half_closed import PROBE
+from normserve.transport.pace import Pace
 
 Headers = Sequence[tuple[bytes, bytes]]
 Buffers = Sequence[bytes | memoryview]
@@ -20,7 +21,7 @@ _JOIN_BYTES = 16 * 1024
 # Of a write: to a client that reads as fast the kernel takes 16 MiB in one call of 5 ms, and everybody waits.
 _PORTION_BYTES = 2 * 2**20
 # TLS encrypts a portion at once, and its progress shows in whole portions.
-_TLS_PORTION_BYTES = 256 * 2**10
+TLS_PORTION_BYTES = 256 * 2**10
 
 
 class Departure(ABC):
@@ -56,7 +57,15 @@ class Sending(Departure):
     """Takes the transport's place in uvicorn's cycle and gathers what it writes: header and body leave together.
 
     The kernel takes the bytes.
+
+    Attributes:
+        pace: how fast it leaves, since the kernel could take no more for the first time.
+        unfinished: bytes that were unsent then, and those that came after them.
     """
+
+    # Of the class, for small responses need neither.
+    pace: Pace | None = None
+    unfinished = 0
 
     def __init__(
         self,
@@ -68,7 +77,7 @@ class Sending(Departure):
     ) -> None:
         super().__init__()
         self._transport = transport
-        self._portion_bytes = _TLS_PORTION_BYTES if is_encrypted else _PORTION_BYTES
+        self._portion_bytes = TLS_PORTION_BYTES if is_encrypted else _PORTION_BYTES
         self._loop = loop
         self._cycle: RequestResponseCycle | None = cycle
         self._is_probed = False
@@ -97,6 +106,7 @@ class Sending(Departure):
                     await asyncio.sleep(0)
                     if cycle.disconnected:
                         return
+                self.unfinished += sum(map(len, portion))
                 self._transport.writelines(portion)
                 if not await self._can_write(cycle):
                     return
@@ -143,6 +153,7 @@ class Sending(Departure):
             return
         self._held, self._held_bytes = [], 0
         if nbytes > _JOIN_BYTES:
+            self.unfinished += nbytes
             self._transport.writelines(held)
         else:
             self._transport.write(b"".join(held))

@@ -200,6 +200,13 @@ class TestWholeResponses:
         loop.run_until_complete(sending.respond(200, HEADERS, [memoryview(bytearray(2**20))], 2**20))
         assert max(sum(map(len, write)) for write in wire.writes) == 2**18
 
+    def test_only_what_is_large_is_counted(self, wire, sending, cycle, loop):
+        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        assert not {"pace", "unfinished"} & vars(sending).keys()
+        large = Sending(wire, loop, cycle)
+        loop.run_until_complete(large.respond(200, HEADERS, [bytes(5 * 2**20)], 5 * 2**20))
+        assert large.unfinished == len(HEAD) + 2 + 5 * 2**20
+
     def test_large_one_is_complete_when_the_kernel_has_it(self, wire, sending, cycle, loop):
         async def respond():
             wire.writelines = lambda buffers: cycle.flow.taken.clear()
