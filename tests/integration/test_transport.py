@@ -204,6 +204,19 @@ class TestSlowClients:
                 assert connection.recv(1000)
             until(lambda: samples(api)['normserve_slab_bytes{state="used"}'] == 0)
 
+    def test_the_limit_is_that_of_the_whole_response(self, strict, until):
+        """Each of the portions in which it leaves takes about half of the limit."""
+        with Connection(strict.address) as connection, strict.client() as api:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            before = samples(api).get('normserve_cancelled_total{stage="send"}', 0)
+            connection.sendall(head("/v1/layer_norm", LENGTH) + BODY)
+            came = 0
+            with contextlib.suppress(ConnectionResetError):
+                while came < len(BODY) and (piece := connection.recv(2**17)):
+                    came += len(piece)
+                    time.sleep(len(piece) / 2**23)
+            until(lambda: samples(api)['normserve_cancelled_total{stage="send"}'] == before + 1)
+
 
 def test_head_has_no_body(plain):
     connection = http.client.HTTPConnection(*plain.address, timeout=20)
