@@ -284,7 +284,7 @@ async def _answer_invalid_request(request: Request, error: Exception) -> Respons
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
     """In place of the framework's bare text; the framework raises the error again, and the edge logs it."""
-    return await _answer_error(request, unexpected())
+    return await _answer_error(request, unexpected(error))
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from normserve.access_log import AccessLog
 from normserve.authorisation import Authorisation
 from normserve.callers import Caller
-from normserve.errors import ClientLeftError, NormserveError
+from normserve.errors import ClientLeftError, DeviceOutOfMemoryError, NormserveError
 from normserve.exchange import Exchange
 from normserve.http_errors import problem
 from normserve.layer_audit import LAYERS, note_layer_change
@@ -88,10 +88,10 @@ class Edge:
                 await preflight(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
             await outgoing.respond_problem(error)
-        except Exception:
+        except Exception as error:
             fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
             log.exception("a request met an error that nobody expected", extra={"fields": fields})
-            await outgoing.respond_problem(unexpected())
+            await outgoing.respond_problem(unexpected(error))
         finally:
             self._close(scope, exchange, outgoing)
 
@@ -114,8 +114,10 @@ class Edge:
             self._access_log.note(scope, exchange)
 
 
-def unexpected() -> NormserveError:
-    """What a client hears of an error that nobody expected: nothing that it could learn from."""
+def unexpected(error: Exception) -> NormserveError:
+    """What a client hears of an error that nobody expected: nothing but whether it may pass."""
+    if isinstance(error, MemoryError):
+        return DeviceOutOfMemoryError("there is not enough memory for this request now")
     return NormserveError("an error of the server's own")
 
 

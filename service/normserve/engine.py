@@ -279,7 +279,10 @@ class Engine:
         loop = asyncio.get_running_loop()
 
         def hand_over(outcome: Outcome) -> None:
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(reply, outcome)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
 
         return hand_over

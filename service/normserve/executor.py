@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from normserve.backends.base import Backend, InFlight
 from normserve.device import DeviceInfo
-from normserve.errors import NormserveError
+from normserve.errors import DeviceOutOfMemoryError, NormserveError
 from normserve.jobs import Batch, Execution, Lane, NormJob, Op
 from normserve.tensors import HostTensor
 
@@ -64,7 +64,10 @@ class _Thread:
 
     def _run(self) -> None:
         while (work := self._inbox.get()) is not None:
-            self._work(work)
+            try:
+                self._work(work)
+            except MemoryError:
+                _give_up(work)
             # Whoever waits for the next piece must not keep this one's memory.
             del work
 
@@ -150,7 +153,11 @@ class Executor:
         try:
             return Outcome(started, value=work())
         except Exception as error:
-            return Outcome(started, error=self._translate(error))
+            try:
+                return Outcome(started, error=self._translate(error))
+            except Exception:
+                # There may be no memory for the words; whoever waits must hear of it all the same.
+                return Outcome(started, error=_WORDLESS)
 
     def _translate(self, error: Exception) -> NormserveError:
         if isinstance(error, NormserveError):
@@ -161,6 +168,20 @@ class Executor:
             return NormserveError("the server met an error of its own; its log says more")
         log.error("%s: %s", meaning.code, error)
         return meaning
+
+
+_WORDLESS = DeviceOutOfMemoryError("there is not enough memory for this request now")
+_PAUSE_S = 0.05
+
+
+def _give_up(work: _Work) -> None:
+    """Answer what there was no memory to answer, as soon as there is some: somebody waits for it."""
+    while True:
+        try:
+            work.reply(Outcome(time.perf_counter(), error=_WORDLESS))
+            return
+        except MemoryError:
+            time.sleep(_PAUSE_S)
 
 
 def _landed(value: Execution | InFlight) -> Execution | InFlight:

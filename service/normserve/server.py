@@ -59,6 +59,7 @@ class Server(uvicorn.Server):
         self._listeners = listeners
         self._stop_listening = stop_listening
         self._accepting: list[asyncio.Task[None]] = []
+        self._is_failing = False
         self._channel = channel
         self._reports = None if channel is None else Reports(channel)
         self._tls = tls
@@ -81,6 +82,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
+        asyncio.get_running_loop().set_exception_handler(self._note_error_of_loop)
         if (server := await self._service.siblings.listen()) is not None:
             self.servers.append(server)
         if self._channel is not None:
@@ -90,6 +92,14 @@ class Server(uvicorn.Server):
             accepting = self._limits.accept(listener, self._take_connection)
             self._accepting.append(asyncio.get_running_loop().create_task(accepting))
         self._spawn(self._announce())
+
+    def _note_error_of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What a callback raised.  One that found no memory may have left somebody waiting for ever."""
+        if not isinstance(context.get("exception"), MemoryError):
+            loop.default_exception_handler(context)
+        elif not self._is_failing:
+            log.critical("there is no memory left to go on with: the server ends")
+            self._fail()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -252,6 +262,7 @@ class Server(uvicorn.Server):
         print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)
 
     def _fail(self) -> None:
+        self._is_failing = True
         self.exit_code = 1
         self._tell(ready=False)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)

@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +85,28 @@ def is_held(line: str) -> bool:
     return unlabelled in _EMPTY_AT_REST and float(value) != 0
 
 
+def errors_in(lines: list[str]) -> Counter[str]:
+    """The last line of each traceback in the log, with the last place of ours that it names."""
+    found: Counter[str] = Counter()
+    place = None
+    for line in lines:
+        if "Traceback" in line:
+            place = "outside of the server's modules"
+        elif place is not None and re.search(r'File ".*/normserve/', line):
+            place = line.strip()
+        elif place is not None and (error := re.match(r"\s*(\w+(?:Error|Exit)\b.*)", line)):
+            found[f"{error[1]} ({place})"] += 1
+            place = None
+    return found
+
+
+def is_want_of_memory(error: str) -> bool:
+    """Whether it is what `limit_memory` brings about, anywhere; the loop of a process that ends of it is closed."""
+    return bool(
+        re.match(r"MemoryError|.*(can't allocate memory|Event loop is closed|can't start new thread)", error)
+    )
+
+
 def main() -> int:
     """Run it; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -91,8 +114,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=0, help="at least so many")
     parser.add_argument("--devices", default="cpu,cpu")
     parser.add_argument("--seconds", type=float, default=6, help="that a disturbance lasts")
+    parser.add_argument("--only", choices=DISTURBANCES, help="this disturbance and no other")
     given = parser.parse_args()
-    server = launch_server(["--devices", given.devices, "--max-layers", "100"], {})
+    server = launch_server(["--devices", given.devices, "--max-layers", "100", "--hang-s", "10"], {})
     try:
         server.wait_until_ready()
         return disturb(server, given)
@@ -114,9 +138,9 @@ def disturb(server, given: argparse.Namespace) -> int:
     began = time.monotonic()
     faults: list[str] = []
     while time.monotonic() - began < 60 * given.minutes or tally.requests < given.requests:
-        for name, disturbance in DISTURBANCES.items():
+        for name in [given.only] if given.only else DISTURBANCES:
             try:
-                disturbance(fleet, given.seconds)
+                DISTURBANCES[name](fleet, given.seconds)
             except AssertionError as error:
                 faults.append(f"{name}: {error}")
             wait_until_ready(fleet, count)
@@ -144,7 +168,11 @@ def disturb(server, given: argparse.Namespace) -> int:
     faults += [f"ended with {code} after SIGTERM"] if code else []
     if given.minutes >= 5 and watch.growth > _MOST_GROWTH:
         faults.append(f"memory grew by {watch.growth:.2%}")
-    faults += [line.rstrip() for line in server.lines if "Traceback" in line]
+    logged = errors_in(server.lines)
+    print(
+        f"{sum(logged.values())} errors logged, {sum(map(is_want_of_memory, logged.elements()))} for want of memory"
+    )
+    faults += [f"logged {count} times: {error}" for error, count in logged.items() if not is_want_of_memory(error)]
     for fault in faults:
         print(fault)
     return int(bool(faults))

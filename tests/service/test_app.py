@@ -45,7 +45,6 @@ UNEXPECTED = [
     RuntimeError(SECRET),
     AssertionError(SECRET),
     KeyError(SECRET),
-    MemoryError(SECRET),
     RecursionError(SECRET),
     OSError(28, SECRET),
     TimeoutError(SECRET),
@@ -231,3 +230,16 @@ def test_a_client_that_is_slow_to_read_is_no_stall(app):
         request.cancel()
 
     played(app, "DELETE", "/v1/layers/a", send, during)
+
+
+def test_want_of_memory_may_pass(app):
+    route = next(each for each in app.state.routes if each.path == "/v1/info")
+    route.app = None
+    route.handle = _without_memory
+    answer = asked(app, "GET", "/v1/info")
+    assert_problem(answer, 503, "device_out_of_memory")
+    assert answer.headers["retry-after"]
+
+
+async def _without_memory(*_) -> None:
+    raise MemoryError(SECRET)

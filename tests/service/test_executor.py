@@ -261,3 +261,31 @@ def test_backend_that_cannot_be_made(replies):
     with pytest.raises(RuntimeError, match="not started"):
         _ = executor.backend
     executor.stop(20)
+
+
+def test_whoever_waits_is_answered_though_there_is_no_memory_for_the_words(executor, backend, replies, monkeypatch):
+    def without_memory(*_):
+        raise MemoryError
+
+    backend.error = MemoryError()
+    monkeypatch.setattr(backend, "translate", without_memory)
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error.code == "device_out_of_memory"
+    backend.error = None
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error is None
+
+
+def test_an_answer_that_found_no_memory_is_given_as_soon_as_there_is_some(executor, replies):
+    refused = []
+
+    def reply(outcome):
+        if len(refused) < 3:
+            refused.append(outcome)
+            raise MemoryError
+        replies(outcome)
+
+    executor.run(Batch((job(1, 4),)), reply)
+    assert replies.next().error.code == "device_out_of_memory"
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error is None

@@ -74,3 +74,19 @@ def test_a_server_that_meets_what_nobody_expected_at_its_start_ends(monkeypatch,
 
     monkeypatch.setattr("normserve.app.Service.warm_up", fail)
     assert server.serve(Settings(port=0, backend="torch")) == 1
+
+
+def test_a_loop_that_finds_no_memory_ends_the_server_and_any_other_error_does_not(channel, monkeypatch):
+    running = running_on(channel[0])
+
+    async def meet(error: Exception) -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "default_exception_handler", lambda context: told.append(context))
+        running._note_error_of_loop(loop, {"message": "a callback failed", "exception": error})
+        await asyncio.sleep(0.4)
+
+    told: list[object] = []
+    asyncio.run(meet(ValueError("wrong")))
+    assert (running.exit_code, running.should_exit, len(told)) == (0, False, 1)
+    asyncio.run(meet(MemoryError()))
+    assert (running.exit_code, running.should_exit, len(told)) == (1, True, 1)

@@ -20,6 +20,7 @@ from normserve.errors import (
     HeadersTooLargeError,
     MalformedHttpError,
     NormserveError,
+    OverloadedError,
     RequestTimeoutError,
 )
 from normserve.transport.chunks import ChunkedBody
@@ -219,6 +220,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
             upgrades = True
+        except httptools.HttpParserCallbackError:
+            # What failed is ours, for want of memory most likely, and not the request.
+            self._refuse(OverloadedError("there is no memory for a request now"))
+            return data[:0]
         except httptools.HttpParserError:
             self.send_400_response("")
             return data[:0]
@@ -352,6 +357,7 @@ class HttpProtocol(HttpToolsProtocol):
         sending = Sending(self.transport, self.loop, cycle, is_encrypted=self._is_encrypted)
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._end_response, sending)
+        cycle.send_500_response = sending.cut_off  # type: ignore[method-assign]
         cycle.scope["state"].update(reception=reception, sending=sending)
         self._reception, self._sending = reception, sending
         self._unanswered[sending] = cycle, reception

@@ -179,6 +179,10 @@ class Sending(Departure):
     def is_closing(self) -> bool:
         return self._transport.is_closing()
 
+    async def cut_off(self) -> None:
+        """Give no answer at all, where there is no memory for one: the client sees the connection end."""
+        self._transport.abort()
+
     def close(self) -> None:
         """Called by uvicorn's cycle just before the end of a connection's last response, or instead of its rest."""
         self.flush()

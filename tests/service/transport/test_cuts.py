@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .drive import Request, feed, view
+from .drive import Answer, Closed, Request, feed, view
 
 HOST = b"Host: a\r\n"
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
@@ -197,3 +197,19 @@ class TestHalfClosed:
     def test_an_incomplete_one_is_not(self, rest):
         result = view(feed([rest], ends=True))
         assert (result.statuses, result.closed) == ([], True)
+
+
+def test_what_fails_on_our_side_is_not_the_requests_fault(monkeypatch):
+    def without_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("normserve.transport.http.fault_in", without_memory)
+    assert feed([GET]) == [Answer(429, "overloaded"), Closed()]
+
+
+def test_an_application_that_fails_gives_no_answer_in_plain_text(monkeypatch, caplog):
+    async def fail(self, scope):
+        raise MemoryError
+
+    monkeypatch.setattr("tests.service.transport.drive.Application.serve", fail)
+    assert feed([GET]) == [Closed()]
