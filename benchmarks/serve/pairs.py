@@ -43,7 +43,10 @@ def main() -> int:
     parser.add_argument("--case", choices=CASES, action="append", help="all if not given")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the servers and of the client")
+    parser.add_argument("--backend", default="torch", help="of both: torch or triton")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
+    )
     asked = parser.parse_args()
     results = Results(asked.out, COLUMNS)
     server_cores, client_cores = map(system.cores, asked.cores)
@@ -57,7 +60,7 @@ def main() -> int:
             own.mkdir()
             path = ":".join(str((source / root).resolve()) for root in _SOURCES)
             over_tcp, _ = stack.enter_context(
-                servers.normserve(server_cores, own, parameters, "torch", environment={"PYTHONPATH": path})
+                servers.normserve(server_cores, own, parameters, asked.backend, environment={"PYTHONPATH": path})
             )
             versions.append(replace(over_tcp, name=version))
         for case in asked.case or CASES:
