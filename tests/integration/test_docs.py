@@ -114,12 +114,12 @@ def test_without_a_key_none_is_described(api):
 
 def test_it_shows_and_tries_operations_with_the_key(locked, visit):
     opened = visit(f"{locked.url}/docs")
-    opened.page.locator("#operations-status-info_v1_info_get").wait_for()
+    operation = opened.page.locator(".opblock-get", has_text="/v1/info")
+    operation.wait_for()
     opened.page.locator(".btn.authorize").first.click()
     opened.page.locator(".auth-container input").fill("s3cret-key")
     opened.page.locator(".auth-btn-wrapper .authorize").click()
     opened.page.locator(".auth-btn-wrapper .btn-done").click()
-    operation = opened.page.locator("#operations-status-info_v1_info_get")
     operation.locator(".opblock-summary").click()
     operation.locator(".try-out__btn").click()
     operation.locator(".execute").click()

@@ -220,12 +220,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
             upgrades = True
-        except httptools.HttpParserCallbackError:
-            # What failed is ours, for want of memory most likely, and not the request.
-            self._refuse(OverloadedError("there is no memory for a request now"))
-            return data[:0]
-        except httptools.HttpParserError:
-            self.send_400_response("")
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, MemoryError):
+                # A callback of ours failed, and not the request.
+                self._refuse(OverloadedError("there is no memory for a request now"))
+            else:
+                self.send_400_response("")
             return data[:0]
         if self._header_ended:
             self._header_tail = b""
