@@ -82,5 +82,6 @@ def drive(url: str, uds: Path | None, seconds: float) -> Tally:
 def leave(address: tuple[str, int], tally: Tally) -> None:
     """Announce a body, send half of it and go."""
     with socket.create_connection(address) as connection:
-        connection.sendall(b"POST /v1/layer_norm HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4096\r\n\r\n" + bytes(2048))
+        head = b"POST /v1/layer_norm HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4096\r\n\r\n"
+        connection.sendall(head + bytes(2048))
     tally.codes["layer_norm", "499"] += 1
