@@ -67,6 +67,21 @@ def test_whatever_decides_a_launch_tells_calls_apart(pass_, changed, repeating, 
     assert repeating.is_repeated(lambda: call(pass_))
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"bias": None}, {"weight": None}),
+        ({"scale": torch.randn(N, C)}, {"shift": torch.randn(N, C)}),
+    ],
+    ids=["weight or bias", "scale or shift"],
+)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_which_of_two_like_tensors_came_tells_calls_apart(pass_, one, other, repeating, plans):
+    call(pass_, **one)
+    assert not repeating.is_repeated(lambda: call(pass_, **other))
+    assert repeating.is_repeated(lambda: call(pass_, **one))
+
+
 def test_whether_programs_may_wait_tells_calls_apart(repeating, plans, monkeypatch):
     monkeypatch.setattr(waiting, "INTERPRETED", False)
     monkeypatch.setattr(waiting, "_allowed", True)
