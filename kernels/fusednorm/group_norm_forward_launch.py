@@ -63,31 +63,45 @@ With 8 runs, one for each column, too few accesses are left: such samples are re
 Held = TypeVar("Held", ForwardHeld, ForwardRolling, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
 
 
-@lru_cache(maxsize=4096)
 def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Forward:
-    """The forward configuration for samples of elements of `itemsize` bytes.
+    """The forward configuration for samples of elements of `itemsize` bytes, where nothing is fused.
 
     Args:
         waits: whether programs may wait for one another, which takes a cooperative launch.
     """
-    if not sample.channels_last:
-        tile = _tile(sample, itemsize)
-        if tile is not None:
-            return tile
-    for config in _measured(sample, itemsize):
-        if isinstance(config, ForwardShared):
-            if waits and config.members(sample) <= multiprocessors * config.programs_per_sm:
-                return config
-        elif isinstance(config, ForwardSharedBlock):
-            if waits and config.members(sample, itemsize) <= multiprocessors * config.programs_per_sm:
-                return config
-        else:
-            return config
+    return next(iter(candidates(sample, itemsize, multiprocessors, waits)), None) or never_waiting(sample, itemsize)
+
+
+@lru_cache(maxsize=4096)
+def candidates(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> tuple[Forward, ...]:
+    """The configurations that read samples once, or were measured for them, the fastest first; there may be none.
+
+    One with less in registers follows one with more, so that a pass that fuses more has a choice, too.
+    """
+    tile = None if sample.channels_last else _tile(sample, itemsize)
+    if tile is not None:
+        return (tile,)
+    chosen: list[Forward] = [
+        config
+        for config in _measured(sample, itemsize)
+        if _is_resident(config, sample, itemsize, multiprocessors, waits)
+    ]
     if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
         block = _block(sample, itemsize, multiprocessors, waits)
         if block is not None:
-            return block
-    return never_waiting(sample, itemsize)
+            chosen.append(block)
+    return tuple(chosen)
+
+
+def _is_resident(config: Forward, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+    """Whether the programs that would wait for one another may, and fit the device together."""
+    match config:
+        case ForwardShared():
+            return waits and config.members(sample) <= multiprocessors * config.programs_per_sm
+        case ForwardSharedBlock():
+            return waits and config.members(sample, itemsize) <= multiprocessors * config.programs_per_sm
+        case _:
+            return True
 
 
 @lru_cache(maxsize=4096)

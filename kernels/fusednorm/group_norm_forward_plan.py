@@ -58,13 +58,15 @@ def plan_forward(
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
     call = ForwardCall(x, sample, weight, bias, eps, residual, scale, shift, epilogue, out)
-    if config is None:
-        if lies_otherwise(residual, sample.channels_last):
-            config = group_norm_forward_launch.split_forward(sample, x.element_size())
-        else:
-            multiprocessors = multiprocessor_count(x.device)
-            config = group_norm_forward_launch.choose_forward(sample, x.element_size(), multiprocessors, may_wait())
-    config = fitted(call, config) or group_norm_forward_launch.never_waiting(sample, x.element_size())
+    size = x.element_size()
+    if config is not None:
+        choices: tuple[configs.Forward, ...] = (config,)
+    elif lies_otherwise(residual, sample.channels_last):
+        choices = (group_norm_forward_launch.split_forward(sample, size),)
+    else:
+        choices = group_norm_forward_launch.candidates(sample, size, multiprocessor_count(x.device), may_wait())
+    fitting = (fits for choice in choices if (fits := fitted(call, choice)) is not None)
+    config = next(fitting, None) or group_norm_forward_launch.never_waiting(sample, size)
     match config:
         case configs.ForwardHeld() as held:
             return [held_launch(call, held)]

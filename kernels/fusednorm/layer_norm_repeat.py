@@ -16,6 +16,7 @@ from fusednorm.destinations import is_room_for
 from fusednorm.launch import ByRows, Launch
 from fusednorm.repeats import current_device, keep
 from fusednorm.results import Forward
+from fusednorm.waiting import may_wait
 
 _TENSORS = 8
 """The first arguments of a forward kernel: x, residual, weight, bias, y, residual_out, mean, rstd."""
@@ -196,6 +197,7 @@ def _kind(
         residual is None
         or (residual.dtype, residual.device, residual.is_contiguous() or residual.stride(), residual.is_neg()),
         options,
+        may_wait(),
     )
 
 

@@ -67,7 +67,7 @@ def test_each_configuration_launches_its_own_kernels(config, last, channels, ker
 @pytest.mark.parametrize("otherwise", [False, True])
 def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_otherwise(last, otherwise, monkeypatch):
     chosen = configs.ForwardStream(1, 2, 3, 3) if last else configs.ForwardSweep(16, 4)
-    monkeypatch.setattr(group_norm_forward_launch, "choose_forward", lambda *_: chosen)
+    monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (chosen,))
     to_other = (lambda x: x.contiguous()) if last else channels_last
     launches, *_ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
     if otherwise:
@@ -76,6 +76,23 @@ def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_othe
         assert names(launches)[0] == (
             "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
         )
+
+
+@pytest.mark.parametrize(
+    ("sample", "dtype"),
+    [(Sample(32, 16, 64 * 64, False), torch.bfloat16), (Sample(32, 8, 56 * 56, False), torch.float32)],
+    ids=str,
+)
+def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, monkeypatch):
+    for module in ("group_norm_forward_plan", "group_norm_forward_held_plan"):
+        monkeypatch.setattr(f"fusednorm.{module}.multiprocessor_count", lambda _: 132)
+    monkeypatch.setattr("fusednorm.group_norm_forward_plan.may_wait", lambda: True)
+    x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
+    plain, added = (
+        plan_forward(x, sample, None, None, 1e-5, residual, Epilogue(), Forward(x)) for residual in (None, x)
+    )
+    assert names(plain) == ["group_norm_nchw_held_kernel"]
+    assert names(added) == ["group_norm_nchw_shared_kernel"]
 
 
 def test_tiles_take_so_many_groups_each():

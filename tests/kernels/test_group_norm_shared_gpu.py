@@ -37,7 +37,7 @@ def use(monkeypatch):
     """Makes the launchers take this configuration."""
 
     def choose(config):
-        monkeypatch.setattr(launch, "choose_forward", lambda *_, **__: config)
+        monkeypatch.setattr(launch, "candidates", lambda *_: (config,))
 
     return choose
 

@@ -3,7 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm import layer_norm_forward_plan, layer_norm_passes, layer_norm_repeat, prepared, repeats
+from fusednorm import layer_norm_forward_plan, layer_norm_passes, layer_norm_repeat, prepared, repeats, waiting
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
 from fusednorm.launcher import Launcher
@@ -153,6 +153,16 @@ def test_the_operation_and_the_residuals_dtype_and_strides_tell_calls_apart(repe
     for residual in (torch.randn(3, COLS), torch.randn(3, COLS).half(), torch.randn(3, 2 * COLS)[:, :COLS]):
         assert not repeating.is_repeated(lambda r=residual: call(x, residual=r))
         assert repeating.is_repeated(lambda r=residual: call(x, residual=r))
+
+
+def test_whether_programs_may_wait_tells_calls_apart(repeating, monkeypatch):
+    monkeypatch.setattr(waiting, "INTERPRETED", False)
+    monkeypatch.setattr(waiting, "_allowed", True)
+    fusednorm.allow_waiting(False)
+    call()
+    fusednorm.allow_waiting(True)
+    assert not repeating.is_repeated(call)
+    assert repeating.is_repeated(call)
 
 
 NEVER = {
