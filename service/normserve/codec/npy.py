@@ -145,7 +145,8 @@ def _parse_header(text: str) -> _Header:
 def _parse_items(text: str) -> dict[str, str | bool | tuple[int, ...]]:
     """Read `{'key': value, ...}`, a value being a string, a truth value or a tuple of whole numbers."""
     items: dict[str, str | bool | tuple[int, ...]] = {}
-    literal = text.strip(_SPACE)
+    # The format pads with blanks and ends with one newline; numpy reads no other line.
+    literal = text.removesuffix("\n").strip(" \t")
     if len(literal) < 2 or literal[0] != "{" or literal[-1] != "}":
         raise MalformedPayloadError("the header must be a dictionary")
     body = literal[1:-1].strip(_SPACE)

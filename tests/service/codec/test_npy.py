@@ -128,6 +128,8 @@ LIES = {
     "size with a leading zero": by_hand(header(shape="(02,)"), bytes(8)),
     "size in other digits": by_hand(header(shape="(²,)"), bytes(8), version=(3, 0)),
     "size of a thousand digits": by_hand(header(shape=f"({'9' * 1000},)"), bytes(8)),
+    "blanks after the newline": by_hand(header() + "   ", bytes(8)),
+    "a line before the dictionary": by_hand("\n" + header(), bytes(8)),
     "shape of blanks and junk": by_hand(header(shape="(1" + " " * 60_000 + "2,)"), bytes(8)),
     "rank of 5000": by_hand(header(shape="(" + "1," * 5000 + ")"), bytes(4)),
     "terabytes": by_hand(header(shape="(1099511627776,)"), bytes(8)),
