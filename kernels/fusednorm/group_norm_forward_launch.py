@@ -54,6 +54,13 @@ MAX_BLOCK_COLUMNS = 256
 USUAL_REGISTERS = 20
 """Registers of a thread beside what it holds, at the least."""
 
+MAX_PADDING = 1.1
+"""Of what programs share in place of a faster form, for each element: 1.14 costs more than a second read from L2.
+
+With a residual, of a copy: 0.71 where shared, 0.81 where read twice (32x256x56x56, float32, 1.14); 0.82 and 0.81
+without padding (8x512x64x64, bfloat16).
+"""
+
 _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 6}
 """Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
 
@@ -83,14 +90,20 @@ def candidates(sample: Sample, itemsize: int, multiprocessors: int, waits: bool 
         return (tile,)
     chosen: list[Forward] = [
         config
-        for config in _measured(sample, itemsize)
+        for place, config in enumerate(_measured(sample, itemsize))
         if _is_resident(config, sample, itemsize, multiprocessors, waits)
+        and (place == 0 or not isinstance(config, ForwardShared) or _padding(config, sample) <= MAX_PADDING)
     ]
     if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
         block = _block(sample, itemsize, multiprocessors, waits)
         if block is not None:
             chosen.append(block)
     return tuple(chosen)
+
+
+def _padding(config: ForwardShared, sample: Sample) -> float:
+    """Elements of the slabs of all members for each element of a group."""
+    return config.members(sample) * config.chunks * config.block / sample.group_length
 
 
 def _is_resident(config: Forward, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
