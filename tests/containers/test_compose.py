@@ -72,10 +72,11 @@ def test_prometheus_scrapes_the_server_and_counts_its_bytes(stack, until):
     assert values('normserve_requests_total{op="layer_norm"}') == [3]
 
 
-def test_rules_are_loaded_and_nothing_alerts(stack):
+def test_rules_are_loaded_and_nothing_alerts(stack, until):
     groups = asked("rules")["groups"]
     assert {Path(group["file"]).name for group in groups} == {file.name for file in FILE.parent.glob("rules/*.yml")}
-    assert asked("alerts")["alerts"] == []
+    # A server that was scraped before it was ready is on its way to an alert until the rules are looked at again.
+    until(lambda: asked("alerts")["alerts"] == [], 60)
 
 
 def test_the_server_may_write_nothing_and_ends_with_0(stack):
