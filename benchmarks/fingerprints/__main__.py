@@ -3,10 +3,10 @@
     python -m benchmarks.fingerprints [launches] [ttir] [sm_90 [--all]] [--out FOLDER]
     python -m benchmarks.fingerprints show TEXT
 
-Without names, all three files.  `show` prints the launches of the cases whose names contain a text, with arguments
-and options.  `sm_90.txt` holds specialisations of every tile; `--all` writes every one to `sm_90_all.txt`, which takes
-two hours of one core.  What the file knows already, made by the same version of Triton of the same IR, is not compiled
-again.
+Without names, all three files, of specialisations that have every value that a kernel branches on.  `--all`
+compiles every one, into `sm_90_all.txt`: two hours of a core.  What the file knows already, made by the same
+version of Triton of the same IR, is not compiled again.  `show` prints the launches of the cases whose names
+contain a text, with arguments and options.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from fusednorm.device import INTERPRETED
 from benchmarks.fingerprints import files, group_norm, layer_norm
 from benchmarks.fingerprints.cases import Case, planned
 from benchmarks.fingerprints.launches import full_text, summary
-from benchmarks.fingerprints.specialisations import distinct, of_every_branch, of_every_tile
+from benchmarks.fingerprints.specialisations import distinct, of_every_branch
 from benchmarks.fingerprints.workers import code_line, ir_hash, on_all_cores
 
 PARTS = ("launches", "ttir", "sm_90")
@@ -69,10 +69,7 @@ def _write(parts: list[str] | tuple[str, ...], folder: Path, everything: bool) -
         files.write(folder / files.TTIR, files.version(), dict(on_all_cores(ir_hash, chosen)))
         print(f"ttir: {len(chosen)} of {len(specialisations)} specialisations")
     if "sm_90" in parts:
-        chosen = specialisations if everything else of_every_tile(specialisations)
-        # What says most comes first, should there not be time for all.
-        first = {each.label for each in of_every_branch(specialisations)}
-        chosen.sort(key=lambda each: each.label not in first)
+        chosen = specialisations if everything else of_every_branch(specialisations)
         print(f"sm_90: {len(chosen)} of {len(specialisations)} specialisations")
         path = folder / (files.SM_90_ALL if everything else files.SM_90)
         head, lines = files.read(path)
