@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -82,6 +82,10 @@ bench-serve-gpu:
 
 bench-peers: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.csv
+
+# What kernels are compiled to and how they are launched, without a GPU: compared between two commits by git diff.
+fingerprints: .venv/.dev
+	PYTHONPATH=. $(BIN)/python -m benchmarks.fingerprints
 
 plots: .venv/.dev
 	$(BIN)/python -m benchmarks.plots benchmarks/results/$(SUITE).csv --out docs/plots

@@ -28,6 +28,7 @@ _POINTER = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int64: "*i64",
 }
+_DIVISIBLE: list[list[object]] = [["tt.divisibility", 16]]
 _ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v([248]))?\.b(8|16|32|64)\b")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)")
 
@@ -51,8 +52,21 @@ class Report:
     access_bytes: dict[str, Counter[int]]
 
 
-def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
-    """Compile a launch for `target`, as it would be specialised with 16-byte aligned tensors."""
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """What Triton compiles for a launch.
+
+    Attributes:
+        source: the kernel, with types for its arguments and values for its constexprs.
+        options: those of the compiler.
+    """
+
+    source: ASTSource
+    options: dict[str, Any]
+
+
+def specialise(launch: Launch) -> Specialisation:
+    """The kernel of a launch as Triton would specialise it on the device of its tensors."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
@@ -65,19 +79,37 @@ def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
         elif isinstance(value, tuple):
             signature[parameter.name] = tuple("constexpr" if t is None else _POINTER[t.dtype] for t in value)
             constants |= {(index, place): None for place, t in enumerate(value) if t is None}
-            attributes |= {
-                (index, place): [["tt.divisibility", 16]] for place, t in enumerate(value) if t is not None
-            }
+            attributes |= {(index, place): _DIVISIBLE for place, t in enumerate(value) if _is_aligned(t)}
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _POINTER[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if _is_aligned(value):
+                attributes[(index,)] = _DIVISIBLE
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
+        elif not parameter.do_not_specialize and not parameter.annotation_type and value == 1:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
         else:
-            signature[parameter.name] = parameter.annotation_type or "i32"
+            signature[parameter.name] = parameter.annotation_type or ("i32" if _fits_32_bits(value) else "i64")
+            if not parameter.do_not_specialize and value % 16 == 0:
+                attributes[(index,)] = _DIVISIBLE
     options = {name: value for name, value in launch.options.items() if name not in launch.kernel.arg_names}
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options={"enable_fp_fusion": True, **options})
+    return Specialisation(source, {"enable_fp_fusion": True, **options})
+
+
+def _is_aligned(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.data_ptr() % 16 == 0
+
+
+def _fits_32_bits(value: int) -> bool:
+    return -(2**31) <= value < 2**31
+
+
+def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
+    """Compile a launch for `target`, as Triton would specialise it; tensors of meta start at address 0."""
+    specialised = specialise(launch)
+    compiled = triton.compile(specialised.source, target=target, options=specialised.options)
     registers, spilled, static_shared = _assemble(compiled.asm["ptx"], target)
     return Report(
         kernel=launch.kernel.fn.__name__,

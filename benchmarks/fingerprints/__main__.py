@@ -1,0 +1,89 @@
+"""Writes the fingerprints of this commit; `git diff` compares them with those of another.
+
+    python -m benchmarks.fingerprints [launches] [ttir] [sm_90 [--all]] [--out FOLDER]
+    python -m benchmarks.fingerprints show TEXT
+
+Without names, all three files, of specialisations that have every value that a kernel branches on.  `--all`
+compiles every one, into `sm_90_all.txt`: two hours of a core.  What the file knows already, made by the same
+version of Triton of the same IR, is not compiled again.  `show` prints the launches of the cases whose names
+contain a text, with arguments and options.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from fusednorm.device import INTERPRETED
+
+from benchmarks.fingerprints import files, group_norm, layer_norm
+from benchmarks.fingerprints.cases import Case, planned
+from benchmarks.fingerprints.launches import full_text, summary
+from benchmarks.fingerprints.specialisations import distinct, of_every_branch
+from benchmarks.fingerprints.workers import code_line, ir_hash, on_all_cores
+
+PARTS = ("launches", "ttir", "sm_90")
+_WRITTEN_EVERY = 50
+"""Lines of code: compiling takes long, and what is done stays done."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the files, or show launches."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fingerprints", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="part", help="launches, ttir, sm_90; or show and a text")
+    parser.add_argument("--all", action="store_true", help="compile every specialisation, to a file of its own")
+    parser.add_argument("--out", type=Path, default=files.FOLDER, help="the folder of the files")
+    options = parser.parse_args(arguments)
+    if INTERPRETED:
+        parser.error("kernels are compiled, so TRITON_INTERPRET must be unset")
+    match options.parts:
+        case ["show", text]:
+            _show(text)
+        case parts if set(parts) <= set(PARTS):
+            _write(parts or PARTS, options.out, options.all)
+        case _:
+            parser.error(f"the parts are {', '.join(PARTS)}")
+
+
+def all_cases() -> Iterator[Case]:
+    """Every case of every operation."""
+    return chain(layer_norm.cases(), group_norm.cases())
+
+
+def _show(text: str) -> None:
+    for case in all_cases():
+        if text in case.name:
+            print(full_text(planned(case)))
+
+
+def _write(parts: list[str] | tuple[str, ...], folder: Path, everything: bool) -> None:
+    plans = list(map(planned, all_cases()))
+    if "launches" in parts:
+        files.write(folder / files.LAUNCHES, "# Cases", dict(map(summary, plans)))
+        print(f"launches: {len(plans)} cases, {sum(len(each.launches or ()) for each in plans)} launches")
+    specialisations = distinct(plans)
+    if "ttir" in parts:
+        chosen = of_every_branch(specialisations)
+        files.write(folder / files.TTIR, files.version(), dict(on_all_cores(ir_hash, chosen)))
+        print(f"ttir: {len(chosen)} of {len(specialisations)} specialisations")
+    if "sm_90" in parts:
+        chosen = specialisations if everything else of_every_branch(specialisations)
+        print(f"sm_90: {len(chosen)} of {len(specialisations)} specialisations")
+        path = folder / (files.SM_90_ALL if everything else files.SM_90)
+        head, lines = files.read(path)
+        if head != files.version():
+            lines = {}
+        known = {line.split()[0]: line for line in lines.values()}
+        done: dict[str, str] = {}
+        for label, line in on_all_cores(partial(code_line, known=known), chosen):
+            done[label] = line
+            if len(done) % _WRITTEN_EVERY == 0:
+                files.write(path, files.version(), lines | done)
+                print(f"{len(done)} of {len(chosen)}", file=sys.stderr)
+        files.write(path, files.version(), done)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A case: tensors without memory, a call on them, and the policy under which its launches are planned."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from fusednorm.batch_invariance import require_batch_invariance
+from fusednorm.errors import UnsupportedShapeError
+from fusednorm.launch import Launch
+from fusednorm.waiting import allow_waiting
+from torch import Tensor
+
+SHORT_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+DTYPES = tuple(SHORT_NAMES)
+
+
+def other_dtype(dtype: torch.dtype) -> torch.dtype:
+    """One that companions of a tensor of `dtype` may have."""
+    return torch.bfloat16 if dtype == torch.float32 else torch.float32
+
+
+@dataclass(slots=True)
+class Tensors:
+    """Tensors of one call, on the meta device, which plans take for an H200.
+
+    Attributes:
+        unaligned: whether each starts one element after a multiple of 16 bytes.
+        roles: what each storage is to the call.
+    """
+
+    unaligned: bool = False
+    roles: dict[int, str] = field(default_factory=dict)
+    _kept: list[Tensor] = field(default_factory=list)
+
+    def new(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of a storage of its own."""
+        skipped = int(self.unaligned)
+        size = torch.Size(shape)
+        tensor = torch.empty(size.numel() + skipped, dtype=dtype, device="meta")[skipped:].view(size)
+        self._kept.append(tensor)
+        self.roles[storage_of(tensor)] = role
+        return tensor
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells the storage of a tensor from those of others that are alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call.
+
+    Attributes:
+        name: operation, dtype, shape and variant; of no other case.
+        plan: the launches of the call over tensors that it makes.
+        waits: whether programs may wait for one another.
+        batch_invariant: whether bits may not depend on the number of samples.
+    """
+
+    name: str
+    plan: Callable[[Tensors], list[Launch]]
+    unaligned: bool = False
+    waits: bool = True
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The launches of a case, None where the call is refused, and its tensors."""
+
+    case: Case
+    launches: list[Launch] | None
+    tensors: Tensors
+
+
+def planned(case: Case) -> Planned:
+    """Plan a case under its policy."""
+    tensors = Tensors(case.unaligned)
+    with _policy(case):
+        try:
+            launches = case.plan(tensors)
+        except UnsupportedShapeError:
+            launches = None
+    return Planned(case, launches, tensors)
+
+
+@contextmanager
+def _policy(case: Case) -> Iterator[None]:
+    """The case's, and afterwards that of a new process."""
+    allow_waiting(case.waits)
+    require_batch_invariance(case.batch_invariant)
+    try:
+        yield
+    finally:
+        allow_waiting(True)
+        require_batch_invariance(False)

@@ -1,0 +1,103 @@
+"""What Triton makes of a specialisation for sm_90: its IR before any pass, and machine code; neither has names."""
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from fusednorm.inspection import SM_90, Specialisation
+from triton import knobs
+from triton._C.libtriton import ir
+from triton.compiler.compiler import make_backend
+
+_FUNCTION = re.compile(r'@(?:"[^"]*"|[\w.$-]+)')
+_SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
+_NO_BITS = 8
+"""The type of a section that takes as much memory and nothing in the file."""
+_LOADED = (b".text.", b".nv.constant", b".nv.info.", b".nv.shared.")
+"""How the names of sections begin that belong to one kernel; they end in its name."""
+_REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11
+"""Attributes in `.nv.info`, a symbol and a value each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Machine code of one kernel.
+
+    Attributes:
+        content: the sections that are loaded and what tells the driver of them, in their order.
+        registers: per thread.
+        local_bytes: memory of a thread for what registers do not hold.
+        shared_bytes: of a program, static and dynamic.
+    """
+
+    content: bytes
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+
+
+class Compilation:
+    """One specialisation on its way to machine code, whatever is in Triton's cache.
+
+    Attributes:
+        ir: Triton's, before any pass, without locations; functions are numbered by their first appearance.
+    """
+
+    def __init__(self, specialisation: Specialisation) -> None:
+        self._backend = make_backend(SM_90)
+        self._options = self._backend.parse_options(dict(specialisation.options))
+        self._source = specialisation.source
+        # What is made in it lives no longer than the context does.
+        self._context = ir.context()
+        ir.load_dialects(self._context)
+        self._backend.load_dialects(self._context)
+        functions = self._backend.get_codegen_implementation(self._options)
+        modules = self._backend.get_module_map()
+        self._module = self._source.make_ir(SM_90, self._options, functions, modules, self._context)
+        self.ir = _without_names(self._module.str_nodebug())
+
+    def code(self) -> Code:
+        """Machine code without line information.  Can be taken once: the passes change what there is."""
+        knobs.compilation.disable_line_info = True
+        stages: dict[str, Any] = {}
+        self._backend.add_stages(stages, self._options, self._source.language)
+        metadata = {"target": SM_90, **vars(self._options)}
+        module = self._module
+        for lower in stages.values():
+            module = lower(module, metadata)
+        sections = _sections(module)
+        content = b"".join(body for name, body in sections if name.startswith(_LOADED))
+        attributes = _attributes(next(body for name, body in sections if name == b".nv.info"))
+        return Code(content, attributes[_REGISTER_COUNT], attributes[_FRAME_SIZE], metadata["shared"])
+
+
+def _without_names(text: str) -> str:
+    numbers: dict[str, int] = {}
+    return _FUNCTION.sub(lambda name: f"@{numbers.setdefault(name[0], len(numbers))}", text)
+
+
+def _sections(elf: bytes) -> list[tuple[bytes, bytes]]:
+    """Names of sections and what is in them; of those without bits, the size."""
+    (start,) = struct.unpack_from("<Q", elf, 0x28)
+    count, names = struct.unpack_from("<HH", elf, 0x3C)
+    headers = [_SECTION_HEADER.unpack_from(elf, start + place * _SECTION_HEADER.size) for place in range(count)]
+    names_start = headers[names][4]
+    sections = []
+    for name, kind, _, _, offset, size, *_ in headers:
+        name_start = names_start + name
+        body = struct.pack("<Q", size) if kind == _NO_BITS else elf[offset : offset + size]
+        sections.append((elf[name_start : elf.index(b"\0", name_start)], body))
+    return sections
+
+
+def _attributes(info: bytes) -> dict[int, int]:
+    """Attributes of the one kernel of a `.nv.info`: each a format, a name, a size, and a symbol and a value."""
+    attributes = {}
+    at = 0
+    while at < len(info):
+        _, name, size = struct.unpack_from("<BBH", info, at)
+        if size == 8:
+            _, attributes[name] = struct.unpack_from("<II", info, at + 4)
+        at += 4 + size
+    return attributes

@@ -1,0 +1,274 @@
+"""Cases of LayerNorm and RMSNorm: rows at the limits of every table's entries, in every variant of a call."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from fusednorm import held_rows
+from fusednorm import layer_norm_tables as tables
+from fusednorm.checks import FLOAT8, Epilogue
+from fusednorm.launch import Launch
+from fusednorm.layer_norm_backward_plan import plan_backward
+from fusednorm.layer_norm_chain_pass import MAX_NORMS, plan_chain
+from fusednorm.layer_norm_forward_plan import plan_forward
+from fusednorm.layer_norm_quantise_plan import plan_quantise
+from fusednorm.results import Backward, Forward
+from torch import Tensor
+
+from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, Tensors, other_dtype
+
+ROWS, TOKENS, HEADS = 4096, 512, 4
+EPS = 1e-5
+LONGEST = 1 << 23
+"""Columns of a row that all programs of a device together do not hold."""
+
+Pass = Literal["forward", "backward", "float8"]
+PASSES: tuple[Pass, ...] = ("forward", "backward", "float8")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a call asks for.
+
+    Attributes:
+        residual: "own" with a result of its own, "in place", or of the "other dtype".
+        outside: whether dresidual_out comes; with a residual where that is not said.
+        other_dtypes: of the parameters and of y.
+        heads: how x comes as [tokens, heads, cols]: parameters "shared" by heads of a wider tensor, "own" ones of
+            packed heads, or "uniform", own ones of padded rows.
+        rows: of x, without heads.
+    """
+
+    name: str
+    weight: bool = True
+    bias: bool = True
+    is_rms: bool = False
+    weight_offset: float = 0.0
+    stats: bool = False
+    residual: Literal["", "own", "in place", "other dtype"] = ""
+    outside: bool | None = None
+    activation: str = "none"
+    dropout: float = 0.0
+    other_dtypes: bool = False
+    unaligned: bool = False
+    heads: Literal["", "shared", "own", "uniform"] = ""
+    rows: int = ROWS
+
+
+PLAIN = Variant("plain")
+FUSED = Variant("fused", stats=True, residual="own", activation="silu", dropout=0.1)
+USUAL = (
+    PLAIN,
+    FUSED,
+    Variant("stats", stats=True),
+    Variant("residual", residual="own"),
+    Variant("silu", activation="silu"),
+    Variant("dropout", dropout=0.1),
+    Variant("rms", bias=False, is_rms=True),
+    Variant("one row", rows=1),
+)
+"""At the longest row of every entry of a table."""
+
+RARE = (
+    Variant("bare", weight=False, bias=False),
+    Variant("weight alone", bias=False),
+    Variant("bias alone", weight=False),
+    Variant("rms stats offset", bias=False, is_rms=True, stats=True, weight_offset=1.0),
+    Variant("rms fused", bias=False, is_rms=True, stats=True, residual="own", activation="gelu_tanh", dropout=0.5),
+    Variant("residual in place", residual="in place"),
+    Variant("residual other dtype", residual="other dtype"),
+    Variant("residual other dtype stats", residual="other dtype", stats=True),
+    Variant("relu", activation="relu"),
+    Variant("gelu", activation="gelu"),
+    Variant("gelu_tanh", activation="gelu_tanh"),
+    Variant("other dtypes", other_dtypes=True),
+    Variant("unaligned", unaligned=True),
+    Variant("heads", heads="shared"),
+    Variant("heads own", heads="own", stats=True),
+    Variant("heads uniform", heads="uniform", residual="own", activation="silu"),
+    Variant("few rows", rows=7),
+    Variant("residual alone", residual="own", outside=False),
+    Variant("dresidual_out alone", outside=True),
+)
+"""At one row length of every algorithm."""
+
+
+def cases() -> Iterator[Case]:
+    """All of them, under each policy."""
+    for dtype in DTYPES:
+        for kind in PASSES:
+            yield from _of_pass(kind, dtype)
+        yield from _chains(dtype)
+
+
+def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
+    entries = list(_entries(kind, dtype.itemsize))
+    vector = 16 // dtype.itemsize
+    done: set[tuple[int, Variant, bool]] = set()
+    algorithms: set[type] = set()
+    for cols, config in entries:
+        rare = RARE if type(config) not in algorithms else ()
+        algorithms.add(type(config))
+        wanted = [(cols, variant) for variant in (*USUAL, *rare)]
+        wanted += [(length, variant) for length in (cols - vector, cols - 1) for variant in (PLAIN, FUSED)]
+        # Also what serves where programs may not wait.
+        waiting = [(*each, True) for each in wanted] + [(cols, PLAIN, False), (cols, FUSED, False)]
+        for length, variant, waits in waiting:
+            if length > 0 and (length, variant, waits) not in done:
+                done.add((length, variant, waits))
+                yield _case(kind, dtype, length, variant, waits)
+
+
+def _entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
+    """A row length that each entry of the tables serves, its longest where that is not beyond bounds."""
+    if kind == "float8":
+        yield from held_rows._HELD
+        longest = held_rows._HELD[-1][0]
+        yield from ((longest * factor, longest * factor) for factor in (2, 4, 8))
+        return
+    ranges: tuple[tuple[int, int, object], ...]
+    if kind == "forward":
+        limits: tuple[tuple[int, object], ...] = tables.FORWARD[itemsize]
+        ranges = tables.FORWARD_UNALIGNED[itemsize] + tables.FORWARD_WITH_RESIDUAL[itemsize]
+    else:
+        limits, ranges = tables.BACKWARD[itemsize], tables.BACKWARD_UNALIGNED[itemsize]
+    before = 0
+    for limit, config in limits:
+        yield (2 * before if limit >= LONGEST else limit), config
+        before = limit
+    yield from ((last, config) for _, last, config in ranges)
+    yield LONGEST, None
+
+
+def _case(kind: Pass, dtype: torch.dtype, cols: int, variant: Variant, waits: bool) -> Case:
+    policy = "" if waits else ", nothing waits"
+    plan = {"forward": _forward, "backward": _backward, "float8": _float8}[kind]
+    name = f"layer_norm {kind} {SHORT_NAMES[dtype]} {variant.rows}x{cols} {variant.name}{policy}"
+    return Case(name, partial(plan, dtype, cols, variant), unaligned=variant.unaligned, waits=waits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Tensors that forward and backward passes have in common."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+
+
+def _rows(tensors: Tensors, role: str, cols: int, dtype: torch.dtype, variant: Variant) -> Tensor:
+    """An input of [rows, cols], or [tokens, heads, cols] as the variant has it."""
+    if variant.heads == "shared":
+        return tensors.new(role, (TOKENS, 3 * HEADS, cols), dtype)[:, :HEADS]
+    if variant.heads == "own":
+        return tensors.new(role, (TOKENS, HEADS, cols), dtype)
+    if variant.heads == "uniform":
+        return tensors.new(role, (TOKENS, HEADS, cols + 64), dtype)[..., :cols]
+    return tensors.new(role, (variant.rows, cols), dtype)
+
+
+def _inputs(tensors: Tensors, dtype: torch.dtype, cols: int, variant: Variant) -> _Inputs:
+    x = _rows(tensors, "x", cols, dtype, variant)
+    of_parameters = other_dtype(dtype) if variant.other_dtypes else dtype
+    shape = (HEADS, cols) if variant.heads in ("own", "uniform") else (cols,)
+    weight = tensors.new("weight", shape, of_parameters) if variant.weight else None
+    bias = tensors.new("bias", shape, of_parameters) if variant.bias else None
+    of_residual = other_dtype(dtype) if variant.residual == "other dtype" else dtype
+    residual = _rows(tensors, "residual", cols, of_residual, variant) if variant.residual else None
+    return _Inputs(x, weight, bias, residual)
+
+
+def _epilogue(variant: Variant) -> Epilogue:
+    return Epilogue(variant.activation, variant.dropout, 7 if variant.dropout else None)
+
+
+def _statistics(tensors: Tensors, x: Tensor, variant: Variant) -> tuple[Tensor | None, Tensor | None]:
+    if not variant.stats:
+        return None, None
+    of_rows = tuple(x.shape[:-1])
+    mean = None if variant.is_rms else tensors.new("mean", of_rows, torch.float32)
+    return mean, tensors.new("rstd", of_rows, torch.float32)
+
+
+def _results(
+    tensors: Tensors, inputs: _Inputs, dtype: torch.dtype, variant: Variant, scale: Tensor | None
+) -> Forward:
+    x, residual = inputs.x, inputs.residual
+    mean, rstd = _statistics(tensors, x, variant)
+    if residual is None or variant.residual == "in place":
+        residual_out = residual
+    else:
+        residual_out = tensors.new("residual_out", tuple(x.shape), residual.dtype)
+    return Forward(tensors.new("y", tuple(x.shape), dtype), mean, rstd, residual_out, scale)
+
+
+def _forward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
+    inputs = _inputs(tensors, dtype, cols, variant)
+    of_y = other_dtype(dtype) if variant.other_dtypes else dtype
+    out = _results(tensors, inputs, of_y, variant, None)
+    return plan_forward(
+        inputs.x, inputs.weight, inputs.bias, EPS, inputs.residual, _epilogue(variant), out, variant.is_rms,
+        weight_offset=variant.weight_offset,
+    )  # fmt: skip
+
+
+def _float8(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
+    inputs = _inputs(tensors, dtype, cols, variant)
+    scale = tensors.new("scale", tuple(inputs.x.shape[:-1]), torch.float32)
+    out = _results(tensors, inputs, FLOAT8, variant, scale)
+    return plan_quantise(
+        inputs.x, inputs.weight, inputs.bias, EPS, inputs.residual, _epilogue(variant), out, variant.is_rms,
+        weight_offset=variant.weight_offset,
+    )  # fmt: skip
+
+
+def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
+    inputs = _inputs(tensors, dtype, cols, variant)
+    x, weight, bias, residual = inputs.x, inputs.weight, inputs.bias, inputs.residual
+    mean, rstd = _statistics(tensors, x, variant)
+    of_dy = other_dtype(dtype) if variant.other_dtypes else dtype
+    dy = _rows(tensors, "dy", cols, of_dy, variant)
+    comes = residual is not None if variant.outside is None else variant.outside
+    of_outside = dtype if residual is None else residual.dtype
+    outside = _rows(tensors, "dresidual_out", cols, of_outside, variant) if comes else None
+    dx = tensors.new("dx", tuple(x.shape), dtype)
+    dresidual = None if residual is None else dx
+    if residual is not None and residual.dtype != dtype:
+        dresidual = tensors.new("dresidual", tuple(x.shape), residual.dtype)
+    dweight, dbias = (
+        None if parameter is None else tensors.new(role, tuple(parameter.shape), parameter.dtype)
+        for role, parameter in (("dweight", weight), ("dbias", bias))
+    )
+    return plan_backward(
+        dy, x, weight, bias, EPS, mean, rstd, residual, outside, _epilogue(variant),
+        Backward(dx, dweight, dbias, dresidual), variant.is_rms, weight_offset=variant.weight_offset,
+    )  # fmt: skip
+
+
+def _chains(dtype: torch.dtype) -> Iterator[Case]:
+    """Each row length that is held, and one that is not, with two norms; each number of norms at one length."""
+    held = [limit for limit, _ in held_rows._HELD]
+    numbers = [(1024, norms) for norms in range(1, MAX_NORMS + 1)]
+    numbers += [(2 * held[-1], norms) for norms in (1, 3, MAX_NORMS)]
+    lengths = [(length, 2) for limit in (*held, 2 * held[-1]) for length in (limit, limit - 1)]
+    for cols, norms in dict.fromkeys(lengths + numbers):
+        for unaligned in (False, True) if (cols, norms) in numbers else (False,):
+            suffix = " unaligned" if unaligned else ""
+            name = f"layer_norm chain {SHORT_NAMES[dtype]} {ROWS}x{cols} of {norms}{suffix}"
+            yield Case(name, partial(_chain, dtype, cols, norms), unaligned=unaligned)
+
+
+def _chain(dtype: torch.dtype, cols: int, norms: int, tensors: Tensors) -> list[Launch]:
+    """Some of its parameters are absent."""
+    x, y = (tensors.new(role, (ROWS, cols), dtype) for role in ("x", "y"))
+    weights, biases = (
+        tuple(
+            None if index % 3 == absent else tensors.new(f"{role}[{index}]", (cols,), dtype)
+            for index in range(norms)
+        )
+        for role, absent in (("weights", 2), ("biases", 1))
+    )
+    return plan_chain(x, weights, biases, EPS, y)

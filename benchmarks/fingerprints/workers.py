@@ -1,0 +1,58 @@
+"""Hashes of many specialisations, taken on all cores: they are forked, since kernels go to no other process."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fusednorm.inspection import Specialisation
+
+from benchmarks.fingerprints.code import Compilation
+from benchmarks.fingerprints.launches import short_hash
+from benchmarks.fingerprints.specialisations import Labelled
+
+Work = Callable[[Specialisation], str]
+
+_TASKS_A_PROCESS = 200
+"""After which its memory is given back."""
+
+
+def ir_hash(specialisation: Specialisation) -> str:
+    """Of Triton's IR before any pass."""
+    return short_hash(Compilation(specialisation).ir.encode())
+
+
+def code_line(specialisation: Specialisation, known: Mapping[str, str]) -> str:
+    """Two hashes, of the IR with the compiler's options and of the code; registers, local and shared memory.
+
+    Args:
+        known: lines by their first hash, for the same version of Triton: what they are of is not compiled again.
+    """
+    compilation = Compilation(specialisation)
+    options = sorted(specialisation.options.items())
+    before = short_hash(f"{options}\n{compilation.ir}".encode())
+    if before in known:
+        return known[before]
+    code = compilation.code()
+    after = short_hash(code.content)
+    return f"{before} {after} {code.registers} registers, {code.local_bytes} local, {code.shared_bytes} shared"
+
+
+def on_all_cores(work: Work, labelled: Sequence[Labelled]) -> Iterator[tuple[str, str]]:
+    """Labels and what `work` makes of each specialisation, in the order in which they are done."""
+    context = multiprocessing.get_context("fork")
+    cores = len(os.sched_getaffinity(0))
+    with context.Pool(cores, _begin, (work, labelled), maxtasksperchild=_TASKS_A_PROCESS) as pool:
+        yield from pool.imap_unordered(_one, range(len(labelled)))
+
+
+_given: list[tuple[Work, Sequence[Labelled]]] = []
+
+
+def _begin(work: Work, labelled: Sequence[Labelled]) -> None:
+    """What a process was forked with."""
+    _given[:] = [(work, labelled)]
+
+
+def _one(place: int) -> tuple[str, str]:
+    [(work, labelled)] = _given
+    return labelled[place].label, work(labelled[place].specialisation)

@@ -1,0 +1,69 @@
+"""A sample of the fingerprints: launches and machine code change where somebody means them to."""
+
+import json
+
+import pytest
+
+from benchmarks.fingerprints import files
+from tests.kernels.compiled import compile_elsewhere
+
+LAUNCHES_EVERY = 25
+"""Cases, of which the launches of one are compared; the names of all are."""
+
+# One of most algorithms.
+OF_IR = (
+    "layer_norm forward f32 4096x16 plain #0",
+    "layer_norm forward f32 4096x2048 gelu #0",
+    "layer_norm forward f32 4096x32768 fused #0",
+    "layer_norm backward f32 4096x16 plain #1",
+    "layer_norm backward f32 4096x16384 plain, nothing waits #1",
+    "layer_norm float8 f32 4096x16 plain #0",
+    "layer_norm chain f32 4096x16 of 2 #0",
+    "group_norm contiguous forward f32 4x32x4x49 relu #0",
+    "group_norm contiguous backward f32 4x32x4x262144 plain #2",
+    "group_norm channels-last forward f32 4x32x1x1 plain #0",
+    "group_norm channels-last forward f32 4x32x1x1023 plain #0",
+    "group_norm channels-last backward f32 4x32x4x49 residual other layout #0",
+)
+OF_CODE = (
+    "layer_norm forward f32 4096x16 plain #0",
+    "layer_norm backward f32 4096x16 plain #1",
+    "group_norm contiguous forward f32 4x32x4x49 relu #0",
+    "group_norm channels-last forward f32 4x32x1x1023 plain #0",
+)
+
+FINGERPRINTS = """
+import json, sys
+from benchmarks.fingerprints.cases import planned
+from benchmarks.fingerprints.__main__ import all_cases
+from benchmarks.fingerprints.launches import summary
+from benchmarks.fingerprints.workers import code_line, ir_hash
+from fusednorm.inspection import specialise
+
+every, of_ir, of_code = json.loads(sys.argv[1])
+cases = {case.name: case for case in all_cases()}
+
+def specialisation(label):
+    name, place = label.rsplit(" #", 1)
+    return specialise(planned(cases[name]).launches[int(place)])
+
+print(json.dumps({
+    "cases": sorted(cases),
+    "launches.txt": dict(summary(planned(cases[name])) for name in sorted(cases)[::every]),
+    "ttir.txt": {label: ir_hash(specialisation(label)) for label in of_ir},
+    "sm_90.txt": {label: code_line(specialisation(label), {}) for label in of_code},
+}))
+"""
+
+
+def test_launches_and_code_are_those_that_were_recorded():
+    head, _ = files.read(files.FOLDER / files.SM_90)
+    if head != files.version():
+        pytest.skip(f"machine code was recorded with {head}, and this is {files.version()}")
+    now = compile_elsewhere(FINGERPRINTS, json.dumps([LAUNCHES_EVERY, OF_IR, OF_CODE]))
+    recorded = {name: files.read(files.FOLDER / name)[1] for name in (files.LAUNCHES, files.TTIR, files.SM_90)}
+    remedy = "; if that is meant, run `make fingerprints` and commit what it writes"
+    assert now.pop("cases") == sorted(recorded[files.LAUNCHES]), f"other cases{remedy}"
+    for name, lines in now.items():
+        changed = [label for label, line in lines.items() if recorded[name].get(label) != line]
+        assert not changed, f"other than in {name}: {'; '.join(changed)}{remedy}"
