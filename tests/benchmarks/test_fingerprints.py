@@ -86,8 +86,8 @@ import json, sys
 from benchmarks.fingerprints import group_norm, layer_norm
 from benchmarks.fingerprints.cases import planned
 from fusednorm import (
-    group_norm_backward_launch, group_norm_forward_launch, group_norm_tables, held_rows, layer_norm_launch,
-    layer_norm_quantise_plan, layer_norm_tables,
+    group_norm_backward_launch, group_norm_forward_launch, group_norm_forward_plan, group_norm_tables,
+    held_rows, layer_norm_launch, layer_norm_quantise_plan, layer_norm_tables,
 )
 
 cases = [*layer_norm.cases(), *group_norm.cases()]
@@ -120,7 +120,8 @@ layer_norm_quantise_plan._SWEPT = tagged("float8", layer_norm_quantise_plan._SWE
 for module, names in (
     (layer_norm_launch, ("choose_forward", "choose_backward")),
     (layer_norm_quantise_plan, ("choose_held", "_choose_swept")),
-    (group_norm_forward_launch, ("choose_forward", "never_waiting")),
+    (group_norm_forward_plan, ("fitted",)),
+    (group_norm_forward_launch, ("never_waiting",)),
     (group_norm_backward_launch, ("choose_backward",)),
 ):
     for name in names:
