@@ -7,7 +7,7 @@ everything that is slow.
 from collections.abc import Iterator
 from itertools import product
 
-from fusednorm.layer_norm_configs import (
+from fusednorm.ops.layer_norm.configs import (
     Backward,
     BackwardShared,
     BackwardSlab,

@@ -10,7 +10,8 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.group_norm_backward_configs import (
+from fusednorm.ops.group_norm.backward_choice import MOST_LABELS, choose_backward, split_backward, stream
+from fusednorm.ops.group_norm.backward_configs import (
     Backward,
     BackwardBlocks,
     BackwardColumns,
@@ -19,8 +20,7 @@ from fusednorm.group_norm_backward_configs import (
     BackwardStream,
     most_touched,
 )
-from fusednorm.group_norm_backward_launch import MOST_LABELS, choose_backward, split_backward, stream
-from fusednorm.group_norm_launch import Sample, vector_width
+from fusednorm.ops.group_norm.sample import Sample, vector_width
 
 Shared = TypeVar("Shared", BackwardShared, BackwardBlocks)
 

@@ -11,7 +11,15 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.group_norm_forward_configs import (
+from fusednorm.launch.launch import registers_for
+from fusednorm.ops.group_norm.channels_last.stream_shape import STREAM_WARPS
+from fusednorm.ops.group_norm.forward_choice import (
+    block_groups,
+    choose_forward,
+    never_waiting,
+    stream,
+)
+from fusednorm.ops.group_norm.forward_configs import (
     Forward,
     ForwardBlock,
     ForwardHeld,
@@ -22,15 +30,7 @@ from fusednorm.group_norm_forward_configs import (
     ForwardStream,
     block_tile,
 )
-from fusednorm.group_norm_forward_launch import (
-    block_groups,
-    choose_forward,
-    never_waiting,
-    stream,
-)
-from fusednorm.group_norm_launch import Sample, vector_width
-from fusednorm.group_norm_streams import STREAM_WARPS
-from fusednorm.launch import registers_for
+from fusednorm.ops.group_norm.sample import Sample, vector_width
 from triton import next_power_of_2
 
 Shared = TypeVar("Shared", ForwardShared, ForwardBlock, ForwardSharedBlock)

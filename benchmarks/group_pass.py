@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import group_norm_backward_configs, group_norm_forward_configs, traffic
+from fusednorm import traffic
 from fusednorm.checks import Epilogue
-from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_forward_plan import plan_forward
-from fusednorm.group_norm_launch import Sample
-from fusednorm.launch import Launch
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.group_norm import backward_configs as group_norm_backward_configs
+from fusednorm.ops.group_norm import forward_configs as group_norm_forward_configs
+from fusednorm.ops.group_norm.backward_plan import plan_backward
+from fusednorm.ops.group_norm.forward_plan import plan_forward
+from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from fusednorm import reference
 from fusednorm.checks import FLOAT8
-from fusednorm.dropout import dropout_threshold
-from fusednorm.reference_chain import layer_norm_chain
-from fusednorm.reference_epilogue import philox_words
-from fusednorm.reference_float8 import quantised_rows
+from fusednorm.jit.dropout import dropout_threshold
+from fusednorm.reference.chain import layer_norm_chain
+from fusednorm.reference.epilogue import philox_words
+from fusednorm.reference.float8 import quantised_rows
 from torch import Tensor
 
 from benchmarks.problem import EPS, SEED, Problem, Results, Run, present

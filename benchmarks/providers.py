@@ -13,7 +13,7 @@ import fusednorm
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm.checks import FLOAT8
-from fusednorm.reference_float8 import LARGEST, SMALLEST_SCALE
+from fusednorm.reference.float8 import LARGEST, SMALLEST_SCALE
 from torch import Tensor
 
 from benchmarks import other_kernels

@@ -1,4 +1,4 @@
-"""Times every plausible launch configuration of a LayerNorm pass: what `layer_norm_tables` rests on.
+"""Times every plausible launch configuration of a LayerNorm pass: what `layer_norm.table` rests on.
 
     python -m benchmarks.tune --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096,8192] [--rows 1,16]
 
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fusednorm import layer_norm_backward_plan, layer_norm_configs, layer_norm_forward_plan, traffic
+from fusednorm import traffic
 from fusednorm.checks import Epilogue
-from fusednorm.launch import Launch, run
-from fusednorm.layer_norm_configs import BackwardTile
+from fusednorm.launch.launch import Launch, run
+from fusednorm.ops.layer_norm import configs as layer_norm_configs
+from fusednorm.ops.layer_norm.backward import plan as layer_norm_backward_plan
+from fusednorm.ops.layer_norm.configs import BackwardTile
+from fusednorm.ops.layer_norm.forward import plan as layer_norm_forward_plan
 from fusednorm.results import Backward, Forward
 
 from benchmarks.candidates import candidates

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from fusednorm.launch import run
+from fusednorm.launch.launch import run
 
 from benchmarks.group_pass import Cell, Config, Pass, name_of
 from benchmarks.suites import PASSES

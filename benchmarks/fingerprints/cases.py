@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from fusednorm.batch_invariance import require_batch_invariance
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch import Launch
-from fusednorm.waiting import allow_waiting
+from fusednorm.launch.launch import Launch
+from fusednorm.policy.batch_invariance import require_batch_invariance
+from fusednorm.policy.waiting import allow_waiting
 from torch import Tensor
 
 SHORT_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}

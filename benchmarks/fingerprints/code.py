@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from fusednorm.inspection import SM_90, Specialisation
+from fusednorm.launch.inspection import SM_90, Specialisation
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend

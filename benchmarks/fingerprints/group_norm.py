@@ -7,12 +7,12 @@ from itertools import product
 from typing import Literal
 
 import torch
-from fusednorm import group_norm_tables as tables
 from fusednorm.checks import Epilogue
-from fusednorm.group_norm_backward_plan import plan_backward
-from fusednorm.group_norm_forward_plan import plan_forward
-from fusednorm.group_norm_launch import Sample
-from fusednorm.launch import Launch
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.group_norm import table as tables
+from fusednorm.ops.group_norm.backward_plan import plan_backward
+from fusednorm.ops.group_norm.forward_plan import plan_forward
+from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from fusednorm.launch import Launch
+from fusednorm.launch.launch import Launch
 from torch import Tensor
 
 from benchmarks.fingerprints.cases import SHORT_NAMES, Planned, storage_of

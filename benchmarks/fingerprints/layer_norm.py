@@ -6,14 +6,14 @@ from functools import partial
 from typing import Literal
 
 import torch
-from fusednorm import held_rows
-from fusednorm import layer_norm_tables as tables
+from fusednorm.api.chain import MAX_NORMS, plan_chain
 from fusednorm.checks import FLOAT8, Epilogue
-from fusednorm.launch import Launch
-from fusednorm.layer_norm_backward_plan import plan_backward
-from fusednorm.layer_norm_chain_pass import MAX_NORMS, plan_chain
-from fusednorm.layer_norm_forward_plan import plan_forward
-from fusednorm.layer_norm_quantise_plan import plan_quantise
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.layer_norm import float8_table as held_rows
+from fusednorm.ops.layer_norm import table as tables
+from fusednorm.ops.layer_norm.backward.plan import plan_backward
+from fusednorm.ops.layer_norm.float8_plan import plan_quantise
+from fusednorm.ops.layer_norm.forward.plan import plan_forward
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusednorm.inspection import Specialisation, specialise
+from fusednorm.launch.inspection import Specialisation, specialise
 
 from benchmarks.fingerprints.cases import Planned
 

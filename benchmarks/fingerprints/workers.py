@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fusednorm.inspection import Specialisation
+from fusednorm.launch.inspection import Specialisation
 
 from benchmarks.fingerprints.code import Compilation
 from benchmarks.fingerprints.launches import short_hash

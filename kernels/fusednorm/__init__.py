@@ -2,7 +2,7 @@
 
 Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the same for `rms_norm` and
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
-applies several LayerNorms in one pass; `fusednorm.reference_chain` has it in plain torch.  Differentiable:
+applies several LayerNorms in one pass; `fusednorm.reference.chain` has it in plain torch.  Differentiable:
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
 `LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need,
 `warmup_group_norm` what samples of a shape need.  `allow_waiting` switches off kernels whose programs wait for one
@@ -17,7 +17,7 @@ from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.results import Backward, Forward
 
 if find_spec("triton") is not None:
-    from fusednorm.autograd import (
+    from fusednorm.api.autograd import (
         Added,
         add_group_norm,
         add_layer_norm,
@@ -26,18 +26,18 @@ if find_spec("triton") is not None:
         layer_norm,
         rms_norm,
     )
-    from fusednorm.batch_invariance import require_batch_invariance
-    from fusednorm.group_norm_passes import group_norm_backward, group_norm_forward
-    from fusednorm.layer_norm_chain_pass import layer_norm_chain
-    from fusednorm.layer_norm_passes import (
+    from fusednorm.api.chain import layer_norm_chain
+    from fusednorm.api.group_norm import group_norm_backward, group_norm_forward
+    from fusednorm.api.layer_norm import (
         layer_norm_backward,
         layer_norm_forward,
         rms_norm_backward,
         rms_norm_forward,
     )
-    from fusednorm.modules import GroupNorm, LayerNorm, RMSNorm
-    from fusednorm.waiting import allow_waiting
-    from fusednorm.warming import warmup, warmup_group_norm
+    from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
+    from fusednorm.api.warming import warmup, warmup_group_norm
+    from fusednorm.policy.batch_invariance import require_batch_invariance
+    from fusednorm.policy.waiting import allow_waiting
 
 __all__ = [
     "Added",

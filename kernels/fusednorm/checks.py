@@ -18,7 +18,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What follows the affine step, checked: see `fusednorm.epilogue`.
+    """What follows the affine step, checked: see `fusednorm.jit.epilogue`.
 
     Raises:
         KernelInputError: an unknown activation, dropout that is no number in [0, 1), dropout without a seed, or a

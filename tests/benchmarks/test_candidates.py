@@ -3,10 +3,10 @@
 from itertools import product
 
 import pytest
-from fusednorm import layer_norm_configs as configs
-from fusednorm import layer_norm_tables as tables
-from fusednorm.launch import REGISTERS_PER_SM
-from fusednorm.layer_norm_configs import (
+from fusednorm.launch.launch import REGISTERS_PER_SM
+from fusednorm.ops.layer_norm import configs
+from fusednorm.ops.layer_norm import table as tables
+from fusednorm.ops.layer_norm.configs import (
     BackwardShared,
     BackwardTile,
     ForwardParts,

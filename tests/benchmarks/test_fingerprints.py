@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import fusednorm
 import pytest
 import torch
-from fusednorm import batch_invariance, waiting
 from fusednorm.device import INTERPRETED
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch import Launch
+from fusednorm.launch.launch import Launch
+from fusednorm.policy import batch_invariance, waiting
 
 from benchmarks.fingerprints import files
 from benchmarks.fingerprints.__main__ import main
@@ -50,8 +50,8 @@ COMPILE = """
 import importlib.util, json, sys
 import torch
 from benchmarks.fingerprints.workers import code_line, ir_hash
-from fusednorm.inspection import specialise
-from fusednorm.launch import Launch
+from fusednorm.launch.inspection import specialise
+from fusednorm.launch.launch import Launch
 
 specialisations = []
 for path, kernel, block in json.loads(sys.argv[1]):
@@ -85,10 +85,14 @@ REACH = """
 import json, sys
 from benchmarks.fingerprints import group_norm, layer_norm
 from benchmarks.fingerprints.cases import planned
-from fusednorm import (
-    group_norm_backward_launch, group_norm_forward_launch, group_norm_forward_plan, group_norm_tables,
-    held_rows, layer_norm_launch, layer_norm_quantise_plan, layer_norm_tables,
-)
+from fusednorm.ops.group_norm import backward_choice as group_norm_backward_launch
+from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
+from fusednorm.ops.group_norm import forward_plan as group_norm_forward_plan
+from fusednorm.ops.group_norm import table as group_norm_tables
+from fusednorm.ops.layer_norm import float8_table as held_rows
+from fusednorm.ops.layer_norm import choice as layer_norm_launch
+from fusednorm.ops.layer_norm import float8_plan as layer_norm_quantise_plan
+from fusednorm.ops.layer_norm import table as layer_norm_tables
 
 cases = [*layer_norm.cases(), *group_norm.cases()]
 entries, reached = set(), set()
@@ -148,7 +152,7 @@ def test_a_case_reaches_every_entry_of_every_table_and_every_kernel():
     unreached, entries, kernels = compile_elsewhere(REACH)
     assert unreached == []
     assert entries > 150
-    sources = "\n".join(path.read_text() for path in Path(fusednorm.__file__).parent.rglob("_*_kernel*.py"))
+    sources = "\n".join(path.read_text() for path in Path(fusednorm.__file__).parent.rglob("*.py"))
     defined = set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
     assert len(defined) > 40
     assert defined - set(kernels) == NOT_LAUNCHED

@@ -2,7 +2,7 @@ import csv
 import sys
 
 import pytest
-from fusednorm.layer_norm_configs import BackwardTile, ForwardSweep, ForwardTile
+from fusednorm.ops.layer_norm.configs import BackwardTile, ForwardSweep, ForwardTile
 
 from benchmarks import tune
 from benchmarks.timing import Quantiles

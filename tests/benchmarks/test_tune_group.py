@@ -3,10 +3,10 @@
 import csv
 
 import pytest
-from fusednorm.group_norm_backward_configs import BackwardSplit
-from fusednorm.group_norm_backward_launch import choose_backward
-from fusednorm.group_norm_forward_configs import ForwardHeld, ForwardSweep
-from fusednorm.group_norm_forward_launch import choose_forward
+from fusednorm.ops.group_norm.backward_choice import choose_backward
+from fusednorm.ops.group_norm.backward_configs import BackwardSplit
+from fusednorm.ops.group_norm.forward_choice import choose_forward
+from fusednorm.ops.group_norm.forward_configs import ForwardHeld, ForwardSweep
 
 from benchmarks import tune_group
 from benchmarks.group_pass import Cell

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fusednorm import group_norm_repeat, layer_norm_repeat
-from fusednorm.launch import Launch
+from fusednorm.launch import row_replay as layer_norm_repeat
+from fusednorm.launch import sample_replay as group_norm_repeat
+from fusednorm.launch.launch import Launch
 
-from tests.kernels.group_norm_repeating import Repeating, drive, note_plans
+from tests.kernels.group_norm.repeating import Repeating, drive, note_plans
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from tests.kernels.compiled import compile_elsewhere
 COMPILE = """
 import json
 import torch
-from fusednorm.inspection import inspect
-from fusednorm.layer_norm_chain_pass import plan_chain
+from fusednorm.launch.inspection import inspect
+from fusednorm.api.chain import plan_chain
 from triton import knobs
 
 hits = []

@@ -6,15 +6,15 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import (
     KernelInputError,
     UnsupportedShapeError,
-    autograd,
     group_norm_backward,
     group_norm_forward,
     layer_norm_backward,
     layer_norm_chain,
     layer_norm_forward,
     reference,
-    reference_chain,
 )
+from fusednorm.api import autograd
+from fusednorm.reference import chain as reference_chain
 
 
 @pytest.fixture

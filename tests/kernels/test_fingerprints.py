@@ -38,7 +38,7 @@ from benchmarks.fingerprints.cases import planned
 from benchmarks.fingerprints.__main__ import all_cases
 from benchmarks.fingerprints.launches import summary
 from benchmarks.fingerprints.workers import code_line, ir_hash
-from fusednorm.inspection import specialise
+from fusednorm.launch.inspection import specialise
 
 every, of_ir, of_code = json.loads(sys.argv[1])
 cases = {case.name: case for case in all_cases()}

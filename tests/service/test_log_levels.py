@@ -31,7 +31,7 @@ def levels():
 def test_others_are_heard_from_warnings_on(levels, level, own, others):
     configure_logging(level)
     assert logging.getLogger("normserve.fleet").getEffectiveLevel() == own
-    assert logging.getLogger("fusednorm.launch").getEffectiveLevel() == own
+    assert logging.getLogger("fusednorm.launch.launch").getEffectiveLevel() == own
     for name in ("httpx", "asyncio", "another.library"):
         assert logging.getLogger(name).getEffectiveLevel() == others
     assert logging.getLogger("uvicorn.error").getEffectiveLevel() == logging.ERROR

@@ -1,0 +1,200 @@
+"""GroupNorm, forward and backward, in both layouts: check, allocate, plan, launch.
+
+The plans, which choose a configuration and make its launches, are in `group_norm.forward_plan` and
+`group_norm.backward_plan`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import Epilogue, check_parameter, check_statistics, check_tensor, checked_eps
+from fusednorm.errors import KernelInputError
+from fusednorm.launch.launch import run
+from fusednorm.launch.sample_replay import again, remember
+from fusednorm.ops.group_norm.backward_plan import plan_backward
+from fusednorm.ops.group_norm.checks import check_groups, check_scale_and_shift, is_channels_last
+from fusednorm.ops.group_norm.forward_plan import plan_forward
+from fusednorm.ops.group_norm.outputs import room_for_backward, room_for_forward
+from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.results import Backward, Forward
+
+
+def group_norm_forward(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    out: Forward | None = None,
+) -> Forward:
+    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, moments over each group.
+
+    h = x + residual.  scale and shift are adaptive GroupNorm's, a sample's own affine step after the common one, in
+    the form that diffusion models use (`scale_shift` of a time embedding).
+
+    Statistics and every intermediate are float32; variances are taken about pivots among the values and
+    merged by Chan's formula, so a mean far from zero does not cancel.  A sample's bits do not depend on the
+    others.
+
+    Args:
+        x: [N, C, *spatial], float32, float16 or bfloat16, CUDA; contiguous, or channels-last by its strides.
+        num_groups: divides C.
+        weight: [C], any of these dtypes, or None for ones.
+        bias: [C], any of these dtypes, or None for zeros.
+        eps: added to the variance; positive and finite.
+        residual: in x's shape, any of these dtypes, contiguous or channels-last.  h is summed in float32 and
+            returned rounded to x's dtype, in x's layout.
+        scale: [N, C] float32 or any of these dtypes, or None for zeros; each sample's channels contiguous.
+        shift: as scale, and with its stride from sample to sample: both may be halves of one [N, 2 * C].
+        activation: none, relu, silu, gelu (erf) or gelu_tanh.
+        dropout: probability of a zero, in [0, 1).  The mask counts a sample's elements in memory order, so a
+            channels-last x draws another than a contiguous one.
+        seed: int64, required with dropout; the same seed gives the same mask in backward.
+        out_dtype: y's dtype; x's when None.
+        stats: also return mean and rstd, float32 [N, num_groups].
+        out: tensors to write results to, each of its result's shape, dtype and layout, in memory of its own; what
+            is None there is allocated.
+
+    Returns:
+        Forward: y in x's layout; mean and rstd with `stats`; residual_out with a residual.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value, or an empty group.
+        UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift lie
+            otherwise than above; nothing is copied to make them fit.
+
+    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
+    program's registers are read a second time from L1 or L2, and those too large for that from memory.  Where
+    residual is laid out otherwise than x, both are read twice from memory, and residual slowly.
+
+    Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
+    Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+    inputs, options = (x, weight, bias, residual, scale, shift), (num_groups, eps, activation, out_dtype, stats)
+    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    may_repeat = not (dropout or seed)
+    repeated = again(Forward, inputs, options, out) if may_repeat else None
+    if repeated is not None:
+        return repeated
+    epilogue = Epilogue(activation, dropout, seed)
+    eps = checked_eps(eps)
+    sample = _checked_sample(x, num_groups, weight, bias)
+    _check_companion("residual", residual, x)
+    check_scale_and_shift(scale, shift, x)
+
+    result = room_for_forward(x, sample, residual, out_dtype or x.dtype, stats, out)
+    if x.shape[0]:
+        plan = plan_forward(x, sample, weight, bias, eps, residual, epilogue, result, scale=scale, shift=shift)
+        run(x.device, plan)
+        if may_repeat:
+            remember(plan, result, inputs, options)
+    return result
+
+
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out: Backward | None = None,
+) -> Backward:
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
+
+    dz is dy taken back through dropout and the activation, f = 1 + scale and g = dz * f * weight.  Over positions
+    dshift = sum(dz) and dscale = sum(dz * (x_hat * weight + bias)); over samples and positions dbias = sum(dz * f)
+    and dweight = sum(dz * f * x_hat).  Sums are float32 of centred values in fixed order, without atomics: every
+    run gives the same bits.
+
+    Args:
+        dy: gradient of y, in x's shape, float32, float16 or bfloat16; contiguous or channels-last.
+        x, num_groups, weight, bias, eps, residual, scale, shift, activation, dropout, seed: as they went into
+            forward.
+        mean, rstd: the statistics it returned, float32 [N, num_groups], both or neither; taken anew when
+            absent.
+        dresidual_out: as dy; what reached h from elsewhere, added to dx.
+        out: tensors to write the gradients to, as in the forward pass.
+
+    Returns:
+        Backward: dx in x's dtype and layout, the gradient of x and of residual alike; dweight in weight's
+        dtype when weight came in; dbias, dscale and dshift likewise.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
+        UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last, or scale
+            and shift lie otherwise than forward takes them.
+
+    Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from
+    L2, and those too large for that from memory, where absent statistics cost another read of x.  Where dy,
+    residual or dresidual_out is laid out otherwise than x, everything is read twice from memory, and that tensor
+    slowly.
+
+    Source: the derivative of `group_norm_forward`; see docs/numerics.md.
+    """
+    inputs = (x, dy, weight, bias, mean, rstd, residual, dresidual_out, scale, shift)
+    options = (num_groups, eps, activation)
+    may_repeat = not (dropout or seed)
+    repeated = again(Backward, inputs, options, out) if may_repeat else None
+    if repeated is not None:
+        return repeated
+    if (mean is None) != (rstd is None):
+        raise KernelInputError("mean and rstd must come together, got one of them")
+    epilogue = Epilogue(activation, dropout, seed)
+    eps = checked_eps(eps)
+    sample = _checked_sample(x, num_groups, weight, bias)
+    for name, tensor in (("residual", residual), ("dy", dy), ("dresidual_out", dresidual_out)):
+        _check_companion(name, tensor, x)
+    check_scale_and_shift(scale, shift, x)
+    check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
+
+    result = room_for_backward(x, sample, (weight, bias, scale, shift), residual is not None, out)
+    if x.shape[0]:
+        plan = plan_backward(
+            dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result,
+            scale=scale, shift=shift,
+        )  # fmt: skip
+        run(x.device, plan)
+        if may_repeat:
+            remember(plan, result, inputs, options)
+    else:
+        for gradient in (result.dweight, result.dbias):
+            if gradient is not None:
+                gradient.zero_()
+    return result
+
+
+def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> Sample:
+    check_tensor("x", x)
+    check_groups(x, num_groups)
+    channels_last = is_channels_last(x)
+    check_parameter("weight", weight, x.shape[1:2], x)
+    check_parameter("bias", bias, x.shape[1:2], x)
+    return Sample(num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]), channels_last)
+
+
+def _check_companion(name: str, tensor: Tensor | None, x: Tensor) -> None:
+    if tensor is not None:
+        check_tensor(name, tensor, like=x)
+        is_channels_last(tensor, name)

@@ -1,0 +1,311 @@
+"""LayerNorm and RMSNorm, forward and backward: check, allocate, plan, launch."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import (
+    Epilogue,
+    as_heads,
+    as_rows,
+    check_out_dtype,
+    check_parameter,
+    check_statistics,
+    check_tensor,
+    check_weight_offset,
+    checked_eps,
+    has_common_stride,
+    has_heads,
+)
+from fusednorm.errors import KernelInputError
+from fusednorm.launch.launch import run
+from fusednorm.launch.row_replay import Options, forward_again, remember
+from fusednorm.ops.layer_norm.backward.plan import plan_backward
+from fusednorm.ops.layer_norm.float8_plan import plan_quantise
+from fusednorm.ops.layer_norm.forward.plan import plan_forward
+from fusednorm.ops.layer_norm.outputs import room_for_backward, room_for_forward
+from fusednorm.results import Backward, Forward
+
+
+def layer_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    out: Forward | None = None,
+) -> Forward:
+    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
+
+    Statistics and every intermediate are float32; the variance is taken about a pivot among the row's values,
+    so a mean far from zero does not cancel.  A row's bits do not depend on the rows that came with it.
+
+    Args:
+        x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous.  Rows lie one stride apart; or
+            a token's rows [heads, cols] cols apart and tokens one stride, as do the queries of a fused q, k, v.
+        weight: [cols], any of these dtypes, or None for ones; [heads, cols] gives each head of x its own.
+        bias: as weight, or None for zeros.
+        eps: added to the variance; positive and finite.
+        weight_offset: 0, or 1 for a weight that is kept around zero, as Gemma's; the sum is float32.
+        residual: in x's shape, any of these dtypes, whatever x's.  h is summed in float32, normalised as it is and
+            returned rounded to the residual's dtype: a float32 residual stream stays one.
+        activation: none, relu, silu, gelu (erf) or gelu_tanh.
+        dropout: probability of a zero, in [0, 1).
+        seed: int64, required with dropout; the same seed gives the same mask in backward.
+        out_dtype: y's dtype, float32, float16, bfloat16 or float8_e4m3fn; x's when None.  A float8 row is divided
+            by a scale of its own, max(largest |y| / 448, 2^-126), and needs compute capability 8.9.
+        stats: also return mean and rstd, float32 [...].
+        out: tensors to write results to, contiguous, each of its result's shape and dtype, in memory of its own;
+            what is None there is allocated.
+
+    Returns:
+        Forward: y [..., cols] contiguous; mean and rstd with `stats`; residual_out with a residual; scale, float32
+        [...], with a float8 y, which times its scale is what the formula says.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value.
+        UnsupportedShapeError: strides that no kernel handles, for nothing is copied to make them fit; over 65535
+            heads.
+
+    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
+    are read a second time from L1 or L2, for a float8 y those beyond 16384 columns a second and third time.
+
+    Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
+    Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+    options = eps, weight_offset, activation, out_dtype, stats, False
+    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    again = None if dropout or seed else forward_again(x, weight, bias, residual, options, out)
+    return _forward(x, weight, bias, residual, options, dropout, seed, out) if again is None else again
+
+
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    out: Forward | None = None,
+) -> Forward:
+    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
+
+    Everything else is as in `layer_norm_forward`; there is no bias and no mean.
+
+    Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
+    """
+    options = eps, weight_offset, activation, out_dtype, stats, True
+    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    again = None if dropout or seed else forward_again(x, weight, None, residual, options, out)
+    return _forward(x, weight, None, residual, options, dropout, seed, out) if again is None else again
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out: Backward | None = None,
+) -> Backward:
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
+
+    w is weight + weight_offset.  dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat)
+    and dbias = sum(dz) over the rows.  Sums are float32 in fixed order, without atomics: every run gives the same
+    bits on a device.
+
+    Args:
+        dy: gradient of y, shaped and strided as x may be, float32, float16 or bfloat16.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed: as they went into the forward
+            pass.
+        mean, rstd: the statistics it returned, float32 [...], both or neither; taken anew when absent.
+        dresidual_out: in x's shape, any of these dtypes; what reached h from elsewhere, added to dx.
+        out: tensors to write the gradients to, as in the forward pass.
+
+    Returns:
+        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, dx
+        itself if that is x's; dweight in weight's dtype when weight came in; dbias in bias's when bias came in.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
+        UnsupportedShapeError: strides that no kernel handles; over 8192 columns where heads have parameters of
+            their own, or where rows lie two strides apart.
+
+    Traffic: `traffic.backward_bytes`: dy, x and dx once each, and a residual and a dresidual
+    of another dtype than dx; rows too long for a tile cost dy and x twice.
+
+    Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
+    """
+    if (mean is None) != (rstd is None):
+        raise KernelInputError("mean and rstd must come together, got one of them")
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(
+        dy,
+        x,
+        weight,
+        bias,
+        eps,
+        weight_offset,
+        mean,
+        rstd,
+        residual,
+        dresidual_out,
+        epilogue,
+        is_rms=False,
+        out=out,
+    )
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out: Backward | None = None,
+) -> Backward:
+    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w and x_hat = h * rstd.
+
+    Everything else is as in `layer_norm_backward`; there is no bias and no mean.
+    """
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(
+        dy, x, weight, None, eps, weight_offset, None, rstd, residual, dresidual_out, epilogue, is_rms=True, out=out
+    )
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    options: Options,
+    dropout: float,
+    seed: int | None,
+    out: Forward | None,
+) -> Forward:
+    eps, weight_offset, activation, out_dtype, stats, is_rms = options
+    epilogue = Epilogue(activation, dropout, seed)
+    eps = checked_eps(eps)
+    check_tensor("x", x)
+    if residual is not None:
+        check_tensor("residual", residual, like=x)
+    own = has_heads(weight, bias)
+    view = _view_of(own, x, residual)
+    x_rows = view("x", x)
+    residual_rows = None if residual is None else view("residual", residual)
+    _check_parameters(weight, bias, weight_offset, own, x)
+
+    out_dtype = out_dtype or x.dtype
+    check_out_dtype(out_dtype)
+    result = room_for_forward(x, residual, out_dtype, stats, is_rms, out)
+    if x.numel():
+        plan = plan_forward if result.scale is None else plan_quantise
+        launches = plan(
+            x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset
+        )
+        run(x.device, launches)
+        if not (dropout or seed):
+            remember(launches, x, weight, bias, residual, options)
+    return result
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    residual: Tensor | None,
+    dresidual_out: Tensor | None,
+    epilogue: Epilogue,
+    is_rms: bool,
+    out: Backward | None,
+) -> Backward:
+    eps = checked_eps(eps)
+    check_tensor("x", x)
+    for name, tensor in (("dy", dy), ("residual", residual), ("dresidual_out", dresidual_out)):
+        if tensor is not None:
+            check_tensor(name, tensor, like=x)
+    own = has_heads(weight, bias)
+    view = _view_of(own, x, dy, residual, dresidual_out)
+    x_rows, dy_rows = view("x", x), view("dy", dy)
+    residual_rows = None if residual is None else view("residual", residual)
+    outside_rows = None if dresidual_out is None else view("dresidual_out", dresidual_out)
+    _check_parameters(weight, bias, weight_offset, own, x)
+    check_statistics(mean, rstd, x.shape[:-1], x)
+
+    result = room_for_backward(x, weight, bias, residual, out)
+    if x.numel():
+        plan = plan_backward(
+            dy_rows,
+            x_rows,
+            weight,
+            bias,
+            eps,
+            mean,
+            rstd,
+            residual_rows,
+            outside_rows,
+            epilogue,
+            result,
+            is_rms,
+            weight_offset=weight_offset,
+        )
+        run(x.device, plan)
+    else:
+        for gradient in (result.dweight, result.dbias):
+            if gradient is not None:
+                gradient.zero_()
+    return result
+
+
+def _check_parameters(
+    weight: Tensor | None, bias: Tensor | None, weight_offset: float, own: bool, x: Tensor
+) -> None:
+    shape = x.shape[-2:] if own else x.shape[-1:]
+    check_parameter("weight", weight, shape, x)
+    check_parameter("bias", bias, shape, x)
+    check_weight_offset(weight_offset, weight)
+
+
+def _view_of(own_parameters: bool, *tensors: Tensor | None) -> Callable[[str, Tensor], Tensor]:
+    """`as_rows`; `as_heads` where heads have parameters of their own, or some tensor's rows no common stride."""
+    if own_parameters:
+        return as_heads
+    for tensor in tensors:
+        if tensor is not None and not has_common_stride(tensor):
+            return as_heads
+    return as_rows

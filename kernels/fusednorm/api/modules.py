@@ -1,0 +1,171 @@
+"""Drop-in modules: torch's constructors, state_dict and repr, with an activation fused behind the norm."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
+from fusednorm.checks import check_weight_offset
+from fusednorm.errors import KernelInputError
+from fusednorm.reference.checks import check_float
+
+
+def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
+    """torch's `extra_repr`, and what differs from torch's module."""
+    if weight_offset:
+        text += f", weight_offset={weight_offset}"
+    return text if activation == "none" else f"{text}, activation={activation!r}"
+
+
+def _rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """x [..., *normalized_shape] with those axes as one.
+
+    Raises:
+        KernelInputError: x has another shape, or there are no such axes.
+    """
+    axes = len(normalized_shape)
+    if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
+        raise KernelInputError(
+            f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
+        )
+    return x.flatten(-axes)
+
+
+def _flat(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    """A parameter [*normalized_shape] with those axes as one, or None.
+
+    Raises:
+        KernelInputError: it has another shape.
+    """
+    if parameter is None:
+        return None
+    if tuple(parameter.shape) != tuple(normalized_shape):
+        raise KernelInputError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
+    return parameter.flatten()
+
+
+def _machine_epsilon(x: Tensor) -> float:
+    check_float("x", x)
+    return torch.finfo(x.dtype).eps
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm on this library's kernels.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
+        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
+        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
+    """
+
+    def __init__(self, *args: Any, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
+        super().__init__(*args, **kwargs)
+        check_weight_offset(weight_offset, self.weight)
+        self.activation = activation
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        super().reset_parameters()
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., *normalized_shape] normalised over the last axes.
+
+        Raises:
+            KernelInputError: x ends in other axes, or what the function refuses.
+        """
+        weight, bias, shape = self.weight, self.bias, self.normalized_shape
+        # Most are of one axis; then the function sees by weight whether x fits.
+        is_whole = len(shape) == 1 and weight is not None
+        y = layer_norm(
+            x if is_whole else _rows(x, shape),
+            weight if is_whole else _flat("weight", weight, shape),
+            bias if is_whole else _flat("bias", bias, shape),
+            self.eps,
+            weight_offset=self.weight_offset,
+            activation=self.activation,
+        )
+        return y if is_whole else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), self.activation, self.weight_offset)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch.nn.RMSNorm on this library's kernels.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as torch.nn.RMSNorm has them; eps None is the
+            machine epsilon of x's dtype.
+        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
+        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
+    """
+
+    def __init__(self, *args: Any, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
+        super().__init__(*args, **kwargs)
+        check_weight_offset(weight_offset, self.weight)
+        self.activation = activation
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        super().reset_parameters()
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., *normalized_shape] normalised over the last axes.
+
+        Raises:
+            KernelInputError: x ends in other axes, or what the function refuses.
+        """
+        weight, shape = self.weight, self.normalized_shape
+        is_whole = len(shape) == 1 and weight is not None
+        y = rms_norm(
+            x if is_whole else _rows(x, shape),
+            weight if is_whole else _flat("weight", weight, shape),
+            _machine_epsilon(x) if self.eps is None else self.eps,
+            weight_offset=self.weight_offset,
+            activation=self.activation,
+        )
+        return y if is_whole else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), self.activation, self.weight_offset)
+
+
+class GroupNorm(nn.GroupNorm):
+    """torch.nn.GroupNorm on this library's kernels.
+
+    Args:
+        num_groups, num_channels, eps, affine, device, dtype: as torch.nn.GroupNorm has them.
+        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
+    """
+
+    def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
+
+        scale and shift [N, C] are a sample's own affine step after the norm's: y = act(z * (1 + scale) + shift).
+        """
+        return group_norm(
+            x,
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            scale=scale,
+            shift=shift,
+            activation=self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), self.activation)

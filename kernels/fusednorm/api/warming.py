@@ -1,0 +1,166 @@
+"""Compiling kernels ahead of their first use."""
+
+import math
+from typing import Any
+
+import torch
+
+from fusednorm.api import group_norm as group_norm_passes
+from fusednorm.api import layer_norm as layer_norm_passes
+from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.errors import KernelInputError
+from fusednorm.ops.group_norm.backward_choice import choose_backward
+from fusednorm.ops.group_norm.backward_configs import Backward, BackwardStream
+from fusednorm.ops.group_norm.channels_last.stream_shape import StreamWalk, stream_walk
+from fusednorm.ops.group_norm.forward_choice import choose_forward
+from fusednorm.ops.group_norm.forward_configs import Forward, ForwardBlock, ForwardHeld, ForwardStream
+from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.layer_norm.table import SINGLE_ROW_COLS
+from fusednorm.policy.waiting import may_wait
+
+_OPERATIONS = ("layer_norm", "rms_norm")
+
+_MANY = 1 << 20
+"""Samples that keep any device busy."""
+
+
+def warmup(
+    op: str,
+    dtype: torch.dtype,
+    cols: int,
+    *,
+    parameter_dtype: torch.dtype | None = None,
+    residual: bool = False,
+    activation: str = "none",
+    dropout: float = 0.0,
+    backward: bool = True,
+    device: torch.device | None = None,
+) -> None:
+    """Compile what `op` runs on aligned rows of `cols` elements, however many, by running it on one or two of them.
+
+    Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
+    them with a weight, and with a bias where `op` has one.  A call with other options, without parameters, or with
+    rows that do not start at multiples of 16 bytes compiles at its first use.
+
+    Args:
+        op: layer_norm or rms_norm.
+        dtype: of x, y and dy.
+        cols: elements of a row.
+        parameter_dtype: of weight and bias; `dtype` when None.
+        residual: whether a residual of `dtype` comes with x.
+        activation: as in `layer_norm_forward`.
+        dropout: as in `layer_norm_forward`; only whether it is 0 matters here.
+        backward: whether to compile the backward passes, too.
+        device: the CUDA device; the current one when None.
+
+    Raises:
+        KernelInputError: an operation, dtype, length or option that its launchers do not take.
+    """
+    if op not in _OPERATIONS:
+        raise KernelInputError(f"op must be one of {', '.join(_OPERATIONS)}, got {op!r}")
+    if cols < 1:
+        raise KernelInputError(f"cols must be at least 1, got {cols}")
+    device = device or torch.device("cpu" if INTERPRETED else "cuda")
+    parameters = [torch.zeros(cols, dtype=parameter_dtype or dtype, device=device)] * (1 + (op == "layer_norm"))
+    forward = getattr(layer_norm_passes, f"{op}_forward")
+    differentiate = getattr(layer_norm_passes, f"{op}_backward")
+    # A very long row that comes alone is taken in another way than several.
+    for rows in (1, 2) if cols >= SINGLE_ROW_COLS else (1,):
+        x = torch.zeros(rows, cols, dtype=dtype, device=device)
+        options: dict[str, Any] = {
+            "residual": x if residual else None,
+            "activation": activation,
+            "dropout": dropout,
+            "seed": 0 if dropout else None,
+        }
+        forward(x, *parameters, **options)
+        result = forward(x, *parameters, stats=True, **options)
+        if backward:
+            statistics = {"rstd": result.rstd} if op == "rms_norm" else {"mean": result.mean, "rstd": result.rstd}
+            differentiate(x, x, *parameters, **options)
+            differentiate(x, x, *parameters, **statistics, **options)
+
+
+def warmup_group_norm(
+    dtype: torch.dtype,
+    num_groups: int,
+    shape: tuple[int, ...],
+    *,
+    channels_last: bool = False,
+    parameter_dtype: torch.dtype | None = None,
+    scale: bool = False,
+    shift: bool = False,
+    residual: bool = False,
+    activation: str = "none",
+    dropout: float = 0.0,
+    backward: bool = True,
+    device: torch.device | None = None,
+) -> None:
+    """Compile what a group norm of aligned samples of one shape runs, however many, by running it on a few.
+
+    Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
+    them with weight and bias.  A call with other options or without parameters compiles at its first use, as does
+    a backward pass over so many samples that their gradients of weight and bias are folded in two steps.
+
+    Args:
+        dtype: of x, y and dy.
+        num_groups: divides C.
+        shape: of a sample, (C, *spatial).
+        channels_last: how samples lie in memory.
+        parameter_dtype: of weight, bias, scale and shift; `dtype` when None.
+        scale, shift: whether they come.
+        residual: whether a residual of `dtype` comes with x.
+        activation: as in `group_norm_forward`.
+        dropout: as in `group_norm_forward`; only whether it is 0 matters here.
+        backward: whether to compile the backward passes, too.
+        device: the CUDA device; the current one when None.
+
+    Raises:
+        KernelInputError: a dtype, shape or option that its launchers do not take.
+    """
+    if not shape or min(shape) < 1:
+        raise KernelInputError(f"shape must be (C, *spatial), each at least 1, got {shape}")
+    device = device or torch.device("cpu" if INTERPRETED else "cuda")
+    weight = torch.zeros(shape[0], dtype=parameter_dtype or dtype, device=device)
+    parameters = (num_groups, weight, weight)
+
+    def run(samples: int) -> None:
+        x = torch.zeros(samples, *shape, dtype=dtype, device=device)
+        if channels_last:
+            x = torch.zeros(samples, *shape[1:], shape[0], dtype=dtype, device=device).movedim(-1, 1)
+        of_samples = torch.zeros(samples, shape[0], dtype=weight.dtype, device=device)
+        options: dict[str, Any] = {
+            "residual": x if residual else None,
+            "scale": of_samples if scale else None,
+            "shift": of_samples if shift else None,
+            "activation": activation,
+            "dropout": dropout,
+            "seed": 0 if dropout else None,
+        }
+        group_norm_passes.group_norm_forward(x, *parameters, **options)
+        result = group_norm_passes.group_norm_forward(x, *parameters, stats=True, **options)
+        if backward:
+            group_norm_passes.group_norm_backward(x, x, *parameters, **options)
+            group_norm_passes.group_norm_backward(x, x, *parameters, mean=result.mean, rstd=result.rstd, **options)
+
+    run(1)
+    multiprocessors = multiprocessor_count(device)
+    sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
+    config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
+    if isinstance(config, ForwardHeld | ForwardBlock) and config.writers > 1:
+        # Few groups or blocks are written by several programs each, which is another kernel than for many.
+        of_sample = num_groups if isinstance(config, ForwardHeld) else -(-num_groups // config.block_groups)
+        run(multiprocessors // (2 * of_sample) + 1)
+    configs: list[Forward | Backward] = [config]
+    if backward:
+        configs.append(choose_backward(sample, dtype.itemsize, multiprocessors, may_wait()))
+    streams = [each for each in configs if isinstance(each, ForwardStream | BackwardStream)]
+
+    def walks(samples: int) -> list[StreamWalk]:
+        return [stream_walk(sample, dtype.itemsize, stream, samples, device) for stream in streams]
+
+    samples = 1
+    # The fewer there are, the finer they are cut.
+    while walks(samples) != walks(_MANY):
+        samples *= 2
+        run(samples)

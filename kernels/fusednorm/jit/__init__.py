@@ -1,0 +1,1 @@
+"""Device code that several algorithms use, of both operations."""

@@ -1,0 +1,139 @@
+"""What is fused after the affine step: activations with their derivatives, and dropout.
+
+The jit functions here are called by every kernel; `reference` has their meaning in plain torch.  A tensor
+stands left of a constexpr in every product: the other way round the interpreter makes a constexpr of it.
+Dropout's mask is what `fusednorm.jit.dropout` says.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.dropout import PHILOX_ROUNDS
+
+_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _reciprocal(x, FAST: tl.constexpr):
+    """1 / x; FAST is the hardware's, good to 1 ulp, which the interpreter lacks."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def sigmoid(z, FAST: tl.constexpr):
+    """1 / (1 + exp(-z))."""
+    return _reciprocal(1.0 + tl.exp2(z * -_LOG2E), FAST)
+
+
+@triton.jit
+def _sigmoid_pair(z, FAST: tl.constexpr):
+    """sigmoid(z) and 1 - sigmoid(z), the second without cancellation where the first is near 1."""
+    # Below -87 the exponential would be infinite, and its product with the reciprocal NaN.
+    e = tl.exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
+    s = _reciprocal(1.0 + e, FAST)
+    return s, e * s
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """act(z) in float32, elementwise."""
+    if ACTIVATION == "relu":
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "silu":
+        return z * sigmoid(z, FAST)
+    elif ACTIVATION == "gelu":
+        return 0.5 * z * (1.0 + tl.erf(z * _SQRT_HALF))
+    elif ACTIVATION == "gelu_tanh":
+        # sigmoid(2 u), with the factors of u and of the exponent's base in two constants.
+        slope = z * z * (-2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * _LOG2E) + (-2.0 * _SQRT_2_OVER_PI * _LOG2E)
+        return z * _reciprocal(1.0 + tl.exp2(z * slope), FAST)
+    else:
+        return z
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """tanh(x) to a relative error of 2^-11, in one instruction; the interpreter's is exact."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return sigmoid(x * 2.0, False) * 2.0 - 1.0
+
+
+@triton.jit
+def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """`activate` for a result that is rounded to DTYPE.
+
+    For 16 bits silu and gelu_tanh take the hardware's tanh: their error stays below |z| * 2^-12, which is less
+    than half a step of the largest results; of small results, z far below 0, it may be a large part.
+    """
+    if ACTIVATION == "silu" and DTYPE.primitive_bitwidth == 16:
+        half = z * 0.5
+        return half * tanh(half, FAST) + half
+    elif ACTIVATION == "gelu_tanh" and DTYPE.primitive_bitwidth == 16:
+        half = z * 0.5
+        return half * tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI, FAST) + half
+    else:
+        return activate(z, ACTIVATION, FAST)
+
+
+@triton.jit
+def activation_derivative(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """act'(z) in float32, elementwise."""
+    if ACTIVATION == "relu":
+        return tl.where(z > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "silu":
+        s, rest = _sigmoid_pair(z, FAST)
+        return s + z * (s * rest)
+    elif ACTIVATION == "gelu":
+        density = tl.exp2(z * z * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
+        return 0.5 * (1.0 + tl.erf(z * _SQRT_HALF)) + z * density
+    elif ACTIVATION == "gelu_tanh":
+        s, rest = _sigmoid_pair((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI), FAST)
+        slope = (1.0 + z * z * (3.0 * _GELU_CUBIC)) * (2.0 * _SQRT_2_OVER_PI)
+        return s + z * (s * rest) * slope
+    else:
+        return tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _random_words(seed, row, quad):
+    """Four uint32 words for each (row, group of four positions); `row` int64 broadcasts against `quad`."""
+    row = row + tl.zeros(quad.shape, tl.int64)
+    c0 = quad.to(tl.uint32)
+    c1 = row.to(tl.uint32)
+    c2 = (row >> 32).to(tl.uint32)
+    return tl.philox(seed, c0, c1, c2, tl.zeros(quad.shape, tl.uint32), _ROUNDS)
+
+
+@triton.jit
+def dropout_keep(seed, row, position, threshold):
+    """Whether each element is kept, for any shape of `position` (int64 or int32, its place in the row)."""
+    w0, w1, w2, w3 = _random_words(seed, row, position // 4)
+    lane = position % 4
+    word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+    return word >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def dropout_keep_tile(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """`dropout_keep` of a [ROWS, COLS] tile from column 4 * first_quad on: one Philox for four elements.
+
+    `row` is [ROWS, 1] int64; COLS is a multiple of 4.
+    """
+    quad = first_quad + tl.arange(0, COLS // 4)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    w0, w1, w2, w3 = _random_words(seed, row, quad)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
+    return words >= threshold.to(tl.uint32)

@@ -1,0 +1,196 @@
+"""Loading rows and taking their moments: what forward and backward kernels of LayerNorm and RMSNorm share.
+
+Mean and variance are taken about a pivot that lies among the values, never as E[x^2] - mean^2.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.reductions import rounded_product, sum_pair
+
+
+@triton.jit
+def column_mask(col, cols, EVEN: tl.constexpr):
+    """Which columns exist; a constant, which the compiler folds away, where every block is full."""
+    if EVEN:
+        return tl.full(col.shape, True, tl.int1)
+    else:
+        return col < cols
+
+
+@triton.jit
+def unaligned_nought(cols, NARROW: tl.constexpr):
+    """0; where accesses are NARROW, one of which the compiler does not know that it is aligned.
+
+    Were it to know that parameters are, each thread would hold the neighbours that one wide access of theirs
+    brings, and the narrow accesses of x would leave gaps between lanes.
+    """
+    if NARROW:
+        return cols >> 30
+    else:
+        return 0
+
+
+@triton.jit
+def widened(value, FAST: tl.constexpr):
+    """float32 of a tile.
+
+    bfloat16 takes one instruction an element here, where the compiler's own conversion takes three for two, at
+    half the rate.  Being opaque, conversions also stay where they are written: what is used twice, or by every turn
+    of a loop, is held in 16 bits and not in twice as many registers of converted values.
+    """
+    if FAST and value.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [value],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=2,
+        )
+    elif FAST and value.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=r,=r,r",
+            [value],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
+def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
+    """weight + WEIGHT_OFFSET, what x_hat is multiplied by; without an offset, weight itself."""
+    if WEIGHT_OFFSET == 0.0:
+        return weight
+    else:
+        return weight + WEIGHT_OFFSET
+
+
+@triton.jit
+def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr, FAST: tl.constexpr):
+    """x, or x + residual, in float32; masked lanes are 0."""
+    h = widened(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT), FAST)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
+        h += widened(residual, FAST)
+    return h
+
+
+@triton.jit
+def slab_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr):
+    """Pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks, `count` columns in all.
+
+    The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean, for
+    RMSNorm about 0, which is then its pivot and shift.
+    """
+    if IS_RMS:
+        squares = chunks[0] * chunks[0]
+        for i in tl.static_range(1, len(chunks)):
+            squares += chunks[i] * chunks[i]
+        square = tl.sum(squares, 1, keep_dims=True)
+        pivot = tl.zeros_like(square)
+        shift = pivot
+    else:
+        total = chunks[0]
+        for i in tl.static_range(1, len(chunks)):
+            total += chunks[i]
+        # A pivot near the mean makes the second pass exact; what it is off by comes out of that pass.
+        pivot = tl.sum(total, 1, keep_dims=True) / count
+        shifts = tl.zeros_like(total)
+        squares = tl.zeros_like(total)
+        for i in tl.static_range(len(chunks)):
+            d = chunks[i] - pivot
+            if not EVEN:
+                d = tl.where(masks[i], d, 0.0)
+            shifts += d
+            squares += d * d
+        shift, square = sum_pair(shifts, squares, 1, FAST)
+        shift = shift / count
+        square = tl.maximum(square - shift * shift * count, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return pivot, shift, square
+
+
+@triton.jit
+def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
+    """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
+
+    A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
+    spread for each chunk: what cancels is bounded by the number of chunks times 2^-24 of the result, for any row.
+
+    Args:
+        pivot, sum_1, sum_2: [LANES, 1], the pivot and the sums of x - pivot and (x - pivot)^2.
+        count: [LANES, 1] float32, values in each lane, 0 where a lane has none.
+        n: float32, values in the row.
+    """
+    lane_shift = sum_1 / tl.maximum(count, 1.0)
+    rough = tl.sum(rounded_product(count, pivot + lane_shift, FAST), 0, keep_dims=True) / n
+    delta = (pivot - rough) + lane_shift
+    weighted = count * delta
+    square = (sum_2 - sum_1 * lane_shift) + weighted * delta
+    shift, square = sum_pair(weighted, square, 0, FAST)
+    shift = shift / n
+    variance = tl.maximum(square / n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return rough, shift, variance
+
+
+@triton.jit
+def sweep_moments(
+    x_ptr,
+    residual_ptr,
+    x_row,
+    residual_row,
+    cols,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """(rough, shift, variance) of one row read in chunks of BLOCK_N, with mean = rough + shift; each [1, 1].
+
+    Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of the difference.  A lane is
+    the GROUP columns that one thread loads at once; its sums take three registers, not three for each column.
+    """
+    lanes: tl.constexpr = BLOCK_N // GROUP
+    col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    n = cols.to(tl.float32)
+    mask = column_mask(col, cols, EVEN)
+    h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last", FAST)
+    first_count = tl.sum(mask.to(tl.float32), 1, keep_dims=True)
+    sum_1 = tl.zeros((lanes, 1), tl.float32)
+    if IS_RMS:
+        pivot = sum_1
+        sum_2 = tl.sum(h * h, 1, keep_dims=True)
+    else:
+        pivot = tl.sum(h, 1, keep_dims=True) / tl.maximum(first_count, 1.0)
+        d = h - pivot
+        if not EVEN:
+            d = tl.where(mask, d, 0.0)
+        sum_1 += tl.sum(d, 1, keep_dims=True)
+        sum_2 = tl.sum(d * d, 1, keep_dims=True)
+    count = first_count
+    for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
+        at = col + chunk * BLOCK_N
+        mask = column_mask(at, cols, EVEN)
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last", FAST)
+        if IS_RMS:
+            sum_2 += tl.sum(h * h, 1, keep_dims=True)
+        else:
+            d = h - pivot
+            if not EVEN:
+                d = tl.where(mask, d, 0.0)
+            sum_1 += tl.sum(d, 1, keep_dims=True)
+            sum_2 += tl.sum(d * d, 1, keep_dims=True)
+            count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
+
+    if IS_RMS:
+        rough = tl.zeros((1, 1), tl.float32)
+        shift = tl.zeros((1, 1), tl.float32)
+        variance = tl.sum(sum_2, 0, keep_dims=True) / n
+    else:
+        rough, shift, variance = lane_moments(pivot, sum_1, sum_2, count, n, FAST)
+    return rough, shift, variance

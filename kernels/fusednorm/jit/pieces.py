@@ -1,0 +1,296 @@
+"""Pieces of rows that stay in registers as they lie in memory: loading, moments, writing.
+
+A 16-bit piece takes half the registers of its float32 values; it is converted anew wherever it is used.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.moments import column_mask, offset_weight, widened
+from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.ops.layer_norm.forward.tile import finish
+
+
+@triton.jit
+def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
+    """Chan's merge of the moments of two sets of as many values: of a reduction whose tree is a full one.
+
+    Within a thread the compiler takes one element after another, so that a thread may hold two at most.
+
+    The mean of a set is mean + shift; mean stays what the first set's is, so that only differences are rounded.
+    """
+    delta = (mean_b - mean_a) + (shift_b - shift_a)
+    square = square_a + square_b + delta * delta * (count_a * 0.5)
+    return count_a + count_b, mean_a, shift_a + delta * 0.5, square
+
+
+@triton.jit
+def merge(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
+    """`merge_even` of two sets of any size, also of none."""
+    count = count_a + count_b
+    delta = (mean_b - mean_a) + (shift_b - shift_a)
+    share = count_b / tl.maximum(count, 1.0)
+    square = square_a + square_b + delta * delta * (count_a * share)
+    # A set of none has no mean worth keeping.
+    empty = count_a == 0.0
+    mean = tl.where(empty, mean_b, mean_a)
+    shift = tl.where(empty, shift_b, shift_a + delta * share)
+    return count, mean, shift, tl.where(empty, square_b, square)
+
+
+@triton.jit
+def load_piece(
+    ptr, start, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """CHUNKS chunks of BLOCK_N columns from ptr + start on, as they lie in memory: a tuple of [lanes, GROUP].
+
+    The tuple is empty where ptr is None.  A lane is the GROUP columns of each chunk that one thread loads at once.
+    """
+    col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    chunks = ()
+    if ptr is not None:
+        for i in tl.static_range(CHUNKS):
+            mask = column_mask(col + i * BLOCK_N, piece_cols, i < FULL)
+            chunks = chunks + (
+                tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),
+            )
+    return chunks
+
+
+@triton.jit
+def chunk_of(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr):
+    """Chunk i of h in float32."""
+    h = widened(chunks[i], FAST)
+    if len(residuals) > 0:
+        h += widened(residuals[i], FAST)
+    return h
+
+
+@triton.jit
+def write_sums(
+    chunks, residuals, residual_out_ptr, at, piece_cols,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """h, the sum of x and residual, of a piece `at` elements from the pointer on; nothing where that is None."""
+    if residual_out_ptr is not None:
+        col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        for i in tl.static_range(len(chunks)):
+            mask = column_mask(col + i * BLOCK_N, piece_cols, i < FULL)
+            h = chunk_of(chunks, residuals, i, FAST).to(residual_out_ptr.dtype.element_ty)
+            tl.store(residual_out_ptr + at + i * BLOCK_N + col, h, mask=mask)
+
+
+@triton.jit
+def _distance(
+    chunks, residuals, i: tl.constexpr, mean, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Chunk i of h less `mean`, or h for RMSNorm; 0 past the piece's end."""
+    d = chunk_of(chunks, residuals, i, FAST)
+    if not IS_RMS:
+        d = d - mean
+        if i >= FULL:
+            col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
+    return d
+
+
+@triton.jit
+def piece_moments(
+    chunks, residuals, piece_cols,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Count, mean, shift and sum of squares of each lane of a piece, [lanes, 1]; the lane's mean is mean + shift.
+
+    The squares are about that mean, taken through sums about the mean of the lane's first chunk: once about values
+    of its own, no lane is far from its pivot for its own spread.  For RMSNorm both are 0 and the squares about 0.
+    """
+    lanes: tl.constexpr = BLOCK_N // GROUP
+    count = tl.zeros((lanes, 1), tl.float32)
+    first_count = tl.zeros((lanes, 1), tl.float32)
+    mean = tl.zeros((lanes, 1), tl.float32)
+    shift = tl.zeros((lanes, 1), tl.float32)
+    square = tl.zeros((lanes, 1), tl.float32)
+    if len(chunks) == FULL:
+        first_count += GROUP
+        count += len(chunks) * GROUP
+    else:
+        left = piece_cols - tl.arange(0, lanes)[:, None] * GROUP
+        first_count += tl.minimum(tl.maximum(left, 0), GROUP).to(tl.float32)
+        for i in tl.static_range(len(chunks)):
+            count += tl.minimum(tl.maximum(left - i * BLOCK_N, 0), GROUP).to(tl.float32)
+    if not IS_RMS:
+        first = tl.sum(chunk_of(chunks, residuals, 0, FAST), 1, keep_dims=True)
+        # What the shift is about must be what is returned: contracted into the subtraction, it would be unrounded.
+        mean = rounded_product(first, 1.0 / tl.maximum(first_count, 1.0), FAST)
+    for i in tl.static_range(len(chunks)):
+        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
+        if not IS_RMS:
+            shift += tl.sum(d, 1, keep_dims=True)
+        square += tl.sum(d * d, 1, keep_dims=True)
+    if not IS_RMS:
+        inverse = 1.0 / tl.maximum(count, 1.0)
+        square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        shift = shift * inverse
+    return count, mean, shift, square
+
+
+@triton.jit
+def _standardised(h, mean, rest, rstd, FAST: tl.constexpr):
+    """(h - mean) * rstd - rest.
+
+    A reduction tree that merges moments leaves in each thread a mean and a shift that are right together, but not
+    those of the next thread.  FAST takes both in one step, between which no element changes threads.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }",
+            "=f,f,f,f,f",
+            [h, mean, rstd, -rest],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (h - mean) * rstd - rest
+
+
+@triton.jit
+def write_chunk(
+    h, weights, biases, i: tl.constexpr, y_ptr, y_at, piece_cols, row, first_col,
+    mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """y of chunk i of a piece that starts at column `first_col` and `y_at` elements from the pointer.
+
+    weights and biases are tuples of one chunk as it lies in memory, or of none.
+    """
+    at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
+    mask = column_mask(at, piece_cols, i < FULL)
+    if IS_RMS:
+        y = h * rstd
+    else:
+        y = _standardised(h, mean, shift * rstd, rstd, FAST)
+    if len(weights) > 0:
+        y = y * offset_weight(widened(weights[0], FAST), WEIGHT_OFFSET)
+    if len(biases) > 0:
+        y = y + widened(biases[0], FAST)
+    if ACTIVATION != "none" or DROPOUT:
+        y = tl.reshape(y, (1, BLOCK_N))
+        y = finish(
+            y,
+            row,
+            first_col + i * BLOCK_N,
+            seed,
+            dropout_threshold,
+            dropout_scale,
+            ACTIVATION,
+            DROPOUT,
+            FAST,
+        )
+        y = tl.reshape(y, (BLOCK_N // GROUP, GROUP))
+    tl.store(y_ptr + y_at + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+
+
+@triton.jit
+def write_piece(
+    chunks, residuals, weight_ptr, bias_ptr, parameter_at,
+    y_ptr, y_at, piece_cols, row, first_col,
+    mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, NARROW: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """`write_chunk` of every chunk; its parameters, from `parameter_at` on, are loaded one chunk before."""
+    # A hint takes five instructions of an access: too many for narrow ones.
+    KEEP: tl.constexpr = "" if NARROW else "evict_last"
+    DROP: tl.constexpr = "" if NARROW else "evict_first"
+    weights = load_piece(weight_ptr, parameter_at, piece_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
+    biases = load_piece(bias_ptr, parameter_at, piece_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
+    for i in tl.static_range(len(chunks)):
+        these_weights = weights
+        these_biases = biases
+        if i + 1 < len(chunks):
+            at = (i + 1) * BLOCK_N
+            left = piece_cols - at
+            weights = load_piece(weight_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
+            biases = load_piece(bias_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
+        write_chunk(
+            chunk_of(chunks, residuals, i, FAST), these_weights, these_biases, i, y_ptr, y_at,
+            piece_cols, row, first_col, mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+            FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.constexpr):
+    """Mean, shift and sum of squares of all lanes together, as scalars; the arguments are [lanes, 1].
+
+    FAST merges pairs of sets in one reduction tree; the interpreter, which would go from lane to lane, takes sums.
+    """
+    if not FAST:
+        n = tl.maximum(tl.sum(count, 0, keep_dims=True), 1.0)
+        rough = tl.sum(count * mean, 0, keep_dims=True) / n
+        delta = (mean - rough) + shift
+        shift = tl.sum(count * delta, 0, keep_dims=True) / n
+        square = tl.sum(square + count * delta * delta, 0, keep_dims=True) - shift * shift * n
+        square = tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        mean = rough
+    elif EVEN:
+        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_even, keep_dims=True)
+    else:
+        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge, keep_dims=True)
+    return tl.sum(mean), tl.sum(shift), tl.sum(square)
+
+
+@triton.jit
+def _whole_moments(
+    chunks, residuals, piece_cols,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean, shift and sum of squares of a piece, as scalars, in two passes over what is held.
+
+    For narrow accesses, which make every element a lane of its own: merging as many moments would cost more.
+    """
+    n = piece_cols.to(tl.float32)
+    mean = 0.0
+    if not IS_RMS:
+        total = chunk_of(chunks, residuals, 0, FAST)
+        for i in tl.static_range(1, len(chunks)):
+            total += chunk_of(chunks, residuals, i, FAST)
+        mean = tl.sum(total) / n
+    shifts = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
+    squares = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
+    for i in tl.static_range(len(chunks)):
+        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
+        if not IS_RMS:
+            shifts += d
+        squares += d * d
+    if IS_RMS:
+        shift = 0.0
+        square = tl.sum(tl.sum(squares, 1))
+    else:
+        shifts, squares = sum_pair(shifts, squares, 1, FAST)
+        shifts, squares = sum_pair(shifts, squares, 0, FAST)
+        shift = tl.sum(shifts) / n
+        square = tl.maximum(tl.sum(squares) - shift * shift * n, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return mean, shift, square
+
+
+@triton.jit
+def moments_of_piece(
+    chunks, residuals, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    NARROW: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean, shift and sum of squares of a piece, as scalars; the mean is mean + shift, the squares are about it."""
+    if NARROW:
+        mean, shift, square = _whole_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
+    else:
+        count, means, shifts, squares = piece_moments(
+            chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST
+        )
+        mean, shift, square = total_moments(count, means, shifts, squares, len(chunks) == FULL, FAST)
+    return mean, shift, square

@@ -1,0 +1,144 @@
+"""What the compiler makes of a launch: registers, spills and access widths, for a GPU that may be absent.
+
+Needs Triton's own compiler, so TRITON_INTERPRET must be unset.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+
+from fusednorm.launch.launch import Launch
+
+SM_90 = GPUTarget("cuda", 90, 32)
+
+_POINTER = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int64: "*i64",
+}
+_DIVISIBLE: list[list[object]] = [["tt.divisibility", 16]]
+_ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v([248]))?\.b(8|16|32|64)\b")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One compiled kernel.
+
+    Attributes:
+        kernel: its name.
+        registers: per thread.
+        spilled_bytes: stores and loads to local memory, per thread.
+        shared_bytes: static and dynamic shared memory of a program.
+        access_bytes: how often each access width, in bytes a thread, stands in the code; by "ld", "st", "cp".
+    """
+
+    kernel: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    access_bytes: dict[str, Counter[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """What Triton compiles for a launch.
+
+    Attributes:
+        source: the kernel, with types for its arguments and values for its constexprs.
+        options: those of the compiler.
+    """
+
+    source: ASTSource
+    options: dict[str, Any]
+
+
+def specialise(launch: Launch) -> Specialisation:
+    """The kernel of a launch as Triton would specialise it on the device of its tensors."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    values = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | dict(launch.options)
+    for index, parameter in enumerate(launch.kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, tuple):
+            signature[parameter.name] = tuple("constexpr" if t is None else _POINTER[t.dtype] for t in value)
+            constants |= {(index, place): None for place, t in enumerate(value) if t is None}
+            attributes |= {(index, place): _DIVISIBLE for place, t in enumerate(value) if _is_aligned(t)}
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTER[value.dtype]
+            if _is_aligned(value):
+                attributes[(index,)] = _DIVISIBLE
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif not parameter.do_not_specialize and not parameter.annotation_type and value == 1:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        else:
+            signature[parameter.name] = parameter.annotation_type or ("i32" if _fits_32_bits(value) else "i64")
+            if not parameter.do_not_specialize and value % 16 == 0:
+                attributes[(index,)] = _DIVISIBLE
+    options = {name: value for name, value in launch.options.items() if name not in launch.kernel.arg_names}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return Specialisation(source, {"enable_fp_fusion": True, **options})
+
+
+def _is_aligned(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.data_ptr() % 16 == 0
+
+
+def _fits_32_bits(value: int) -> bool:
+    return -(2**31) <= value < 2**31
+
+
+def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
+    """Compile a launch for `target`, as Triton would specialise it; tensors of meta start at address 0."""
+    specialised = specialise(launch)
+    compiled = triton.compile(specialised.source, target=target, options=specialised.options)
+    registers, spilled, static_shared = _assemble(compiled.asm["ptx"], target)
+    return Report(
+        kernel=launch.kernel.fn.__name__,
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=max(static_shared, compiled.metadata.shared),
+        access_bytes=_access_widths(compiled.asm["ptx"]),
+    )
+
+
+def _assemble(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
+    """Registers a thread, spilled bytes and static shared memory, from the assembler's own report."""
+    suffix = "a" if target.arch >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        ptxas = nvidia.get_ptxas(target.arch)
+        command = [ptxas.path, "-v", f"-arch=sm_{target.arch}{suffix}", str(path), "-o", str(path) + ".cubin"]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = int(re.findall(r"Used (\d+) registers", text)[-1])
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
+    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", text)]
+    return registers, spilled, max(shared, default=0)
+
+
+def _access_widths(ptx: str) -> dict[str, Counter[int]]:
+    widths: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter(), "cp": Counter()}
+    for kind, vector, bits in _ACCESS.findall(ptx):
+        widths[kind][int(vector or 1) * int(bits) // 8] += 1
+    for copied in _COPY.findall(ptx):
+        widths["cp"][int(copied, 16)] += 1
+    return widths

@@ -1,0 +1,166 @@
+"""Launches: decided by a plan, then made; and what several plans need for one."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from fusednorm.checks import Epilogue
+from fusednorm.device import since_hopper
+from fusednorm.jit.dropout import dropout_threshold
+from fusednorm.launch import prepared
+
+MAX_VEC = 8
+REGISTERS_PER_SM = 65536
+"""Registers of a multiprocessor, of every architecture since Kepler."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByRows:
+    """How a launch over rows follows from their number, where nothing else of it does.
+
+    A program takes `tile` rows at a time, there are at most `most` programs, and `argument` says whether the number
+    of rows is an argument, the first after the tensors.
+    """
+
+    tile: int
+    most: int
+    argument: bool
+
+    def programs(self, rows: int) -> int:
+        """Programs for as many rows, 1 or more."""
+        return min(-(-rows // self.tile), self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch, decided but not yet made; `options` holds constexprs and compile options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    by_rows: ByRows | None = None
+
+
+def dependent(early: bool) -> dict[str, object]:
+    """Options of a launch of a kernel that awaits the one before it: `early`, it starts before that one ends."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+def run(device: torch.device, launches: Iterable[Launch]) -> None:
+    """Launch in order on the device's current stream."""
+    index = device.index if device.type == "cuda" else -1
+    if index < 0 or index == torch.cuda.current_device():
+        _start(launches, index)
+    else:
+        with torch.cuda.device(index):
+            _start(launches, index)
+
+
+def _start(launches: Iterable[Launch], index: int) -> None:
+    for launch in launches:
+        prepared.start(launch.kernel, launch.grid, launch.arguments, launch.options, index)
+
+
+@cache
+def _zeros(device: torch.device, stream: int, words: int, purpose: str) -> torch.Tensor:
+    return torch.zeros(words, dtype=torch.int64, device=device)
+
+
+def _workspace(device: torch.device, words: int, purpose: str) -> torch.Tensor:
+    """At least that many 8-byte words: one workspace for each stream and purpose, zero when it is new."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _workspace_of(device, stream, 1 << words.bit_length(), purpose)
+
+
+def _workspace_of(device: torch.device, stream: int, words: int, purpose: str) -> torch.Tensor:
+    """That of the device's current stream, whose handle is given.
+
+    Launches on a stream follow one another and leave it ready for the next.  A launch that is captured into a graph
+    gets one of its own, cleared at every replay.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    return _zeros(device, stream, words, purpose)
+
+
+def mailbox(device: torch.device, slots: int) -> torch.Tensor:
+    """The workspace of `jit.exchange` for a launch with as many slots in all."""
+    return _workspace(device, 2 + 4 * slots, "mailbox")
+
+
+def mailbox_again(device: torch.device, stream: int, words: int) -> torch.Tensor:
+    """The mailbox of the device's current stream, whose handle is given, for a launch that had one of `words`."""
+    return _workspace_of(device, stream, words, "mailbox")
+
+
+def counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least as many int64 counters, all 0, which a launch must leave at 0."""
+    return _workspace(device, count, "counters")
+
+
+class Resident(Protocol):
+    """A configuration of programs of which so many are to be on a multiprocessor at once."""
+
+    @property
+    def num_warps(self) -> int: ...
+
+    @property
+    def programs_per_sm(self) -> int: ...
+
+
+def registers_for(config: Resident) -> int:
+    """Registers that a thread may have for `programs_per_sm` programs to be resident."""
+    return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
+
+
+def resident_options(config: Resident) -> dict[str, object]:
+    """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
+    return {"maxnreg": registers_for(config), "launch_cooperative_grid": True}
+
+
+def can_prefetch(vec: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether runs of vectors of `vec` elements of the tensors start and end on 16 bytes, and may be asked for."""
+    return all(
+        tensor is None
+        or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and since_hopper(tensor.device))
+        for tensor in tensors
+    )
+
+
+def has_lane_a_thread(width: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether accesses to tensors, `width` bytes where these start at multiples of 16, are of 16 bytes.
+
+    Narrower ones the compiler gives to neighbouring threads, and several lanes to each: `merge_even` then has no
+    full tree.
+    """
+    return width == 16 and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def known_whole(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
+    """FULL of a program that has all of `length` in `chunks` chunks: those that are known to be whole.
+
+    Moments of chunks that are all whole are merged as equals, so without a lane a thread one fewer than all.
+    """
+    return min(length // block, chunks if lane_a_thread else chunks - 1)
+
+
+def known_whole_in_slabs(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
+    """`known_whole` of programs that have slabs of `chunks` chunks each: all or none."""
+    return chunks if lane_a_thread and length % (chunks * block) == 0 else 0
+
+
+def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
+    """Seed, threshold and scale, as the kernels that fuse dropout take them."""
+    return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
+
+
+def vector_units(*sizes: int) -> int:
+    """The largest power of two up to MAX_VEC that divides every size: elements of one vector access."""
+    vec = MAX_VEC
+    while any(size % vec for size in sizes):
+        vec //= 2
+    return vec

@@ -1,0 +1,147 @@
+"""Compiled kernels at hand: what Triton has launched once is launched again without asking it which kernel to take.
+
+At every launch Triton binds all parameters by name and forms a text of every option to look its kernel up by, which
+costs the host several times what the driver's call does.  Here a kernel is found by what Triton would look at, and
+called as `triton.runtime.jit.JITFunction.run` of Triton 3.6 to 3.9 calls it, with addresses in place of tensors.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from fusednorm.device import INTERPRETED
+from fusednorm.launch.driver import Launcher, launcher_of
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A compiled kernel with all that its launch takes besides grid, stream and arguments.
+
+    Attributes:
+        launcher: how it is launched.
+        constants: its constexprs, the last of its parameters.
+        stream_of: the current stream of a device's index, as the driver takes it.
+        kernel: what the driver's handle lives as long as.
+    """
+
+    launcher: Launcher
+    constants: tuple[Any, ...]
+    stream_of: Any
+    kernel: Any
+
+
+# As many as Triton keeps compiled kernels, or few times that where `_described` looks at more: bounded as they are.
+_PREPARED: dict[Key, Prepared] = {}
+
+# What Triton looks at in an integer for each parameter, by the function of a kernel.
+_LOOKS: dict[Any, tuple[str, ...]] = {}
+
+
+def undisturbed() -> bool:
+    """Whether Triton need not be asked: nobody watches launches or wants kernels compiled in another way."""
+    runtime = knobs.runtime
+    try:
+        watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    except AttributeError:  # A hook that is no chain of hooks.
+        return False
+    return not (
+        watched or runtime.debug or runtime.add_stages_inspection_hook or knobs.compilation.instrumentation_mode
+    )
+
+
+def start(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any], device: int
+) -> None:
+    """Launch on the current device, whose index is given, and its current stream; compiled at the first use."""
+    if INTERPRETED or not undisturbed():
+        _start_through_triton(kernel, grid, arguments, options)
+        return
+    key, values = _described(kernel, arguments, options, device)
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        compiled = _start_through_triton(kernel, grid, arguments, options)
+        if isinstance(compiled, CompiledKernel):
+            _PREPARED[key] = _prepare(kernel, compiled, len(arguments), options)
+        return
+    x, y, z, *_ = (*grid, 1, 1)
+    call, head, packed = prepared.launcher
+    parameters = (*values, *prepared.constants)
+    call(x, y, z, prepared.stream_of(device), *head, *((parameters,) if packed else parameters))
+
+
+def find(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], device: int) -> Prepared | None:
+    """What such a launch takes, if there has been one on the device of that index."""
+    return None if INTERPRETED else _PREPARED.get(_described(kernel, arguments, options, device)[0])
+
+
+def _start_through_triton(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]
+) -> Any:
+    # Pinned: later versions of Triton change this default, and with it the last bits.
+    return kernel[grid](*arguments, enable_fp_fusion=True, **options)
+
+
+def _prepare(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> Prepared:
+    constants = tuple(options[parameter.name] for parameter in kernel.params[arguments:])
+    run = compiled.run  # Loads the kernel: only now it has a handle.
+    launcher = launcher_of(run, compiled.function, compiled.packed_metadata)
+    return Prepared(launcher, constants, driver.active.get_current_stream, compiled)
+
+
+def _described(
+    kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], device: int
+) -> tuple[Key, list[Any]]:
+    """What Triton chooses the compiled kernel by, and the arguments with addresses in place of tensors."""
+    # Not the kernel itself: its hash is that of its source.
+    function = kernel.fn
+    looks = _LOOKS.get(function)
+    if looks is None:
+        looks = _LOOKS[function] = tuple(_looks_at_integer(parameter) for parameter in kernel.params)
+    kinds, values = _each_described(looks, arguments)
+    return (function, device, tuple(kinds), tuple(options.items())), values
+
+
+def _each_described(looks: Iterable[str], arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    kinds: list[Any] = []
+    values: list[Any] = []
+    for look, value in zip(looks, arguments, strict=False):
+        kind = type(value)
+        if value is None:
+            kinds.append(None)
+        elif kind is int:
+            kinds.append(int if look == "type" else _kind_of_integer(value, look))
+        elif kind is float:
+            kinds.append(float)
+        elif isinstance(value, Tensor):
+            address = value.data_ptr()
+            kinds.append((value.dtype, address % 16 == 0))
+            values.append(address)
+            continue
+        elif kind is tuple:
+            inner_kinds, inner_values = _each_described((look,) * len(value), value)
+            kinds.append(tuple(inner_kinds))
+            values.append(tuple(inner_values))
+            continue
+        else:
+            kinds.append((kind, value))
+        values.append(value)
+    return kinds, values
+
+
+def _looks_at_integer(parameter: Any) -> str:
+    """What of an integer Triton looks at: "type" where it is declared, else its "width", and its "value" too."""
+    if not parameter.do_not_specialize:
+        return "value"
+    return "type" if parameter.annotation_type else "width"
+
+
+def _kind_of_integer(value: int, look: str) -> Any:
+    width = 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else -64
+    return width if look == "width" else (width, value == 1, value % 16 == 0)

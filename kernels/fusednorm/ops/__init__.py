@@ -1,0 +1,1 @@
+"""The operations: how each chooses an algorithm, and the algorithms themselves."""

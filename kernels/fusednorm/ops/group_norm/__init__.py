@@ -1,0 +1,1 @@
+"""GroupNorm: what both memory layouts share."""

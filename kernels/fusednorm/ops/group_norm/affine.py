@@ -1,0 +1,68 @@
+"""What follows x_hat in GroupNorm: weight and bias of a channel, then scale and shift of it in its sample.
+
+y = act((x_hat * weight + bias) * (1 + scale) + shift), each of the four present or not.  What is loaded stays in
+its own type until it is used, so that loads may be written some time before.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.ops.group_norm.contiguous.tiles import load_bias, load_weight
+
+
+@triton.jit
+def _load_one(ptr, at):
+    """(value,) or, where there is none, ()."""
+    loaded = ()
+    if ptr is not None:
+        loaded = loaded + (tl.load(ptr + at),)
+    return loaded
+
+
+@triton.jit
+def load_affine(parameters, channel, sample_channel):
+    """weight, bias, scale and shift, a tuple of one value or of none each.
+
+    Args:
+        parameters: the four pointers, weight and bias [C], scale and shift [N, C].
+        channel: a scalar or tile of numbers below C.
+        sample_channel: sample * C + channel.
+    """
+    return (
+        _load_one(parameters[0], channel),
+        _load_one(parameters[1], channel),
+        _load_one(parameters[2], sample_channel),
+        _load_one(parameters[3], sample_channel),
+    )
+
+
+@triton.jit
+def load_masked_affine(parameters, channel, sample_channel, mask):
+    """What x_hat is multiplied by and what is added to it, float32; masked elements are anything finite."""
+    weight = load_weight(parameters[0], channel, mask)
+    bias = load_bias(parameters[1], channel, mask)
+    if parameters[2] is not None:
+        factor = 1.0 + tl.load(parameters[2] + sample_channel, mask=mask, other=0.0).to(tl.float32)
+        weight = weight * factor
+        bias = bias * factor
+    if parameters[3] is not None:
+        bias = bias + tl.load(parameters[3] + sample_channel, mask=mask, other=0.0).to(tl.float32)
+    return weight, bias
+
+
+@triton.jit
+def slope_and_offset(affine, rstd, rest):
+    """a and b such that the result is (h - mean) * a + b, where the group's mean is mean + rest."""
+    a = rstd
+    if len(affine[0]) > 0:
+        a = a * affine[0][0].to(tl.float32)
+    b = -rest * a
+    if len(affine[1]) > 0:
+        b = b + affine[1][0].to(tl.float32)
+    if len(affine[2]) > 0:
+        factor = 1.0 + affine[2][0].to(tl.float32)
+        a = a * factor
+        b = b * factor
+    if len(affine[3]) > 0:
+        b = b + affine[3][0].to(tl.float32)
+    return a, b

@@ -1,0 +1,174 @@
+"""How a launch configuration of GroupNorm's backward pass is chosen.
+
+A choice depends on what one sample looks like and on the width of an element, never on the number of samples: but
+for what streams cut finer (`stream_walk`), a sample's bits are the same whatever came with it, and their number
+causes no compile.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from fusednorm.integers import next_power_of_2
+from fusednorm.ops.group_norm import table as tables
+from fusednorm.ops.group_norm.backward_configs import (
+    MAX_OFFSET,
+    Backward,
+    BackwardBlocks,
+    BackwardColumns,
+    BackwardShared,
+    BackwardSplit,
+    BackwardStream,
+    BackwardTile,
+    most_touched,
+)
+from fusednorm.ops.group_norm.channels_last.stream_shape import (
+    STREAM_FROM,
+    STREAM_POSITIONS,
+    measured_stream,
+    stream_splits,
+    stream_warps,
+)
+from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, vector_width
+
+MOST_LABELS = 2
+"""Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
+
+MAX_WASTE = 1.15
+"""Lanes of an entry of the tables for each element, at most."""
+
+
+def idle_share(
+    config: BackwardShared | BackwardBlocks, sample: Sample, itemsize: int, multiprocessors: int
+) -> float:
+    """The part of the resident programs that is left over when as many teams are made as can be."""
+    programs = config.programs_per_sm * multiprocessors
+    return programs % config.members(sample, itemsize) / programs
+
+
+@lru_cache(maxsize=4096)
+def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Backward:
+    """The backward configuration for samples of elements of `itemsize` bytes.
+
+    Args:
+        waits: whether programs may wait for one another, which takes a cooperative launch.
+    """
+    if sample.channels_last:
+        measured = measured_blocks(sample, itemsize, multiprocessors) if waits else None
+        if measured is not None:
+            return measured
+        streamed = stream(sample, itemsize)
+        is_large = sample.hw >= STREAM_POSITIONS or sample.hw * sample.c * itemsize >= STREAM_FROM
+        if streamed is not None and is_large:
+            return streamed
+        blocks = shared_blocks(sample, itemsize, multiprocessors) if waits else None
+        return blocks or streamed or split_backward(sample, itemsize)
+    channels, positions = next_power_of_2(sample.channels), next_power_of_2(sample.hw)
+    padded = channels * positions
+    if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
+        rows = min(64, max(1, 1024 // padded))
+        return BackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
+    shared = shared_backward(sample, itemsize, multiprocessors) if waits else None
+    return shared or split_backward(sample, itemsize)
+
+
+def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardShared | None:
+    """The configuration in which programs share a group, or None where it does not fit the device."""
+    for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
+        if (
+            (channels == sample.channels and sample.hw <= most)
+            and config.fits(sample, itemsize, multiprocessors)
+            and config.padded_length(sample, itemsize) <= MAX_WASTE * sample.group_length
+        ):
+            return config
+    fitting = [
+        config
+        for pieces in (1, 2, 4, 5, 8)
+        for chunks in (2, 3, 4, 5)
+        for channels in (1, 2, 4, 8, 16)
+        if (config := BackwardShared(channels, chunks, pieces, 4, 4, 2, 2)).fits(sample, itemsize, multiprocessors)
+    ]
+    return min(
+        fitting,
+        key=lambda config: (
+            config.padded_length(sample, itemsize) / (1.0 - idle_share(config, sample, itemsize, multiprocessors))
+        ),
+        default=None,
+    )
+
+
+def stream(sample: Sample, itemsize: int) -> BackwardStream | None:
+    """The configuration that streams samples twice, or None where lanes do not take all columns."""
+    num_warps = stream_warps(sample, itemsize)
+    if num_warps is None:
+        return None
+    usual = BackwardStream(
+        num_warps, chunks=4, apply_chunks=4, apply_pieces=2, splits=stream_splits(sample, itemsize)
+    )
+    return measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
+
+
+def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
+    """The entry of the tables for the sample's class, or None where there is none that fits."""
+    if sample.c % (16 // itemsize) or most_touched(sample.channels, 16 // itemsize) > MOST_LABELS:
+        return None
+    for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
+        if (
+            (channels == sample.channels and sample.hw <= most)
+            and config.columns <= sample.c
+            and config.fits(sample, itemsize, multiprocessors)
+        ):
+            return config
+    return None
+
+
+def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
+    """The configuration in which programs share blocks of columns, or None where it does not fit the device."""
+    vector = 16 // itemsize
+    labels = most_touched(sample.channels, vector)
+    if sample.c % vector or labels > MOST_LABELS:
+        return None
+    programs_per_sm = 4 if labels == 1 else 3
+    widths = {size // itemsize for size in (64, 128, 256)}
+    widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
+    fitting = [
+        config
+        for pieces in (1, 2, 4, 8)
+        for columns in widths
+        if columns % vector == 0 and 64 <= columns * itemsize <= 256
+        if (config := BackwardBlocks(columns, 2, pieces, 4, programs_per_sm, 2, 1)).fits(
+            sample, itemsize, multiprocessors
+        )
+    ]
+    return min(
+        fitting,
+        key=lambda config: (
+            config.padded_width(sample, itemsize) / (1.0 - idle_share(config, sample, itemsize, multiprocessors)),
+            abs(config.columns * itemsize - 128),
+            config.pieces,
+        ),
+        default=None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardColumns:
+    """The configuration whose programs wait for nothing, for samples of any size."""
+    most = max_splits(sample.c)
+    if sample.channels_last:
+        vec = vector_width(itemsize, sample.c)
+        columns = BackwardColumns(column_width(sample, itemsize), 4, 1, 4)
+        return replace(columns, pieces=_pieces(sample.hw, columns.chunks * columns.rows(vec), most))
+    shapes = [BackwardSplit(channels, chunks, 1, 4) for chunks in (2, 3, 4) for channels in (1, 2, 4, 8, 16, 32)]
+    shape = min(
+        (shape for shape in shapes if shape.channels * sample.hw < MAX_OFFSET or shape.channels == 1),
+        key=lambda shape: (
+            -(-sample.hw // shape.part_positions(itemsize)) * shape.part_positions(itemsize)
+            * -(-sample.channels // shape.channels) * shape.channels
+        ),
+    )  # fmt: skip
+    return replace(shape, pieces=_pieces(sample.hw, shape.part_positions(itemsize), most))
+
+
+def _pieces(positions: int, piece: int, most: int) -> int:
+    """Pieces of a program: as many as make at most `most` parts, and 4, unless there are fewer."""
+    return min(-(-positions // piece), max(4, -(-positions // (piece * most))))

@@ -1,0 +1,193 @@
+"""Folding of the backward pass's partial sums in a fixed order: a group's two sums, and gradients of parameters.
+
+Partial sums of dz and of dz * x_hat lie as [N, splits, C] in float32.  BESIDE is for a kernel that follows one with
+which it shares nothing, and which lets it start only when the partial sums are there: it goes on beside that one,
+and ends after it for the sake of what comes next.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.reductions import sum_pair, total_pair
+
+FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
+"""Rows up to which column sums take tiles of as many: a larger one would be masked for the most part."""
+
+
+@triton.jit
+def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr):
+    """Sums over rows from `first_row` to before `last_row` of both [rows, columns], [1, COLUMNS] each."""
+    sum_1 = tl.zeros((ROWS, column.shape[1]), tl.float32)
+    sum_2 = tl.zeros((ROWS, column.shape[1]), tl.float32)
+    for first in range(first_row, last_row, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        at = row.to(tl.int64) * columns + column
+        mask = (row < last_row) & (column < columns)
+        sum_1 += tl.load(first_ptr + at, mask=mask, other=0.0)
+        sum_2 += tl.load(second_ptr + at, mask=mask, other=0.0)
+    return sum_pair(sum_1, sum_2, 0, FAST)
+
+
+@triton.jit
+def _sum_columns(
+    first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr
+):
+    """`_sum_rows` in tiles of ROWS rows, or of fewer where there are few."""
+    rows = last_row - first_row
+    if rows <= FEW_ROWS:
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS, FAST)
+    elif rows <= SOME_ROWS:
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, SOME_ROWS, FAST)
+    else:
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS, FAST)
+    return sums
+
+
+@triton.jit
+def _slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
+    """What dz of a group's columns is multiplied by, weight * (1 + scale), float32."""
+    mask = column < group_columns
+    slope = tl.full(column.shape, 1.0, tl.float32)
+    if weight_ptr is not None:
+        slope = tl.load(weight_ptr + first_column + column, mask=mask, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + scale_at + first_column + column, mask=mask, other=0.0)
+        slope *= 1.0 + scale.to(tl.float32)
+    return slope
+
+
+@triton.jit(do_not_specialize=["groups", "group_columns", "splits", "scale_stride"])
+def group_norm_fold_sums_kernel(
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    weight_ptr,
+    scale_ptr,
+    sum_g_ptr,
+    sum_g_xhat_ptr,
+    groups: tl.int32,
+    group_columns: tl.int32,
+    splits: tl.int32,
+    scale_stride: tl.int64,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Sums of g = slope * dz and of g * x_hat over one group a program, from sums over channels."""
+    let_next_start(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    sample = row // groups
+    columns = groups.to(tl.int64) * group_columns
+    first_column = (row - sample * groups) * group_columns
+    base = sample * splits * columns
+    split = tl.arange(0, BLOCK_SPLITS)[:, None]
+    column = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    sum_g = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
+    sum_g_xhat = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
+    slope = _slope(weight_ptr, scale_ptr, sample * scale_stride, first_column, column, group_columns)
+    await_previous(EARLY)
+    for first in range(0, group_columns, BLOCK_COLUMNS):
+        column_mask = first + column < group_columns
+        c = first_column + first + column
+        if first > 0:
+            slope = _slope(
+                weight_ptr, scale_ptr, sample * scale_stride, first_column, first + column, group_columns
+            )
+        for first_split in range(0, splits, BLOCK_SPLITS):
+            s = first_split + split
+            mask = (s < splits) & column_mask
+            at = base + s.to(tl.int64) * columns + c
+            sum_g += slope * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
+            sum_g_xhat += slope * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
+    elements: tl.constexpr = BLOCK_SPLITS * BLOCK_COLUMNS
+    sum_g, sum_g_xhat = total_pair(tl.reshape(sum_g, (elements,)), tl.reshape(sum_g_xhat, (elements,)), FAST)
+    tl.store(sum_g_ptr + row, sum_g)
+    tl.store(sum_g_xhat_ptr + row, sum_g_xhat)
+
+
+@triton.jit(do_not_specialize=["splits", "columns", "scale_stride"])
+def group_norm_fold_samples_kernel(
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dz_sum_ptr,
+    dz_xhat_sum_ptr,
+    splits: tl.int32,
+    columns: tl.int32,
+    scale_stride: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    """Gradients of one sample's scale and shift, and its part of dbias' and dweight's sums, for a block of C."""
+    let_next_start(EARLY)
+    if not BESIDE:
+        await_previous(EARLY)
+    sample = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column_mask = column < columns
+    first = sample * splits
+    dz, dz_xhat = _sum_columns(dz_part_ptr, dz_xhat_part_ptr, first, first + splits, columns, column, ROWS, FAST)
+    at = sample * columns + column
+    if dshift_ptr is not None:
+        tl.store(dshift_ptr + at, dz.to(dshift_ptr.dtype.element_ty), mask=column_mask)
+    factor = tl.full((1, COLUMNS), 1.0, tl.float32)
+    if scale_ptr is not None:
+        factor += tl.load(scale_ptr + sample * scale_stride + column, mask=column_mask, other=0.0).to(tl.float32)
+    if dscale_ptr is not None:
+        dscale = dz_xhat
+        if weight_ptr is not None:
+            dscale *= tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            dscale += dz * tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+        tl.store(dscale_ptr + at, dscale.to(dscale_ptr.dtype.element_ty), mask=column_mask)
+    if dz_sum_ptr is not None:
+        tl.store(dz_sum_ptr + at, dz * factor, mask=column_mask)
+        tl.store(dz_xhat_sum_ptr + at, dz_xhat * factor, mask=column_mask)
+    if BESIDE:
+        await_previous(EARLY)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "rows_a_program"])
+def group_norm_fold_rows_kernel(
+    bias_part_ptr,
+    weight_part_ptr,
+    dbias_ptr,
+    dweight_ptr,
+    rows: tl.int64,
+    columns: tl.int32,
+    rows_a_program: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    """Column sums of [rows, columns], one run of rows a program, cast to the outputs' dtypes.
+
+    Run once over everything it gives dbias and dweight; run over many runs it gives a shorter array of the
+    same kind.
+    """
+    let_next_start(EARLY)
+    if not BESIDE:
+        await_previous(EARLY)
+    run = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column_mask = column < columns
+    first_row = run * rows_a_program
+    last_row = tl.minimum(first_row + rows_a_program, rows)
+    bias, weight = _sum_columns(bias_part_ptr, weight_part_ptr, first_row, last_row, columns, column, ROWS, FAST)
+    out = run * columns + column
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + out, bias.to(dbias_ptr.dtype.element_ty), mask=column_mask)
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + out, weight.to(dweight_ptr.dtype.element_ty), mask=column_mask)
+    if BESIDE:
+        await_previous(EARLY)

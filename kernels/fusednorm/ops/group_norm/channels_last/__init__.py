@@ -1,0 +1,1 @@
+"""GroupNorm of channels-last samples."""

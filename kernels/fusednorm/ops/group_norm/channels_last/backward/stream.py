@@ -1,0 +1,297 @@
+"""Backward kernels of GroupNorm that stream channels-last samples twice: sums of each column first, then dx.
+
+The formulas are in `contiguous.backward.tile`, z's slope and offset, and GAIN, in `gradients`,
+the tiles in `channels_last.positions`.  No program waits for another.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.moments import widened
+from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.prefetch import prefetch
+from fusednorm.jit.reductions import sum_pair
+from fusednorm.ops.group_norm.channels_last.blocks import load_statistic
+from fusednorm.ops.group_norm.channels_last.positions import (
+    load_masked_positions,
+    places,
+    position_mask,
+    stored_mask,
+    turns_of,
+)
+from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
+
+
+@triton.jit
+def _load(
+    dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
+    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """`load_masked_positions` of dy, x and residual, which lie alike."""
+    return (
+        load_masked_positions(
+            dy_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
+        ),
+        load_masked_positions(x_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT),
+        load_masked_positions(
+            residual_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
+        ),
+    )
+
+
+@triton.jit
+def _ask(dy_ptr, x_ptr, residual_ptr, start, size):
+    """`prefetch` of `size` elements from `start` on of each that is not None."""
+    prefetch(dy_ptr + start, size)
+    prefetch(x_ptr + start, size)
+    if residual_ptr is not None:
+        prefetch(residual_ptr + start, size)
+
+
+@triton.jit
+def _add(
+    tiles, mean, scale, offset, sums, sums_centred, sample, sample_at, tile, positions, left, position,
+    seed, dropout_threshold, dropout_scale,
+    WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Sums of GAIN * dz, and of that times h - mean, of each column, [LANES, VEC], with those of the tiles."""
+    for i in tl.static_range(len(tiles[0])):
+        centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
+        if not WHOLE:
+            # z of what is not there may be infinite, and 0 * inf would spoil a sum.
+            centred = tl.where(position_mask(position, positions, left, i, WHOLE), centred, 0.0)
+        dz = gained_gradient(
+            widened(tiles[0][i], FAST), centred, scale, offset, sample, sample_at + i * tile,
+            seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN, FAST,
+        )  # fmt: skip
+        sums += dz
+        sums_centred += dz * centred
+    return sums, sums_centred
+
+
+@triton.jit
+def _of_all_positions(
+    a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr, FAST: tl.constexpr
+):
+    """Sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each, and which of these columns exist.
+
+    Where no lane is idle, lanes are POSITIONS times COLUMNS; else positions start at any multiple of `units` lanes.
+    """
+    lanes: tl.constexpr = a.shape[0] * a.shape[1]
+    if IDLE:
+        column = tl.arange(0, COLUMNS)
+        columns = units * a.shape[1]
+        flat_a = tl.reshape(a, (lanes,))
+        flat_b = tl.reshape(b, (lanes,))
+        sum_a = tl.zeros((COLUMNS,), tl.float32)
+        sum_b = tl.zeros((COLUMNS,), tl.float32)
+        for position in tl.static_range(POSITIONS):
+            index = tl.minimum(position * columns + column, lanes - 1)
+            sum_a += tl.gather(flat_a, index, 0)
+            sum_b += tl.gather(flat_b, index, 0)
+        return sum_a[None, :], sum_b[None, :], (column < columns)[None, :]
+    else:
+        sum_a, sum_b = sum_pair(tl.reshape(a, (POSITIONS, COLUMNS)), tl.reshape(b, (POSITIONS, COLUMNS)), 0, FAST)
+        return sum_a, sum_b, tl.full((1, COLUMNS), True, tl.int1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "hw", "units", "groups", "channels", "splits", "scale_stride", "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nhwc_backward_stream_sums_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    parameters,
+    mean_ptr,
+    rstd_ptr,
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    hw: tl.int32,
+    units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    scale_stride: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IDLE: tl.constexpr,
+    LABELS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    GAIN: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Sums of dz and dz * x_hat of each column over every `splits`th step of CHUNKS tiles, to [N, splits, C].
+
+    With PREFETCH the step after is asked into L2 meanwhile.
+    """
+    let_next_start(EARLY)
+    c = units * VEC
+    position, column, positions = places(units, LANES, VEC)
+    at = position * c + column
+    tile = positions * c
+    step_positions = positions * CHUNKS
+    stride = (splits * step_positions).to(tl.int64) * c
+    first_column = (tl.arange(0, LANES)[:, None] % units) * VEC
+    first_group = first_column // channels
+    place = column // channels - first_group
+    there = tl.full(position.shape, True, tl.int1)
+    program = tl.program_id(0)
+    sample = (program // splits).to(tl.int64)
+    split = program % splits
+    turns, left = turns_of(split, hw, splits, step_positions)
+    whole = turns
+    if not WHOLE:
+        whole = turns - (left < step_positions).to(tl.int32)
+    inside = split.to(tl.int64) * step_positions * c
+    base = sample * hw * c
+    if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if whole > 0:
+            # Parameters and statistics come from memory, too, and what follows waits for them.
+            _ask(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
+    mean = load_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    rstd = load_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    slope, offset = load_gained_affine(parameters, column, sample * scale_stride + column, there, GAIN)
+    scale = slope * rstd
+    sums = tl.zeros((LANES, VEC), tl.float32)
+    sums_centred = tl.zeros((LANES, VEC), tl.float32)
+    for turn in range(0, whole):
+        tiles = _load(
+            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, 0,
+            CHUNKS, True, IDLE, "",
+        )  # fmt: skip
+        if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
+            if turn + 1 < whole:
+                _ask(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
+        sums, sums_centred = _add(
+            tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, 0, position,
+            seed, dropout_threshold, dropout_scale, True, IDLE, ACTIVATION, DROPOUT, GAIN, FAST,
+        )  # fmt: skip
+        inside += stride
+    if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if whole < turns:
+            tiles = _load(
+                dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
+                CHUNKS, False, IDLE, "",
+            )  # fmt: skip
+            sums, sums_centred = _add(
+                tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, left,
+                position, seed, dropout_threshold, dropout_scale, False, IDLE, ACTIVATION, DROPOUT, GAIN, FAST,
+            )  # fmt: skip
+    sums *= 1.0 / GAIN
+    sums_centred *= rstd * (1.0 / GAIN)
+    of_column, of_column_xhat, here = _of_all_positions(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE, FAST)
+    of_part = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
+    tl.store(dz_part_ptr + of_part, of_column, mask=here)
+    tl.store(dz_xhat_part_ptr + of_part, of_column_xhat, mask=here)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "hw", "units", "groups", "channels", "samples", "pieces", "scale_stride", "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nhwc_backward_stream_apply_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    parameters,
+    mean_ptr,
+    rstd_ptr,
+    sum_g_ptr,
+    sum_g_xhat_ptr,
+    dx_ptr,
+    hw: tl.int32,
+    units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    samples: tl.int32,
+    pieces: tl.int32,
+    scale_stride: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IDLE: tl.constexpr,
+    LABELS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    GAIN: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """dx of `pieces` pieces of CHUNKS tiles; the last positions of all samples first, for they were read last.
+
+    What starts next finds all sums of columns there.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    sample = (program % samples).to(tl.int64)
+    c = units * VEC
+    position, column, positions = places(units, LANES, VEC)
+    at = position * c + column
+    tile = positions * c
+    piece_positions = positions * CHUNKS
+    base = sample * hw * c
+    first_column = (tl.arange(0, LANES)[:, None] % units) * VEC
+    first_group = first_column // channels
+    place = column // channels - first_group
+    mean = load_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    rstd = load_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    there = tl.full(position.shape, True, tl.int1)
+    slope, offset = load_gained_affine(parameters, column, sample * scale_stride + column, there, GAIN)
+    scale = slope * rstd
+    await_previous(EARLY)
+    let_next_start(EARLY)
+    sum_g = load_statistic(sum_g_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    inverse_size = 1.0 / (hw.to(tl.float32) * channels)
+    constant = sum_g * inverse_size * rstd
+    factor = sum_g_xhat * inverse_size * rstd * rstd
+    first = (program // samples).to(tl.int64) * pieces * piece_positions
+    for back in range(0, pieces):
+        start_position = first + (pieces - 1 - back) * piece_positions
+        inside = start_position * c
+        left = tl.minimum(hw - start_position, piece_positions).to(tl.int32)
+        tiles = _load(
+            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
+            CHUNKS, WHOLE, IDLE, "evict_first",
+        )  # fmt: skip
+        outsides = load_masked_positions(
+            dresidual_out_ptr, base + inside, at, position, positions, units, tile, left,
+            CHUNKS, WHOLE, IDLE, "evict_first",
+        )  # fmt: skip
+        if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
+            if back + 1 < pieces and start_position <= hw:
+                _ask(dy_ptr, x_ptr, residual_ptr, base + inside - CHUNKS * tile, CHUNKS * tile)
+        for i in tl.static_range(CHUNKS):
+            centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
+            dz = gained_gradient(
+                widened(tiles[0][i], FAST), centred, scale, offset, sample, inside + at + i * tile,
+                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN, FAST,
+            )  # fmt: skip
+            dx = dz * scale - (centred * factor + constant)
+            if len(outsides) > 0:
+                dx += widened(outsides[i], FAST)
+            tl.store(
+                dx_ptr + base + inside + i * tile + at, dx.to(dx_ptr.dtype.element_ty),
+                mask=stored_mask(position, positions, units, left, i, WHOLE, IDLE), eviction_policy="evict_first",
+            )  # fmt: skip

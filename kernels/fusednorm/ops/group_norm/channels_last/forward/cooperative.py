@@ -1,0 +1,298 @@
+"""Forward kernel of GroupNorm for channels-last samples whose column blocks one or several programs hold."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
+from fusednorm.jit.prefetch import touch_rows
+from fusednorm.ops.group_norm.channels_last.pieces import (
+    columns_of,
+    fold_to_groups,
+    load_columns,
+    load_rows,
+    merge_members,
+    of_runs,
+    row_of_lane,
+    run_moments,
+    write_rows,
+)
+
+
+@triton.jit
+def _store_statistics(mean_ptr, rstd_ptr, mean, rstd, at, mask):
+    if mean_ptr is not None:
+        tl.store(mean_ptr + at, mean, mask=mask)
+        tl.store(rstd_ptr + at, rstd, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "writers", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
+        "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nhwc_held_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    writers: tl.int32,
+    hw: tl.int32,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    blocks: tl.int32,
+    block_groups: tl.int32,
+    eps: tl.float32,
+    scale_stride: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FULL: tl.constexpr,
+    EVEN: tl.constexpr,
+    KEEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A block of whole groups' columns of one sample a program, read once; SHARED, `writers` programs a block.
+
+    Those each take all of its moments and write a share of its chunks; see `group_norm_nchw_held_kernel`.
+    """
+    program = tl.program_id(0)
+    if SHARED:
+        unit = program // writers
+        writer = program % writers
+    else:
+        unit = program
+        writer = 0
+    sample = (unit // blocks).to(tl.int64)
+    block = unit % blocks
+    c = column_units * VEC
+    block_units = block_groups * channels // VEC
+    column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
+    at = row_of_lane(ROWS, CV).to(tl.int64) * c + column
+    stride = c.to(tl.int64)
+    base = sample * hw * c
+    group = tl.arange(0, GROUPS)
+    run = tl.arange(0, CV * KEEP) * (VEC // KEEP)
+    belongs = (run // channels)[:, None] == group[None, :]
+    group_mask = group < tl.minimum(block_groups, groups - block * block_groups)
+
+    chunks = load_rows(x_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
+    residuals = load_rows(residual_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
+    affine = (
+        load_columns(weight_ptr, column, column_mask),
+        load_columns(bias_ptr, column, column_mask),
+        load_columns(scale_ptr, sample * scale_stride + column, column_mask),
+        load_columns(shift_ptr, sample * scale_stride + column, column_mask),
+    )
+    run_mean, run_square = run_moments(chunks, residuals, hw, FULL, ROWS, KEEP, FAST)
+    width: tl.constexpr = VEC // KEEP
+    length = (hw * channels).to(tl.float32)
+    mean, square = fold_to_groups(
+        run_mean, run_square, belongs, channels.to(tl.float32) / width, hw.to(tl.float32) * width, FAST
+    )
+    rstd = 1.0 / tl.sqrt(square / length + eps)
+    _store_statistics(
+        mean_ptr, rstd_ptr, mean, rstd, sample * groups + block * block_groups + group, group_mask & (writer == 0)
+    )
+    write_rows(
+        chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, hw, column_mask,
+        of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
+        (seed, dropout_threshold, dropout_scale), writer, writers,
+        FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "units", "members", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
+        "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nhwc_shared_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mailbox_ptr,
+    units: tl.int32,
+    members: tl.int32,
+    hw: tl.int64,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    blocks: tl.int32,
+    block_groups: tl.int32,
+    eps: tl.float32,
+    scale_stride: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FULL: tl.constexpr,
+    EVEN: tl.constexpr,
+    KEEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LAG: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A block of columns of one sample belongs to `members` programs, CHUNKS * ROWS positions each.
+
+    A piece is read for its groups' moments, which are posted, and LAG blocks later, by when the other members'
+    moments have come, again out of L1 or L2 for y.  With LAG 0 it stays in registers while its program waits.
+    The piece AHEAD blocks on is asked into L2.  Programs are persistent; the launch must be cooperative.
+    """
+    piece: tl.constexpr = CHUNKS * ROWS
+    width: tl.constexpr = VEC // KEEP
+    team = tl.program_id(0) // members
+    teams = tl.num_programs(0) // members
+    member = tl.program_id(0) % members
+    c = column_units * VEC
+    block_units = block_groups * channels // VEC
+    stride = c.to(tl.int64)
+    first_row = member.to(tl.int64) * piece
+    rows = tl.minimum(hw - first_row, piece).to(tl.int32)
+    start = first_tag(mailbox_ptr)
+    last_tag = start + tl.cdiv(units, teams).to(tl.uint32) - 1
+    turns = tl.cdiv(units - team, teams)
+    group = tl.arange(0, GROUPS)
+    belongs = (tl.arange(0, CV * KEEP) * width // channels)[:, None] == group[None, :]
+    runs = channels.to(tl.float32) / width
+    length = hw.to(tl.float32) * channels
+    other = tl.arange(0, SLOTS)[:, None]
+    rows_of_other = tl.minimum(tl.maximum(hw - other.to(tl.int64) * piece, 0), piece)
+    count_of_other = rows_of_other.to(tl.float32) * channels
+    dropout = (seed, dropout_threshold, dropout_scale)
+    row = row_of_lane(ROWS, CV).to(tl.int64) * stride
+
+    tag = start
+    for turn in range(0, turns + LAG):
+        # The block whose moments are taken; after the last turn, the last one again, for nothing.
+        unit = team + tl.minimum(turn, turns - 1) * teams
+        sample = (unit // blocks).to(tl.int64)
+        block = unit % blocks
+        column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
+        base = (sample * hw + first_row) * stride
+        chunks = load_rows(
+            x_ptr, base, row + column, stride, rows, column_mask, FULL, ROWS, CHUNKS, "evict_last" if LAG else ""
+        )
+        residuals = load_rows(
+            residual_ptr, base, row + column, stride, rows, column_mask, FULL, ROWS, CHUNKS,
+            "evict_last" if LAG else "",
+        )  # fmt: skip
+        if AHEAD > 0 and turn + AHEAD < turns:
+            next_unit = unit + AHEAD * teams
+            next_base = ((next_unit // blocks).to(tl.int64) * hw + first_row) * stride
+            next_column = (next_unit % blocks) * block_units * VEC
+            touch_rows(x_ptr + next_base + next_column, rows, c, tl.minimum(block_units * VEC, c - next_column))
+
+        if LAG == 0:
+            late = chunks
+            late_residuals = residuals
+            late_sample = sample
+            late_block = block
+            late_column = column
+            late_mask = column_mask
+            late_base = base
+        else:
+            late_unit = team + tl.maximum(turn - LAG, 0) * teams
+            late_sample = (late_unit // blocks).to(tl.int64)
+            late_block = late_unit % blocks
+            late_column, late_mask = columns_of(late_block, block_units, column_units, ROWS, CV, VEC, EVEN)
+            late_base = (late_sample * hw + first_row) * stride
+
+        if LAG == 0 or turn >= LAG:
+            affine = (
+                load_columns(weight_ptr, late_column, late_mask),
+                load_columns(bias_ptr, late_column, late_mask),
+                load_columns(scale_ptr, late_sample * scale_stride + late_column, late_mask),
+                load_columns(shift_ptr, late_sample * scale_stride + late_column, late_mask),
+            )
+            if LAG > 0:
+                late = load_rows(
+                    x_ptr, late_base, row + late_column, stride, rows, late_mask, FULL, ROWS, CHUNKS, "evict_first"
+                )
+                late_residuals = load_rows(
+                    residual_ptr, late_base, row + late_column, stride, rows, late_mask, FULL, ROWS, CHUNKS,
+                    "evict_first",
+                )  # fmt: skip
+            else:
+                _post_moments(
+                    mailbox_ptr, chunks, residuals, tag, team, member, members, rows,
+                    belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
+                )  # fmt: skip
+            late_tag = tag - LAG
+            slots = pair_slot_of(
+                mailbox_ptr,
+                team,
+                late_tag,
+                tl.where(other < members, other, 0),
+                members,
+                group[None, :],
+                GROUPS,
+                DEPTH,
+            )
+            means, squares = collect_pairs(slots, late_tag)
+            mean, square = merge_members(means, squares, count_of_other, length, FAST)
+            rstd = 1.0 / tl.sqrt(square / length + eps)
+            first_group = late_block * block_groups
+            group_mask = (group < tl.minimum(block_groups, groups - first_group)) & (member == 0)
+            _store_statistics(
+                mean_ptr, rstd_ptr, mean, rstd, late_sample * groups + first_group + group, group_mask
+            )
+            write_rows(
+                late, late_residuals, affine, y_ptr, residual_out_ptr, late_base, row + late_column, stride, rows,
+                late_mask, of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC),
+                late_sample, first_row * stride, dropout, 0, 1,
+                FULL, ROWS, False, "evict_first" if LAG else "", ACTIVATION, DROPOUT, FAST,
+            )  # fmt: skip
+
+        if LAG > 0 and turn < turns:
+            _post_moments(
+                mailbox_ptr, chunks, residuals, tag, team, member, members, rows,
+                belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
+            )  # fmt: skip
+        tag += 1
+
+    leave(mailbox_ptr, last_tag)
+
+
+@triton.jit
+def _post_moments(
+    mailbox_ptr, chunks, residuals, tag, team, member, members, rows, belongs, runs, group,
+    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Tell the other members the moments of a piece, a pair for each group."""
+    mean, square = run_moments(chunks, residuals, rows, FULL, ROWS, KEEP, FAST)
+    mean, square = fold_to_groups(mean, square, belongs, runs, rows.to(tl.float32) * WIDTH, FAST)
+    slots = pair_slot_of(mailbox_ptr, team, tag, member, members, group, GROUPS, DEPTH)
+    post_pairs(slots, group < GROUPS, tag, mean, square)

@@ -1,0 +1,166 @@
+"""Forward kernels of GroupNorm that stream channels-last samples twice: moments, their fold, then y.
+
+No program waits for another.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.reductions import total_pair
+from fusednorm.ops.group_norm.affine import load_masked_affine
+from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
+from fusednorm.ops.group_norm.channels_last.samples import load_sample_piece, split_moments, write_sample_piece
+
+
+@triton.jit(do_not_specialize=["hw", "units", "groups", "channels", "splits"])
+def group_norm_nhwc_stream_moments_kernel(
+    x_ptr,
+    residual_ptr,
+    mean_part_ptr,
+    square_part_ptr,
+    hw: tl.int32,
+    units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    KEEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUNS: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Moments of each group over a split of a sample, to [N, splits, groups]."""
+    let_next_start(EARLY)
+    program = tl.program_id(0).to(tl.int64)
+    mean, square = split_moments(
+        x_ptr, residual_ptr, program // splits, (program % splits).to(tl.int32), splits, hw, units, channels,
+        VEC, LANES, CHUNKS, WHOLE, KEEP, GROUPS, RUNS, FAST,
+    )  # fmt: skip
+    group = tl.arange(0, GROUPS)
+    tl.store(mean_part_ptr + program * groups + group, mean, mask=group < groups)
+    tl.store(square_part_ptr + program * groups + group, square, mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["hw", "groups", "channels", "splits", "step", "scale_stride", "columns"])
+def group_norm_nhwc_stream_fold_kernel(
+    mean_part_ptr,
+    square_part_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    mean_ptr,
+    rstd_ptr,
+    coefficient_ptr,
+    hw: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    step: tl.int32,
+    scale_stride: tl.int64,
+    columns: tl.int64,
+    eps: tl.float32,
+    SPLITS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Statistics of one group a program, and what its channels are normalised by.
+
+    With the three coefficients of `columns` columns each, y is act((h - first) * second + third).
+    """
+    let_next_start(EARLY)
+    program = tl.program_id(0)
+    sample = (program // groups).to(tl.int64)
+    group = program % groups
+    split = tl.arange(0, SPLITS)
+    present = split < splits
+    turns, left = turns_of(split, hw, splits, step)
+    counts = tl.where(present, (turns - 1) * step + left, 0).to(tl.float32) * channels
+    total = hw.to(tl.float32) * channels
+    at = (sample * splits + split) * groups + group
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    slope, offset = _affine(parameters, sample, group, channels, 0, scale_stride, BLOCK_CHANNELS)
+    await_previous(EARLY)
+    # About the first split's mean, which lies among the values.
+    pivot = tl.load(mean_part_ptr + sample * splits * groups + group)
+    delta = tl.load(mean_part_ptr + at, mask=present, other=0.0) - pivot
+    squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
+    weighted = counts * delta
+    rest, spread = total_pair(weighted, squares + weighted * delta, FAST)
+    rest = rest / total
+    variance = spread / total - rest * rest
+    mean = pivot + rest
+    rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + program, mean)
+        tl.store(rstd_ptr + program, rstd)
+    coefficients = coefficient_ptr + sample * (groups * channels) + group * channels
+    for start in range(0, channels, BLOCK_CHANNELS):
+        if start > 0:
+            slope, offset = _affine(parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS)
+        within = start + tl.arange(0, BLOCK_CHANNELS)
+        of_group = within < channels
+        tl.store(coefficients + within, mean + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
+        tl.store(coefficients + columns + within, rstd * slope, mask=of_group)
+        tl.store(coefficients + 2 * columns + within, offset, mask=of_group)
+
+
+@triton.jit
+def _affine(parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS: tl.constexpr):
+    """`load_masked_affine` of the channels of a group from `start` on, [BLOCK_CHANNELS] each."""
+    within = start + tl.arange(0, BLOCK_CHANNELS)
+    channel = group * channels + within
+    slope, offset = load_masked_affine(parameters, channel, sample * scale_stride + channel, within < channels)
+    return slope + tl.zeros((BLOCK_CHANNELS,), tl.float32), offset + tl.zeros((BLOCK_CHANNELS,), tl.float32)
+
+
+@triton.jit(do_not_specialize=["hw", "units", "samples", "seed", "dropout_threshold"])
+def group_norm_nhwc_stream_apply_kernel(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    residual_out_ptr,
+    coefficient_ptr,
+    hw: tl.int32,
+    units: tl.int32,
+    samples: tl.int32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IDLE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Write one piece of CHUNKS tiles; the last positions of all samples first, for they were read last."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    sample = (program % samples).to(tl.int64)
+    positions = LANES // units
+    c = units * VEC
+    first = (program // samples).to(tl.int64) * (positions * CHUNKS)
+    left = tl.minimum(hw - first, positions * CHUNKS).to(tl.int32)
+    tiles = load_sample_piece(x_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
+    residuals = load_sample_piece(residual_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
+    await_previous(EARLY)
+    _, column, _ = places(units, LANES, VEC)
+    coefficients = coefficient_ptr + sample * c + column
+    columns = samples.to(tl.int64) * c
+    mean = tl.load(coefficients)
+    slope = tl.load(coefficients + columns)
+    offset = tl.load(coefficients + 2 * columns)
+    write_sample_piece(
+        tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset,
+        sample, first, hw, units, left, (seed, dropout_threshold, dropout_scale),
+        VEC, LANES, WHOLE, IDLE, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip

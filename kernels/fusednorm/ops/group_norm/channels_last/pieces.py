@@ -1,0 +1,217 @@
+"""Pieces of channels-last samples that stay in registers as they lie in memory: loading, moments, writing.
+
+A piece is some positions of a block of columns (channels of whole groups): a tuple of chunks [LANES, VEC], a lane
+for each thread and VEC neighbouring columns, a vector, what it loads at once.  CV lanes side by side are a block's
+columns, the next ones those of the next of ROWS positions.  (Of [ROWS, CV, VEC] the compiler gives neighbouring
+threads neighbouring positions.)  A lane keeps its columns for the whole piece, and its sums apart for KEEP runs of
+them, each of which lies in one group: 1 where groups are multiples of VEC columns.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import activate_to, dropout_keep
+from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.ops.group_norm.affine import slope_and_offset
+
+
+@triton.jit
+def row_of_lane(ROWS: tl.constexpr, CV: tl.constexpr):
+    """Each lane's position among a chunk's, [LANES, 1]."""
+    return tl.arange(0, ROWS * CV)[:, None] // CV
+
+
+@triton.jit
+def columns_of(
+    block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
+):
+    """The columns [LANES, VEC] of a block, and which lanes' vectors exist, [LANES, 1]: all when EVEN."""
+    unit = tl.arange(0, ROWS * CV)[:, None] % CV
+    column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, :]
+    if EVEN:
+        mask = tl.full(unit.shape, True, tl.int1)
+    else:
+        mask = unit < tl.minimum(block_units, column_units - block * block_units)
+    return column, mask
+
+
+@triton.jit
+def load_rows(
+    ptr, base, at, stride, rows, column_mask,
+    FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """`rows` positions from ptr + base on; masked elements are 0.  The tuple is empty where ptr is None.
+
+    `at` [LANES, VEC] are the offsets of a chunk's elements and `stride` leads from position to position.
+    """
+    row = row_of_lane(ROWS, at.shape[0] // ROWS)
+    chunks = ()
+    if ptr is not None:
+        for i in tl.static_range(CHUNKS):
+            mask = column_mask
+            if i >= FULL:
+                mask = (row + i * ROWS < rows) & column_mask
+            start = ptr + base + stride * (i * ROWS)
+            chunks = chunks + (tl.load(start + at, mask=mask, other=0.0, eviction_policy=EVICT),)
+    return chunks
+
+
+@triton.jit
+def runs_of(value, KEEP: tl.constexpr):
+    """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
+    return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
+
+
+@triton.jit
+def run_moments(
+    chunks, residuals, rows, FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr
+):
+    """Mean and sum of squared deviations of each run of columns over a piece's `rows` positions, [1, CV * KEEP].
+
+    A thread's sums are about a pivot, the mean of its first values; with n positions a thread, what cancels is
+    n * 2^-24 of the result at worst.
+    """
+    first = runs_of(chunk_of(chunks, residuals, 0, FAST), KEEP)
+    lanes: tl.constexpr = first.shape[0]
+    width: tl.constexpr = first.shape[2]
+    row = row_of_lane(ROWS, lanes // ROWS)
+    pivot = tl.sum(first, 2) * (1.0 / width)
+    sum_1 = tl.zeros(pivot.shape, tl.float32)
+    sum_2 = tl.zeros(pivot.shape, tl.float32)
+    for i in tl.static_range(len(chunks)):
+        d = runs_of(chunk_of(chunks, residuals, i, FAST), KEEP) - pivot[:, :, None]
+        if i >= FULL:
+            d = tl.where((row + i * ROWS < rows)[:, :, None], d, 0.0)
+        sum_1 += tl.sum(d, 2)
+        sum_2 += tl.sum(d * d, 2)
+    if len(chunks) == FULL:
+        count = tl.full((lanes, 1), FULL * width, tl.float32)
+        total = FULL * ROWS * width + tl.zeros((1, 1), tl.float32)
+    else:
+        count = (tl.maximum(rows - row + (ROWS - 1), 0) // ROWS * width).to(tl.float32)
+        total = (rows * width).to(tl.float32) + tl.zeros((1, 1), tl.float32)
+    distance = sum_1 / tl.maximum(count, 1.0)
+    share = rounded_product(count / total + tl.zeros_like(pivot), pivot + distance, FAST)
+    rough = tl.sum(_by_position(share, ROWS), 0, keep_dims=True)
+    # The same for all positions of a run, as lanes.
+    rough_of_lane = tl.reshape(tl.broadcast_to(rough, (ROWS, rough.shape[1])), pivot.shape)
+    delta = (pivot - rough_of_lane) + distance
+    weighted = count * delta
+    square = (sum_2 - sum_1 * distance) + weighted * delta
+    rest, square = sum_pair(_by_position(weighted, ROWS), _by_position(square, ROWS), 0, FAST)
+    rest = rest / total
+    square = tl.maximum(square - total * rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return rough + rest, square
+
+
+@triton.jit
+def _by_position(value, ROWS: tl.constexpr):
+    """[LANES, KEEP] as [ROWS, CV * KEEP]."""
+    return tl.reshape(value, (ROWS, value.shape[0] // ROWS * value.shape[1]))
+
+
+@triton.jit
+def fold_to_groups(mean, square, belongs, runs, run_length, FAST: tl.constexpr):
+    """Mean and sum of squared deviations of each group, [GROUPS], from those of runs of as many values each.
+
+    Args:
+        mean, square: [1, CV * KEEP].
+        belongs: [CV * KEEP, GROUPS], whether a run is of a group.
+        runs: runs of a group, float32.
+        run_length: values of a run, float32.
+    """
+    shape: tl.constexpr = belongs.shape
+    mean = tl.reshape(mean, (shape[0], 1))
+    square = tl.reshape(square, (shape[0], 1))
+    rough = tl.sum(tl.where(belongs, mean, 0.0), 0, keep_dims=True) / runs
+    delta = mean - rough
+    rest, square = sum_pair(
+        tl.where(belongs, delta, 0.0), tl.where(belongs, square + run_length * delta * delta, 0.0), 0, FAST
+    )
+    rest = rest / runs
+    square = square - run_length * runs * rest * rest
+    return tl.reshape(rough + rest, (shape[1],)), tl.reshape(tl.where(square < 0.0, 0.0, square), (shape[1],))
+
+
+@triton.jit
+def merge_members(mean, square, count, total, FAST: tl.constexpr):
+    """Mean and sum of squared deviations of each group, [GROUPS], from [SLOTS, GROUPS] of all members.
+
+    `count` [SLOTS, 1] is the values of each member, 0 where there is none; `total` their sum.
+    """
+    mean = tl.where(count > 0.0, mean, 0.0)
+    square = tl.where(count > 0.0, square, 0.0)
+    rough = tl.sum(rounded_product(count / total + tl.zeros_like(mean), mean, FAST), 0, keep_dims=True)
+    delta = mean - rough
+    weighted = count * delta
+    rest, square = sum_pair(weighted, square + weighted * delta, 0, FAST)
+    rest = rest / total
+    square = square - total * rest * rest
+    groups: tl.constexpr = mean.shape[1]
+    return tl.reshape(rough + rest, (groups,)), tl.reshape(tl.where(square < 0.0, 0.0, square), (groups,))
+
+
+@triton.jit
+def of_runs(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr, VEC: tl.constexpr):
+    """A value of each group [GROUPS] for each column, [LANES, VEC]."""
+    runs: tl.constexpr = belongs.shape[0]
+    value = tl.sum(tl.where(belongs, value[None, :], 0.0), 1)
+    wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // KEEP))
+    return tl.reshape(wide, (ROWS * runs // KEEP, VEC))
+
+
+@triton.jit
+def load_columns(ptr, column, column_mask):
+    """(value,) of each column, [LANES, VEC], or, where ptr is None, ()."""
+    loaded = ()
+    if ptr is not None:
+        loaded = loaded + (tl.load(ptr + column, mask=column_mask, other=0.0),)
+    return loaded
+
+
+@triton.jit
+def write_rows(
+    chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask,
+    mean, rstd, sample, first, dropout, writer, writers,
+    FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """y, and h, of a piece; of its chunk i when SHARED only where i % writers == writer.
+
+    Args:
+        affine: weight, bias, scale and shift of the columns, a tuple of one [LANES, VEC] or of none each.
+        base, at, stride, rows, column_mask: as in `load_rows`.
+        mean, rstd: of each column's group.
+        first: where in the sample the piece starts, in elements.
+        dropout: seed, threshold and scale.
+    """
+    a, b = slope_and_offset(affine, rstd, tl.zeros_like(rstd))
+    for i in tl.static_range(len(chunks)):
+        mask = column_mask
+        if SHARED:
+            # A branch for each chunk is too much for the compiler.
+            mask = (i & (writers - 1) == writer) & column_mask
+        _write_chunk(
+            chunk_of(chunks, residuals, i, FAST), y_ptr, residual_out_ptr, base, at, stride, rows, mask,
+            mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_chunk(
+    h, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask, mean, a, b, sample, first, dropout,
+    i: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    mask = column_mask
+    if not IS_FULL:
+        mask = (row_of_lane(ROWS, at.shape[0] // ROWS) + i * ROWS < rows) & column_mask
+    start = base + stride * (i * ROWS)
+    if residual_out_ptr is not None:
+        tl.store(residual_out_ptr + start + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    if DROPOUT:
+        keep = dropout_keep(dropout[0], sample, first + stride * (i * ROWS) + at, dropout[1])
+        y = tl.where(keep, y * dropout[2], 0.0)
+    tl.store(y_ptr + start + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)

@@ -1,0 +1,212 @@
+"""Parts of channels-last samples: their moments by group, and y of their pieces.
+
+Tiles are those of `channels_last.positions`; a lane's sums are kept apart for KEEP runs of its columns, each of
+which lies in one group.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import activate_to, dropout_keep
+from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.ops.group_norm.channels_last.pieces import runs_of
+from fusednorm.ops.group_norm.channels_last.positions import (
+    load_positions,
+    places,
+    position_mask,
+    stored_mask,
+    turns_of,
+)
+
+# What is read for its moments is read again for y: rather let what was there before go.
+KEPT = tl.constexpr("evict_last")
+
+
+@triton.jit
+def _add_tiles(
+    tiles, residuals, pivot, sum_1, sum_2, positions, left, position,
+    WHOLE: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Sums about the pivot of each run of columns, [LANES, KEEP], and of squares, with those of the tiles."""
+    for i in tl.static_range(len(tiles)):
+        d = runs_of(chunk_of(tiles, residuals, i, FAST), KEEP) - pivot[:, :, None]
+        if not WHOLE:
+            d = tl.where(position_mask(position, positions, left, i, WHOLE)[:, :, None], d, 0.0)
+        sum_1 += tl.sum(d, 2)
+        sum_2 += tl.sum(d * d, 2)
+    return sum_1, sum_2
+
+
+@triton.jit
+def small_quotient(a, b):
+    """a // b of 0 <= a < 2**20 and 1 <= b < 2**20, in fewer instructions than integers take."""
+    return ((a.to(tl.float32) + 0.5) * (1.0 / b)).to(tl.int32)
+
+
+@triton.jit
+def positions_taken(place, turns, left, positions, chunks):
+    """Positions that the lanes of place `place` of a tile of `positions` take in all turns."""
+    return (turns - 1) * chunks + small_quotient(tl.maximum(left - place, 0) + positions - 1, positions)
+
+
+@triton.jit
+def groups_of_tile(
+    units, positions, channels, turns, left, chunks,
+    VEC: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Where what lanes hold of each run of columns, [LANES, KEEP], lies by group, and of how many values it is.
+
+    Both are [RUNS // ACROSS, GROUPS, ACROSS], so that a thread's elements, where there are GROUPS * ACROSS lanes,
+    are of one group; no values where there is no such run.
+
+    Args:
+        turns, left, chunks: as `positions_taken` takes them.
+    """
+    WIDTH: tl.constexpr = VEC // KEEP
+    element = tl.arange(0, GROUPS * RUNS)
+    group = element // ACROSS % GROUPS
+    of_group = element // (ACROSS * GROUPS) * ACROSS + element % ACROSS
+    group_runs = channels // WIDTH
+    place = small_quotient(of_group, group_runs)
+    run = group * group_runs + (of_group - place * group_runs)
+    all_runs = units * KEEP
+    present = (place < positions) & (run < all_runs)
+    index = tl.where(present, place * all_runs + run, 0)
+    counts = tl.where(present, positions_taken(place, turns, left, positions, chunks) * WIDTH, 0).to(tl.float32)
+    return index, tl.reshape(counts, (RUNS // ACROSS, GROUPS, ACROSS))
+
+
+@triton.jit
+def moments_by_group(
+    pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, chunks,
+    LANES: tl.constexpr, VEC: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean and sum of squared deviations, [GROUPS], of what lanes summed about their pivots, [LANES, KEEP] each.
+
+    Args:
+        where_in_tile: index and counts of `groups_of_tile`.
+        turns, left, chunks: as `positions_taken` takes them.
+    """
+    index, counts = where_in_tile
+    KEEP: tl.constexpr = pivot.shape[1]
+    GROUPS: tl.constexpr = counts.shape[1]
+    position, _, positions = places(units, LANES, VEC)
+    count = (positions_taken(position, turns, left, positions, chunks) * (VEC // KEEP)).to(tl.float32)
+    distance = sum_1 / tl.maximum(count, 1.0)
+    means = (pivot + distance).to(tl.int32, bitcast=True).to(tl.int64)
+    squares = (sum_2 - sum_1 * distance).to(tl.int32, bitcast=True).to(tl.int64)
+    # Through shared memory together.
+    both = tl.gather(tl.reshape((means << 32) | (squares & 0xFFFFFFFF), (LANES * KEEP,)), index, 0)
+    both = tl.reshape(both, counts.shape)
+    means = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    squares = both.to(tl.int32).to(tl.float32, bitcast=True)
+    values = ((turns - 1) * (positions * chunks) + left).to(tl.float32) * channels
+    means = tl.where(counts > 0.0, means, 0.0)
+    share = tl.sum(rounded_product(counts / values, means, FAST), 0, keep_dims=True)
+    rough = tl.sum(share, 2, keep_dims=True)
+    delta = means - rough
+    weighted = counts * delta
+    square = tl.where(counts > 0.0, squares + weighted * delta, 0.0)
+    rest, square = sum_pair(weighted, square, 0, FAST)
+    rest, square = sum_pair(rest, square, 2, FAST)
+    rest = rest / values
+    square = square - values * rest * rest
+    # maximum would lose a NaN.
+    square = tl.where(square < 0.0, 0.0, square)
+    return tl.reshape(rough + rest, (GROUPS,)), tl.reshape(square, (GROUPS,))
+
+
+@triton.jit
+def split_moments(
+    x_ptr, residual_ptr, sample, split, splits, hw, units, channels,
+    VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
+    KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean and sum of squared deviations, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
+
+    All programs of a sample walk it side by side, so that what memory is asked for at a time lies together.
+    """
+    c = units * VEC
+    width: tl.constexpr = VEC // KEEP
+    position, column, positions = places(units, LANES, VEC)
+    step = positions * CHUNKS
+    turns, left = turns_of(split, hw, splits, step)
+    # All turns are whole but the last of the last program.
+    whole = turns
+    if not WHOLE:
+        whole = turns - (left < step).to(tl.int32)
+    start = (sample * hw + split.to(tl.int64) * step) * c
+    stride = (splits * step).to(tl.int64) * c
+
+    ACROSS: tl.constexpr = min(RUNS, max(1, min(32, LANES // GROUPS)))
+    where_in_tile = groups_of_tile(units, positions, channels, turns, left, CHUNKS, VEC, KEEP, GROUPS, RUNS, ACROSS)
+    # The first step gives the pivots: loads of one would come before all others.
+    first_left = tl.minimum(hw - split * step, step)
+    tiles = load_positions(x_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
+    residuals = load_positions(residual_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
+    pivot = tl.sum(runs_of(chunk_of(tiles, residuals, 0, FAST), KEEP), 2) * (1.0 / width)
+    nought = tl.zeros(pivot.shape, tl.float32)
+    sum_1, sum_2 = _add_tiles(
+        tiles, residuals, pivot, nought, nought, positions, first_left, position, WHOLE, KEEP, FAST
+    )
+    for _ in range(1, whole):
+        start += stride
+        tiles = load_positions(x_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT)
+        residuals = load_positions(residual_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT)
+        sum_1, sum_2 = _add_tiles(tiles, residuals, pivot, sum_1, sum_2, positions, 0, position, True, KEEP, FAST)
+    if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if turns > 1 and whole < turns:
+            start += stride
+            tiles = load_positions(x_ptr, start, column, c, position, positions, left, CHUNKS, False, KEPT)
+            residuals = load_positions(
+                residual_ptr, start, column, c, position, positions, left, CHUNKS, False, KEPT
+            )
+            sum_1, sum_2 = _add_tiles(
+                tiles, residuals, pivot, sum_1, sum_2, positions, left, position, False, KEEP, FAST
+            )
+
+    return moments_by_group(
+        pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, CHUNKS, LANES, VEC, FAST
+    )
+
+
+@triton.jit
+def load_sample_piece(
+    ptr, sample, first, hw, units, left,
+    VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """CHUNKS tiles from position `first` of a sample on, `left` of which exist; none where ptr is None."""
+    position, column, positions = places(units, LANES, VEC)
+    c = units * VEC
+    start = (sample * hw + first) * c
+    return load_positions(ptr, start, column, c, position, positions, left, CHUNKS, WHOLE, "")
+
+
+@triton.jit
+def write_sample_piece(
+    tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset, sample, first, hw, units, left, dropout,
+    VEC: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """y = act((h - mean) * slope + offset), and h, of what `load_sample_piece` loaded.
+
+    Args:
+        mean, slope, offset: of each lane's columns, [LANES, VEC].
+        dropout: seed, threshold and scale.
+    """
+    position, column, positions = places(units, LANES, VEC)
+    c = units * VEC
+    at = position * c + column
+    start = (sample * hw + first) * c
+    tile = positions * c
+    for i in tl.static_range(len(tiles)):
+        mask = stored_mask(position, positions, units, left, i, WHOLE, IDLE)
+        h = chunk_of(tiles, residuals, i, FAST)
+        if residual_out_ptr is not None:
+            tl.store(residual_out_ptr + start + i * tile + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+        y = activate_to((h - mean) * slope + offset, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+        if DROPOUT:
+            keep = dropout_keep(dropout[0], sample, first * c + i * tile + at, dropout[1])
+            y = tl.where(keep, y * dropout[2], 0.0)
+        tl.store(y_ptr + start + i * tile + at, y.to(y_ptr.dtype.element_ty), mask=mask)

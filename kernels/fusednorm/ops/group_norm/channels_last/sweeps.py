@@ -1,0 +1,167 @@
+"""Walks over blocks of channels-last columns: their moments, then what is written.
+
+A program owns a block of columns (channels) and walks positions in tiles [ROWS, CV, VEC]: VEC channels are
+one 128-bit access of one thread, and a thread keeps its channels for the whole walk, so parameters and
+statistics are loaded once.  Groups of any width share tiles: moments are kept per channel and folded to
+groups at the end.
+
+Each row of a tile holds its own pivot of a channel; as in the contiguous kernels, with n values a row of the
+tile what cancels is n * 2^-24 of the result at worst.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import activate_to, dropout_keep
+from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.ops.group_norm.contiguous.tiles import load_sum
+
+
+@triton.jit
+def _residual_at(at, row, column, hw, OTHER: tl.constexpr):
+    """Where the residual of positions `row` of each column lies: where x does, or, OTHER, with positions last."""
+    if OTHER:
+        return column * hw + row
+    else:
+        return at
+
+
+@triton.jit
+def channel_moments(
+    x_ptr,
+    residual_ptr,
+    first_row,
+    last_row,
+    hw,
+    row_stride,
+    column,
+    column_mask,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    OTHER: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Mean and sum of squared deviations of each column over first_row <= row < last_row, [1, CV, VEC] each.
+
+    Args:
+        x_ptr, residual_ptr: the sample's first element.
+        hw, OTHER: positions of the sample, and whether the residual is contiguous, as `_residual_at` takes them.
+        column: [1, CV, VEC] int32.
+        column_mask: [1, CV, 1], which vectors of columns exist.
+    """
+    STEP: tl.constexpr = ROWS * UNROLL
+    row = tl.arange(0, ROWS)[:, None, None]
+    at = row.to(tl.int64) * row_stride + column
+    rows = last_row - first_row
+    mask = (row < rows) & column_mask
+    offset = first_row * row_stride + at
+    residual_at = _residual_at(offset, first_row + row, column, hw, OTHER)
+    pivot = load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_last")
+    sum_1 = tl.zeros(at.shape, tl.float32)
+    sum_2 = tl.zeros(at.shape, tl.float32)
+    full = rows // STEP
+    for step in range(0, full):
+        for k in tl.static_range(UNROLL):
+            start = first_row + step * STEP + k * ROWS
+            offset = start * row_stride + at
+            residual_at = _residual_at(offset, start + row, column, hw, OTHER)
+            d = load_sum(x_ptr, residual_ptr, offset, residual_at, column_mask, "evict_last") - pivot
+            sum_1 += d
+            sum_2 += d * d
+    for tail in range(first_row + full * STEP, last_row, ROWS):
+        mask = (tail + row < last_row) & column_mask
+        offset = tail * row_stride + at
+        residual_at = _residual_at(offset, tail + row, column, hw, OTHER)
+        h = load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_last")
+        d = tl.where(mask, h - pivot, 0.0)
+        sum_1 += d
+        sum_2 += d * d
+
+    count = ((rows + (ROWS - 1) - row) // ROWS).to(tl.float32)
+    total = rows.to(tl.float32)
+    lane_shift = sum_1 / tl.maximum(count, 1.0)
+    rough = tl.sum(rounded_product(count / total, pivot + lane_shift, FAST), 0, keep_dims=True)
+    delta = (pivot - rough) + lane_shift
+    weighted = count * delta
+    shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 0, FAST)
+    shift /= total
+    square = square - total * shift * shift
+    # maximum would lose a NaN.
+    return rough + shift, tl.where(square < 0.0, 0.0, square)
+
+
+@triton.jit
+def normalise_rows(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean,
+    scale,
+    bias,
+    sample,
+    first_row,
+    last_row,
+    hw,
+    row_stride,
+    column,
+    column_mask,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Write first_row <= row < last_row of a block of columns, the last rows first, UNROLL tiles a step.
+
+    The loads of a step come first, so that all are in flight while one tile at a time is held in float32.
+    `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
+    """
+    row = tl.arange(0, ROWS)[:, None, None]
+    at = row.to(tl.int64) * row_stride + column
+    STEP: tl.constexpr = ROWS * UNROLL
+    steps = tl.cdiv(last_row - first_row, STEP)
+    for step in range(0, steps):
+        start = first_row + (steps - 1 - step) * STEP
+        tiles = ()
+        for k in tl.static_range(UNROLL):
+            mask = (start + k * ROWS + row < last_row) & column_mask
+            offset = (start + k * ROWS) * row_stride + at
+            residual_at = _residual_at(offset, start + k * ROWS + row, column, hw, OTHER)
+            tiles = tiles + (load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_first"),)
+        for k in tl.static_range(UNROLL):
+            mask = (start + k * ROWS + row < last_row) & column_mask
+            offset = (start + k * ROWS) * row_stride + at
+            h = tiles[k]
+            if residual_out_ptr is not None:
+                tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+            y = activate_to((h - mean) * scale + bias, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+            if DROPOUT:
+                keep = dropout_keep(seed, sample, offset, dropout_threshold)
+                y = tl.where(keep, y * dropout_scale, 0.0)
+            tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_statistic(ptr, column, column_mask):
+    """A float32 statistic of each column's group."""
+    return tl.load(ptr + column, mask=column_mask, other=0.0)
+
+
+@triton.jit
+def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
+    """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist: all when EVEN.
+
+    A constant mask is folded away.
+    """
+    unit = first_unit + tl.arange(0, CV)[None, :, None]
+    column = unit * VEC + tl.arange(0, VEC)[None, None, :]
+    if EVEN:
+        mask = tl.full(unit.shape, True, tl.int1)
+    else:
+        mask = unit < end_unit
+    return column, mask

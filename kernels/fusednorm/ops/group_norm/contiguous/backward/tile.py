@@ -1,0 +1,93 @@
+"""Backward kernel of GroupNorm for contiguous groups small enough for the registers of one program.
+
+With z = x_hat * slope + offset, dz = dy * act'(z) (dropout's factor included) and g = slope * dz, over a group of M
+values: dx = rstd * (g - (sum(g) + x_hat * sum(g * x_hat)) / M).  Both sums come from the sums of dz and of
+dz * x_hat over each channel of the sample, which are what the gradients of slope and offset need too; x_hat is
+centred, so neither cancels.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import let_next_start
+from fusednorm.jit.reductions import sum_pair
+from fusednorm.ops.group_norm.contiguous.tiles import load_masked, load_sum
+from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
+
+
+@triton.jit(do_not_specialize=["rows", "channel_units", "groups", "channels", "scale_stride"])
+def group_norm_nchw_backward_tile_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    parameters,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    rows: tl.int64,
+    channel_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    scale_stride: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    GAIN: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """ROWS whole groups a program, [ROWS, CHANNELS, POSITIONS] in registers: dy and x are read once."""
+    let_next_start(EARLY)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    channel = tl.arange(0, CHANNELS)[None, :, None]
+    position = tl.arange(0, POSITIONS)[None, None, :]
+    row_mask = row < rows
+    channel_mask = row_mask & (channel < channels)
+    mask = channel_mask & (position < channel_units * VEC)
+    at = (row * channels + channel) * (channel_units.to(tl.int64) * VEC) + position
+    length = (channels * channel_units).to(tl.float32) * VEC
+    sample = row // groups
+    group = (row - sample * groups).to(tl.int32)
+    parameter = group * channels + channel
+
+    dy = load_masked(dy_ptr, at, mask, "evict_first")
+    h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
+    if mean_ptr is None:
+        pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
+        d = tl.where(mask, h - pivot, 0.0)
+        shift, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
+        shift /= length
+        variance = square / length - shift * shift
+        mean = pivot + shift
+        rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
+    else:
+        mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
+
+    slope, offset = load_gained_affine(parameters, parameter, sample * scale_stride + parameter, channel_mask, GAIN)
+    xhat = tl.where(mask, (h - mean) * rstd, 0.0)
+    sample_start = sample * groups * channels * (channel_units.to(tl.int64) * VEC)
+    dz = gained_gradient(
+        dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale,
+        ACTIVATION, DROPOUT, GAIN, FAST,
+    )  # fmt: skip
+    sum_dz, sum_dz_xhat = sum_pair(dz, dz * xhat, 2, FAST)
+    if dz_part_ptr is not None:
+        slot = row * channels + channel
+        tl.store(dz_part_ptr + slot, sum_dz * (1.0 / GAIN), mask=channel_mask)
+        tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat * (1.0 / GAIN), mask=channel_mask)
+    sum_g, sum_g_xhat = sum_pair(sum_dz * slope, sum_dz_xhat * slope, 1, FAST)
+    dx = rstd * (dz * slope - (sum_g + xhat * sum_g_xhat) / length)
+    if dresidual_out_ptr is not None:
+        dx += load_masked(dresidual_out_ptr, at, mask, "evict_first")
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")

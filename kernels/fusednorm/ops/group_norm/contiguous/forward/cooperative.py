@@ -1,0 +1,219 @@
+"""Forward kernel of GroupNorm for contiguous groups that several programs share."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
+from fusednorm.jit.pieces import merge, merge_even, total_moments
+from fusednorm.jit.prefetch import prefetch
+from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
+from fusednorm.ops.group_norm.contiguous.pieces import (
+    lane_moments,
+    load_chunk_affine,
+    load_chunks,
+    same_for_all,
+    write_chunks,
+)
+
+
+@triton.jit
+def _group_moments(
+    mailbox_ptr, team, tag, members, other, before, length, eps,
+    SLAB: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
+):  # fmt: skip
+    """mean, rest and rstd of a group, whose mean is mean + rest, from what all members posted; waits for that.
+
+    `other` [slots] numbers the members, each of whom has a slab of the group's frame.
+    """
+    count = count_inside(other * SLAB, before, before + length, SLAB, SKEWED).to(tl.float32)
+    present = other < members
+    slot_ptrs = slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+    means, rests, squares = collect(slot_ptrs, tag)
+    if EQUAL:
+        _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_even)
+    else:
+        _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge)
+    mean, rest = same_for_all(mean, rest, means, other, PARAMETERS)
+    return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
+
+
+@triton.jit
+def _slab_moments(
+    chunks, residuals, before, end,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
+    LANE_A_THREAD: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean, rest and sum of squares of a slab; without masks where it is whole, whether or not all are."""
+    CHUNKS: tl.constexpr = len(chunks)
+    if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
+        count, means, rests, squares = lane_moments(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP, FAST)
+        moments = total_moments(count, means, rests, squares, True, FAST)
+    else:
+        count, means, rests, squares = lane_moments(
+            chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
+        )
+        moments = total_moments(count, means, rests, squares, False, FAST)
+    return moments
+
+
+@triton.jit
+def _write_slab(
+    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end, group_length,
+    walk, mean, rest, rstd, dropout,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
+    EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """`write_chunks` of a slab; without masks where it is whole, whether or not all are."""
+    CHUNKS: tl.constexpr = len(chunks)
+    if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
+        write_chunks(
+            chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, 0, end, group_length,
+            walk, mean, rest, rstd, dropout, 0, 1,
+            CHUNKS, BLOCK, GROUP, PARAMETERS, False, False, EVICT, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+    else:
+        write_chunks(
+            chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end,
+            group_length, walk, mean, rest, rstd, dropout, 0, 1,
+            FULL, BLOCK, GROUP, PARAMETERS, False, False, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "members", "group_units", "groups", "channels", "channel_length", "magic", "division_shift",
+        "scale_stride", "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nchw_shared_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mailbox_ptr,
+    rows: tl.int64,
+    members: tl.int32,
+    group_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int32,
+    magic: tl.int64,
+    division_shift: tl.int32,
+    scale_stride: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FULL: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKEWED: tl.constexpr,
+    LANE_A_THREAD: tl.constexpr,
+    EQUAL: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LAG: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A group belongs to `members` programs, a slab of CHUNKS * BLOCK elements each.
+
+    A slab is read for its moments, which are posted, and LAG groups later, by when the other members' moments have
+    come, again out of L1 or L2 for y.  With LAG 0 it stays in registers while its program waits for the others.
+    The slab AHEAD groups on is asked into L2.  Programs are persistent; the launch must be cooperative.
+    """
+    length = group_units * VEC
+    slab: tl.constexpr = CHUNKS * BLOCK
+    team = tl.program_id(0) // members
+    teams = tl.num_programs(0) // members
+    member = tl.program_id(0) % members
+    first = member * slab
+    start = first_tag(mailbox_ptr)
+    last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
+    turns = tl.cdiv(rows - team, teams)
+    other = tl.arange(0, SLOTS)
+    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    dropout = (seed, dropout_threshold, dropout_scale)
+
+    tag = start
+    for turn in range(0, turns + LAG):
+        # The group whose moments are taken; after the last turn, the last one again, for nothing.
+        row = team + tl.minimum(turn, turns - 1) * teams
+        frame, before = frame_of(row, length, GROUP, SKEWED)
+        x_at = frame + first
+        end = tl.minimum(before + length - first, slab)
+        chunks = load_chunks(x_ptr, x_at, end, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "", SKEWED)
+        residuals = load_chunks(
+            residual_ptr, x_at, end, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "", SKEWED
+        )
+        if AHEAD > 0 and turn + AHEAD < turns:
+            if SKEWED:
+                next_frame, next_before = frame_of(row + AHEAD * teams, length, GROUP, SKEWED)
+                next_end = tl.minimum(next_before + length - first, slab)
+                if next_end > 0:
+                    prefetch(x_ptr + next_frame + first, whole_vectors(next_end, GROUP))
+            else:
+                prefetch(x_ptr + x_at + AHEAD * teams * length.to(tl.int64), end)
+
+        if LAG > 0 and turn >= LAG:
+            late_row = team + (turn - LAG) * teams
+            late_frame, late_before = frame_of(late_row, length, GROUP, SKEWED)
+            late_at = late_frame + first
+            late_first = first - late_before
+            late_end = tl.minimum(late_before + length - first, slab)
+            affine = load_chunk_affine(parameters, late_row, late_first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+            late = load_chunks(x_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED)
+            late_residuals = load_chunks(
+                residual_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED
+            )
+            mean, rest, rstd = _group_moments(
+                mailbox_ptr, team, tag - LAG, members, other, late_before,
+                length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
+            )  # fmt: skip
+            if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
+                if member == 0:
+                    tl.store(mean_ptr + late_row, mean + rest)
+                    tl.store(rstd_ptr + late_row, rstd)
+            _write_slab(
+                late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_at, late_row, late_first,
+                late_before - first, late_end, length, walk, mean, rest, rstd, dropout,
+                FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "evict_first", ACTIVATION, DROPOUT, FAST,
+            )  # fmt: skip
+
+        if turn < turns:
+            slab_mean, slab_rest, slab_square = _slab_moments(
+                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, LANE_A_THREAD, FAST
+            )
+            post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
+            if LAG == 0:
+                affine = load_chunk_affine(
+                    parameters, row, first - before, walk, 0, BLOCK, GROUP, PARAMETERS, False
+                )
+                mean, rest, rstd = _group_moments(
+                    mailbox_ptr, team, tag, members, other, before,
+                    length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
+                )  # fmt: skip
+                if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
+                    if member == 0:
+                        tl.store(mean_ptr + row, mean + rest)
+                        tl.store(rstd_ptr + row, rstd)
+                _write_slab(
+                    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, x_at, row, first - before,
+                    before - first, end, length, walk, mean, rest, rstd, dropout,
+                    FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "", ACTIVATION, DROPOUT, FAST,
+                )  # fmt: skip
+        tag += 1
+
+    leave(mailbox_ptr, last_tag)

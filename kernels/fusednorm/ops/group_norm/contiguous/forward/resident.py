@@ -1,0 +1,106 @@
+"""Forward kernel of GroupNorm for contiguous groups that one program holds as they lie in memory."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.pieces import total_moments
+from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, touch
+from fusednorm.ops.group_norm.contiguous.frames import frame_of, whole_vectors
+from fusednorm.ops.group_norm.contiguous.pieces import (
+    lane_moments,
+    load_chunk_affine,
+    load_chunks,
+    same_for_all,
+    write_chunks,
+)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "writers", "ahead", "group_units", "groups", "channels", "channel_length", "magic", "division_shift",
+        "scale_stride", "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nchw_held_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    writers: tl.int32,
+    ahead: tl.int32,
+    group_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int32,
+    magic: tl.int64,
+    division_shift: tl.int32,
+    scale_stride: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FULL: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKEWED: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One group a program, read once; SHARED, `writers` programs a group, a power of two.
+
+    Those each read the whole group and take all of its moments, the same bits as one would, and write a share of
+    its chunks: for launches of fewer groups than multiprocessors, where reading twice out of L2 costs less than
+    telling one another.  The group of the program `ahead` programs on is asked into L2 meanwhile.
+    """
+    if SHARED:
+        row = (tl.program_id(0) // writers).to(tl.int64)
+        writer = tl.program_id(0) % writers
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        writer = 0
+    length = group_units * VEC
+    base, before = frame_of(row, length, GROUP, SKEWED)
+    end = before + length
+    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+
+    chunks = load_chunks(x_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
+    residuals = load_chunks(residual_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
+    if PREFETCH:
+        if tl.num_programs(0) <= FEW_PROGRAMS * 2:
+            # Nothing else hides the latency of the parameters.
+            if weight_ptr is not None:
+                touch(weight_ptr + (row % groups) * channels, channels)
+            if bias_ptr is not None:
+                touch(bias_ptr + (row % groups) * channels, channels)
+        if ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
+            next_base, next_before = frame_of(row + ahead, length, GROUP, SKEWED)
+            prefetch(x_ptr + next_base, whole_vectors(next_before + length, GROUP))
+    count, means, rests, squares = lane_moments(
+        chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
+    )
+    mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED, FAST)
+    mean, rest = same_for_all(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
+    rstd = 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
+    if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if writer == 0:
+            tl.store(mean_ptr + row, mean + rest)
+            tl.store(rstd_ptr + row, rstd)
+    affine = load_chunk_affine(parameters, row, -before, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+    write_chunks(
+        chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, -before, before, end, length,
+        walk, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
+        FULL, BLOCK, GROUP, PARAMETERS, False, SHARED, "", ACTIVATION, DROPOUT, FAST, SKEWED,
+    )  # fmt: skip

@@ -1,0 +1,231 @@
+"""Pieces of contiguous groups that stay in registers as they lie in memory: loading, moments, writing.
+
+A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is what one thread loads at once of each.
+All chunks below FULL are known to be whole, but for the first where SKEWED.  `before` and `length` say where in a
+piece its group starts and ends: see `contiguous.frames`.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import activate_to, dropout_keep
+from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.reductions import rounded_product
+from fusednorm.ops.group_norm.affine import load_affine, slope_and_offset
+from fusednorm.ops.group_norm.contiguous.frames import count_inside, is_inside, load_chunk, store_chunk
+from fusednorm.ops.group_norm.contiguous.sweeps import quotient
+from fusednorm.ops.group_norm.contiguous.words import widened_words
+
+
+@triton.jit
+def element_of_chunk(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The elements of a chunk, [lanes, GROUP]."""
+    return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def load_chunks(
+    ptr, at, length,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
+    SKEWED: tl.constexpr = False,
+):  # fmt: skip
+    """A piece from ptr + at on, up to `length` of its elements.  The tuple is empty where ptr is None."""
+    element = element_of_chunk(BLOCK, GROUP)
+    chunks = ()
+    if ptr is not None:
+        for i in tl.static_range(CHUNKS):
+            chunk = load_chunk(ptr + at + i * BLOCK, element, length - i * BLOCK, i < FULL, EVICT, SKEWED)
+            chunks = chunks + (chunk,)
+    return chunks
+
+
+@triton.jit
+def _float_chunk(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr):
+    if WORDS is None:
+        return chunk_of(chunks, residuals, i, FAST)
+    else:
+        return widened_words(chunks[i], WORDS, FAST)
+
+
+@triton.jit
+def lane_moments(
+    chunks, residuals, before, length,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr = None,
+    SKEWED: tl.constexpr = False,
+):  # fmt: skip
+    """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
+
+    In one pass about a pivot, the mean of the lane's first vector: with n vectors a lane, what cancels is
+    n * 2^-24 of the result at worst.  Where WORDS is a type, chunks are its words, and there are no residuals.
+    """
+    lanes: tl.constexpr = BLOCK // GROUP
+    element = element_of_chunk(BLOCK, GROUP)
+    start = tl.arange(0, lanes)[:, None] * GROUP
+    first = _float_chunk(chunks, residuals, 0, FAST, WORDS)
+    if SKEWED:
+        first = tl.where(is_inside(element, before, length, SKEWED), first, 0.0)
+    if FULL > 0 and not SKEWED:
+        pivot = tl.sum(first, 1, keep_dims=True) * (1.0 / GROUP)
+    else:
+        present = count_inside(start, before, length, GROUP, SKEWED).to(tl.float32)
+        pivot = tl.sum(first, 1, keep_dims=True) / tl.maximum(present, 1.0)
+    count = tl.zeros((lanes, 1), tl.float32)
+    sum_1 = tl.zeros((lanes, 1), tl.float32)
+    sum_2 = tl.zeros((lanes, 1), tl.float32)
+    for i in tl.static_range(len(chunks)):
+        d = _float_chunk(chunks, residuals, i, FAST, WORDS) - pivot
+        if i < FULL and not (SKEWED and i == 0):
+            count += GROUP
+        else:
+            d = tl.where(is_inside(element + i * BLOCK, before, length, SKEWED), d, 0.0)
+            count += count_inside(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
+        sum_1 += tl.sum(d, 1, keep_dims=True)
+        sum_2 += tl.sum(d * d, 1, keep_dims=True)
+    # Told as one rounded mean and what is left of it: the pivot may be far from it.
+    distance = rounded_product(sum_1, 1.0 / tl.maximum(count, 1.0), FAST)
+    mean = pivot + distance
+    square = tl.maximum(sum_2 - sum_1 * distance, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return count, mean, (pivot - mean) + distance, square
+
+
+@triton.jit
+def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
+    """mean and rest of the same sum, with a mean that every thread has: that of `means` where `index` is 0.
+
+    What a reduction merges into mean and rest is right in each thread as a pair, but in one it may be another pair
+    than in the next.  Where parameters are tiles, h - mean and what makes up for rest may be computed in different
+    threads, for each has the layout in which it was loaded.
+    """
+    if PARAMETERS == "piece" or PARAMETERS == "chunk":
+        return mean, rest
+    else:
+        # A sum of one number and zeros is that number in any order.
+        anchor = tl.sum(tl.where(index == 0, means, 0.0))
+        return anchor, (mean - anchor) + rest
+
+
+@triton.jit
+def _channel(
+    first, walk, i: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters.
+
+    Where PARAMETERS is "two", that of a vector's first element, and also where the next channel starts behind it.
+    """
+    next_channel = ()
+    if PARAMETERS == "element" or PARAMETERS == "two":
+        if PARAMETERS == "element":
+            at = first + i * BLOCK + element_of_chunk(BLOCK, GROUP)
+        else:
+            at = first + i * BLOCK + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP
+        # The first vector may start before the group.
+        channel = quotient(tl.maximum(at, 0), walk[2], walk[3], walk[4], WIDE)
+        if PARAMETERS == "two":
+            next_channel = next_channel + (((channel + 1) * walk[2] - at).to(tl.int32),)
+    else:
+        vector = first // GROUP + i * (BLOCK // GROUP)
+        if PARAMETERS == "vector":
+            vector += tl.arange(0, BLOCK // GROUP)[:, None]
+        channel = quotient(vector, walk[2], walk[3], walk[4], WIDE)
+    # Past the end, where nothing is written.
+    return tl.minimum(channel, walk[1] - 1), next_channel
+
+
+@triton.jit
+def load_chunk_affine(
+    parameters, row, first, walk,
+    i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """What `chunk_slope_and_offset` takes of chunk i of a piece that starts `first` elements into the group `row`.
+
+    Args:
+        walk: groups of a sample, channels of a group, what divides by a channel's length (in elements where
+            PARAMETERS is "element" or "two", else in vectors), and what leads from sample to sample of scale and
+            shift.
+        PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element"; or "two", the most that a vector
+            has.
+        WIDE: whether `first` is 64-bit.
+    """
+    channel, next_channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS, WIDE)
+    sample = row.to(tl.int32) // walk[0]
+    group_channel = (row.to(tl.int32) - sample * walk[0]) * walk[1]
+    at = group_channel + channel
+    affine = load_affine(parameters, at, sample * walk[5] + at)
+    if PARAMETERS == "two":
+        at = group_channel + tl.minimum(channel + 1, walk[1] - 1)
+        return affine, load_affine(parameters, at, sample * walk[5] + at), next_channel[0]
+    else:
+        return affine
+
+
+@triton.jit
+def chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
+    """`slope_and_offset` of a chunk's elements, from what `load_chunk_affine` loaded."""
+    if PARAMETERS == "two":
+        a, b = slope_and_offset(affine[0], rstd, rest)
+        next_a, next_b = slope_and_offset(affine[1], rstd, rest)
+        before_next = tl.arange(0, GROUP)[None, :] < affine[2]
+        return tl.where(before_next, a, next_a), tl.where(before_next, b, next_b)
+    else:
+        return slope_and_offset(affine, rstd, rest)
+
+
+@triton.jit
+def write_chunks(
+    chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, length, group_length,
+    walk, mean, rest, rstd, dropout, writer, writers,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+    SHARED: tl.constexpr, EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
+):  # fmt: skip
+    """y, and h, of a piece; of its chunk i when SHARED only where i % writers == writer.
+
+    Args:
+        affine: of the first chunk; that of each other one is loaded a chunk before.
+        base: where in the outputs the piece starts.
+        row, first: the group, and where in it the piece starts, below 0 where that is `before` it.
+        mean, rest: the group's mean is mean + rest.
+        dropout: seed, threshold and scale.
+    """
+    element = element_of_chunk(BLOCK, GROUP)
+    for i in tl.static_range(len(chunks)):
+        current = affine
+        if PARAMETERS != "piece" and i + 1 < len(chunks):
+            affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS, WIDE)
+        if SHARED:
+            if i & (writers - 1) == writer:
+                write_chunk(
+                    chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+                    before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, walk,
+                    mean, rest, rstd, dropout, element,
+                    i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT,
+                    ACTIVATION, DROPOUT, FAST, SKEWED,
+                )  # fmt: skip
+        else:
+            write_chunk(
+                chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+                before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, walk,
+                mean, rest, rstd, dropout, element,
+                i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
+            )  # fmt: skip
+
+
+@triton.jit
+def write_chunk(
+    h, affine, y_ptr, residual_out_ptr, base, before, length, row, first, group_length, walk,
+    mean, rest, rstd, dropout, element,
+    IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
+):  # fmt: skip
+    """y, and h, of one chunk of `length` elements at `base` of the outputs and `first` of the group."""
+    if residual_out_ptr is not None:
+        store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)
+    a, b = chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
+    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    if DROPOUT:
+        sample = row // walk[0]
+        position = (row - sample * walk[0]) * group_length + first + element
+        keep = dropout_keep(dropout[0], sample, position, dropout[1])
+        y = tl.where(keep, y * dropout[2], 0.0)
+    store_chunk(y_ptr + base, element, y, before, length, IS_FULL, EVICT, SKEWED)

@@ -1,0 +1,221 @@
+"""Walks over contiguous groups: their moments, then what is written.
+
+A group is a run of `group_units` vectors of VEC elements, walked in tiles [ROWS, UNITS, VEC] whose last axis
+is one 128-bit access of one thread.  Where a channel is whole vectors (ALIGNED), the channel, its weight and
+its bias are found once a vector.  No size is a constexpr: lengths arrive in units of VEC, so addresses are
+known multiples of it, and division by the channel's length is a multiplication by `magic` and a shift.
+
+Statistics hold a pivot for each vector lane, one of that lane's own values, and sums of differences from it;
+they are merged across lanes and programs by Chan's formula.  With n values a lane, (pivot - lane mean)^2 is
+at most n times the lane's own variance, so what cancels is n * 2^-24 of the result at worst, whatever the
+data.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import activate_to, dropout_keep
+from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.ops.group_norm.affine import load_masked_affine
+from fusednorm.ops.group_norm.contiguous.tiles import load_sum
+
+
+@triton.jit
+def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
+    """i // divisor for 0 <= i < 2^31, where magic = ceil(2^(31 + shift) / divisor) and 2^shift >= divisor."""
+    if WIDE:
+        return i // divisor
+    else:
+        high = tl.umulhi(i.to(tl.uint32) * 2, magic.to(tl.uint32))
+        return (high >> shift.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def residual_at(at, elsewhere, OTHER: tl.constexpr):
+    """Where the residual of elements `at` of a group lies: there, or, OTHER, in its sample with channels last.
+
+    `elsewhere` is the group's first channel, the positions of a channel and the sample's channels.
+    """
+    if OTHER:
+        channel = at // elsewhere[1]
+        return (at - channel * elsewhere[1]) * elsewhere[2] + (elsewhere[0] + channel)
+    else:
+        return at
+
+
+@triton.jit
+def _accumulate(
+    x_ptr, residual_ptr, elsewhere, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr, OTHER: tl.constexpr
+):
+    """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; each sum over VEC stays in its thread."""
+    at = unit * VEC + tl.arange(0, VEC)[None, None, :]
+    h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_last")
+    d = tl.where(mask, h - pivot, 0.0)
+    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(d * d, 2, keep_dims=True)
+
+
+@triton.jit
+def run_moments(
+    x_ptr,
+    residual_ptr,
+    elsewhere,
+    first,
+    last,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    OTHER: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Mean and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
+
+    `elsewhere` and OTHER are those of `residual_at`.
+    """
+    lane = tl.arange(0, UNITS)[None, :, None]
+    units = last - first
+    full = units // UNITS
+    tail = units - full * UNITS
+
+    start = (first + lane) * VEC
+    pivot = load_sum(x_ptr, residual_ptr, start, residual_at(start, elsewhere, OTHER), lane < units, "evict_last")
+    sum_1 = tl.zeros((1, UNITS, 1), tl.float32)
+    sum_2 = tl.zeros((1, UNITS, 1), tl.float32)
+    whole = tl.full((1, UNITS, 1), True, tl.int1)
+    for tile in range(0, full):
+        unit = first + tile * UNITS + lane
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, elsewhere, unit, whole, pivot, sum_1, sum_2, VEC, OTHER)
+    if tail > 0:
+        unit = first + full * UNITS + lane
+        sum_1, sum_2 = _accumulate(
+            x_ptr, residual_ptr, elsewhere, unit, unit < last, pivot, sum_1, sum_2, VEC, OTHER
+        )
+
+    count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
+    total = units.to(tl.float32) * VEC
+    lane_shift = sum_1 / tl.maximum(count, 1.0)
+    rough = tl.sum(rounded_product(count / total, pivot + lane_shift, FAST), 1, keep_dims=True)
+    delta = (pivot - rough) + lane_shift
+    weighted = count * delta
+    shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 1, FAST)
+    shift /= total
+    # maximum would lose a NaN.
+    square = square - total * shift * shift
+    return rough + shift, tl.where(square < 0.0, 0.0, square)
+
+
+@triton.jit
+def store_normalised(
+    h,
+    mean,
+    rstd,
+    parameters,
+    y_ptr,
+    residual_out_ptr,
+    base,
+    sample,
+    group,
+    unit,
+    mask,
+    group_units,
+    groups,
+    channels,
+    channel_length,
+    magic,
+    shift,
+    scale_stride,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    VEC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Affine step, activation, dropout and the stores of one tile.
+
+    `group` counts inside its sample; `channels` a group; `channel_length` is in vectors when ALIGNED.
+    """
+    at = unit * VEC + tl.arange(0, VEC)[None, None, :]
+    if residual_out_ptr is not None:
+        tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    # The parameters come after the reductions, so that they hold no registers during them.
+    if ALIGNED:
+        channel = group * channels + quotient(unit, channel_length, magic, shift, WIDE)
+    else:
+        channel = group * channels + quotient(at, channel_length, magic, shift, WIDE)
+    sample_channel = sample * scale_stride + channel
+    weight, bias = load_masked_affine(parameters, channel, sample_channel, mask)
+    y = activate_to((h - mean) * (weight * rstd) + bias, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    if DROPOUT:
+        position = (group.to(tl.int64) * group_units) * VEC + at
+        position += tl.zeros(y.shape, tl.int64)
+        keep = dropout_keep(seed, sample.to(tl.int64), position, dropout_threshold)
+        y = tl.where(keep, y * dropout_scale, 0.0)
+    tl.store((y_ptr + base) + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def normalise_run(
+    x_ptr,
+    residual_ptr,
+    parameters,
+    y_ptr,
+    residual_out_ptr,
+    mean,
+    rstd,
+    row,
+    first,
+    last,
+    group_units,
+    groups,
+    channels,
+    channel_length,
+    magic,
+    shift,
+    scale_stride,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Write the vectors first <= unit < last of one group, last tile first: that end is still in cache."""
+    base = row * (group_units.to(tl.int64) * VEC)
+    sample = row // groups
+    group = (row - sample * groups).to(tl.int32)
+    elsewhere = (group * channels, channel_length.to(tl.int64) * VEC, groups * channels.to(tl.int64))
+    if not ALIGNED:
+        elsewhere = (group * channels, channel_length.to(tl.int64), groups * channels.to(tl.int64))
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += sample * groups * channels * elsewhere[1] if OTHER else base
+    lane = tl.arange(0, UNITS)[None, :, None]
+    inner = tl.arange(0, VEC)[None, None, :]
+    full = (last - first) // UNITS
+    if first + full * UNITS < last:
+        unit = first + full * UNITS + lane
+        mask = unit < last
+        at = unit * VEC + inner
+        h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_first")
+        store_normalised(
+            h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
+    whole = tl.full((1, UNITS, 1), True, tl.int1)
+    for step in range(0, full):
+        unit = first + (full - 1 - step) * UNITS + lane
+        at = unit * VEC + inner
+        h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), whole, "evict_first")
+        store_normalised(
+            h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
+            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip

@@ -1,0 +1,268 @@
+"""How a launch configuration of GroupNorm's forward pass is chosen.
+
+A choice depends on what one sample looks like, on the width of an element and on the device, never on the number
+of samples: but for what streams cut finer (`stream_walk`), a sample's bits are the same whatever came with it, and
+their number causes no compile.  Constexprs are
+tiles, warps, vector widths and numbers of chunks, all bounded; lengths stay run-time arguments.
+
+The forms that never wait for other programs are what a residual too large for the registers, or a group too large
+for the device, gets, and everything that would be shared where `waits` is False.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import lcm
+from typing import TypeVar
+
+from fusednorm.integers import next_power_of_2
+from fusednorm.launch.launch import registers_for
+from fusednorm.ops.group_norm import table as tables
+from fusednorm.ops.group_norm.channels_last.stream_shape import (
+    STREAM_FROM,
+    STREAM_POSITIONS,
+    measured_stream,
+    stream_splits,
+    stream_warps,
+)
+from fusednorm.ops.group_norm.forward_configs import (
+    Forward,
+    ForwardBlock,
+    ForwardColumns,
+    ForwardHeld,
+    ForwardPieces,
+    ForwardRolling,
+    ForwardShared,
+    ForwardSharedBlock,
+    ForwardSplit,
+    ForwardStream,
+    ForwardSweep,
+    ForwardTile,
+    block_tile,
+)
+from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, vector_width
+
+MAX_PROGRAM_BYTES = 256 * 1024
+"""Bytes of x above which a group that a program reads twice is split over programs."""
+
+MIN_RUN_BYTES = 64
+"""Bytes of neighbouring channels that a channels-last program reads at each position, where groups allow."""
+
+MAX_BLOCK_COLUMNS = 256
+"""Columns of a block at most; groups that need more to start and end on 16 bytes are read twice."""
+
+USUAL_REGISTERS = 20
+"""Registers of a thread beside what it holds, at the least."""
+
+MAX_PADDING = 1.1
+"""Of what programs share in place of a faster form, for each element: 1.14 costs more than a second read from L2.
+
+With a residual, of a copy: 0.71 where shared, 0.81 where read twice (32x256x56x56, float32, 1.14); 0.82 and 0.81
+without padding (8x512x64x64, bfloat16).
+"""
+
+_BLOCK_CHUNKS = {1: 12, 2: 12, 4: 6}
+"""Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
+
+With 8 runs, one for each column, too few accesses are left: such samples are read twice.
+"""
+
+Held = TypeVar("Held", ForwardHeld, ForwardRolling, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
+
+
+def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Forward:
+    """The forward configuration for samples of elements of `itemsize` bytes, where nothing is fused.
+
+    Args:
+        waits: whether programs may wait for one another, which takes a cooperative launch.
+    """
+    return next(iter(candidates(sample, itemsize, multiprocessors, waits)), None) or never_waiting(sample, itemsize)
+
+
+@lru_cache(maxsize=4096)
+def candidates(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> tuple[Forward, ...]:
+    """The configurations that read samples once, or were measured for them, the fastest first; there may be none.
+
+    One with less in registers follows one with more, so that a pass that fuses more has a choice, too.
+    """
+    tile = None if sample.channels_last else _tile(sample, itemsize)
+    if tile is not None:
+        return (tile,)
+    chosen: list[Forward] = [
+        config
+        for place, config in enumerate(_measured(sample, itemsize))
+        if _is_resident(config, sample, itemsize, multiprocessors, waits)
+        and (place == 0 or not isinstance(config, ForwardShared) or _padding(config, sample) <= MAX_PADDING)
+    ]
+    if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
+        block = _block(sample, itemsize, multiprocessors, waits)
+        if block is not None:
+            chosen.append(block)
+    return tuple(chosen)
+
+
+def _padding(config: ForwardShared, sample: Sample) -> float:
+    """Elements of the slabs of all members for each element of a group."""
+    return config.members(sample) * config.chunks * config.block / sample.group_length
+
+
+def _is_resident(config: Forward, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+    """Whether the programs that would wait for one another may, and fit the device together."""
+    match config:
+        case ForwardShared():
+            return waits and config.members(sample) <= multiprocessors * config.programs_per_sm
+        case ForwardSharedBlock():
+            return waits and config.members(sample, itemsize) <= multiprocessors * config.programs_per_sm
+        case _:
+            return True
+
+
+@lru_cache(maxsize=4096)
+def never_waiting(sample: Sample, itemsize: int) -> Forward:
+    """The configuration of a pass whose registers neither hold nor share its groups: it reads them twice."""
+    if sample.channels_last:
+        return stream(sample, itemsize) or split_forward(sample, itemsize)
+    if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
+        return ForwardSweep(_sweep_units(vector_width(itemsize, sample.group_length)), 16)
+    return split_forward(sample, itemsize)
+
+
+@lru_cache(maxsize=4096)
+def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumns:
+    """The forward configuration that splits groups, whatever their size."""
+    if sample.channels_last:
+        return _columns(sample, itemsize)
+    vec = vector_width(itemsize, sample.group_length)
+    tile = _sweep_units(vec)
+    tiles = -(-sample.group_length // (vec * tile * max_splits(sample.groups)))
+    return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
+
+
+def with_room(config: Held, held_bytes: int, extra: int, multiprocessors: int, members: int) -> Held | None:
+    """`config` with as few resident programs as leave a thread registers for what it holds; None if none do.
+
+    Args:
+        held_bytes: what a thread holds.
+        extra: registers for what is fused, beyond the usual.
+        members: programs that must be resident together.
+    """
+    for programs_per_sm in range(config.programs_per_sm, 0, -1):
+        fewer = replace(config, programs_per_sm=programs_per_sm)
+        if members > multiprocessors * programs_per_sm:
+            return None
+        if held_bytes // 4 + extra + USUAL_REGISTERS <= registers_for(fewer):
+            return fewer
+    return None
+
+
+def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
+    """The configuration for small contiguous groups."""
+    vec = vector_width(itemsize, sample.group_length)
+    units = next_power_of_2(sample.group_length // vec)
+    if units * vec > 4096:
+        return None
+    rows = min(64, max(1, 2048 // (units * vec)))
+    return ForwardTile(rows, units, _warps(rows * units * vec, 16))
+
+
+def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
+    """Entries of the tables for the sample's class; what programs share comes out even between them."""
+    if not sample.channels_last:
+        for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:
+            if sample.group_length > most:
+                continue
+            if isinstance(config, ForwardShared):
+                members = config.members(sample)
+                config = replace(config, chunks=-(-sample.frame_length // (members * config.block)))
+            yield config
+        return
+    if sample.hw * sample.c * itemsize >= STREAM_FROM:
+        streamed = measured_stream(tables.FORWARD_STREAM[itemsize], sample)
+        if streamed is not None:
+            yield streamed
+    for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
+        if channels != sample.channels or sample.hw > most:
+            continue
+        if not _in_blocks(sample, block.block_groups, itemsize):
+            continue
+        if isinstance(block, ForwardSharedBlock):
+            rows = block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
+            members = block.members(sample, itemsize)
+            block = replace(block, chunks=-(-sample.hw // (members * rows)))
+        yield block
+
+
+def _in_blocks(sample: Sample, groups: int, itemsize: int) -> bool:
+    """Whether blocks of so many groups start and end on 16 bytes, and 32 bits count a sample's elements."""
+    width = vector_width(itemsize, sample.c, groups * sample.channels)
+    return groups <= sample.groups and width * itemsize == 16 and sample.hw < 2**31 // sample.c
+
+
+def _sweep_units(vec: int) -> int:
+    """Vectors of a tile of 16 warps: 16 elements a thread, or 8 where each is an access of its own."""
+    return 8192 // vec if vec > 1 else 4096
+
+
+def _warps(elements: int, a_thread: int) -> int:
+    return min(16, max(1, next_power_of_2(elements // (32 * a_thread))))
+
+
+def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
+    """Numbers of groups whose columns, from 64 bytes on, may make a block; what wastes the fewest lanes first."""
+    whole = lcm(sample.channels, 16 // itemsize) // sample.channels
+    counts = list(range(whole, sample.groups + 1, whole)) or [sample.groups]
+    counts = [count for count in counts if count * sample.channels <= MAX_BLOCK_COLUMNS]
+    wide = [count for count in counts if count * sample.channels * itemsize >= MIN_RUN_BYTES] or counts[-1:]
+
+    def padded(count: int) -> tuple[int, int]:
+        tile = block_tile(sample, count, 1, itemsize)
+        return -(-sample.groups // count) * tile.vectors * tile.vec, count
+
+    return tuple(sorted(wide, key=padded))
+
+
+def _block(
+    sample: Sample, itemsize: int, multiprocessors: int, waits: bool
+) -> ForwardBlock | ForwardSharedBlock | None:
+    """Blocks of the columns that waste the fewest lanes, or None where a sample is better streamed.
+
+    That is where registers do not hold enough, and, of STREAM_POSITIONS on, where programs would share a block or
+    keep sums of several runs in a lane; with fewer positions, where they would do both.
+    """
+    counts = block_groups(sample, itemsize)
+    if not counts or sample.hw >= 2**31 // sample.c:
+        return None
+    groups = counts[0]
+    keep = block_tile(sample, groups, 1, itemsize).keep
+    most = _BLOCK_CHUNKS.get(keep)
+    if most is None or (keep > 1 and sample.hw >= STREAM_POSITIONS):
+        return None
+    for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
+        chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
+        if chunks <= most:
+            return ForwardBlock(groups, warps, programs_per_sm, writers=4)
+    rows = block_tile(sample, groups, 8, itemsize).rows
+    members = -(-sample.hw // (most * rows))
+    may_stream = stream_warps(sample, itemsize) is not None
+    if not waits or members > multiprocessors or (may_stream and (keep > 1 or sample.hw >= STREAM_POSITIONS)):
+        return None
+    chunks = -(-sample.hw // (members * rows))
+    return ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
+
+
+def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
+    """The configuration that streams samples twice, or None where lanes do not take all columns."""
+    num_warps = stream_warps(sample, itemsize)
+    if num_warps is None:
+        return None
+    usual = ForwardStream(num_warps, chunks=4, apply_chunks=4, splits=stream_splits(sample, itemsize))
+    return measured_stream(tables.FORWARD_STREAM[itemsize], sample) or usual
+
+
+def _columns(sample: Sample, itemsize: int) -> ForwardColumns:
+    vec = vector_width(itemsize, sample.c)
+    width = column_width(sample, itemsize)
+    rows = max(1, 32 * 8 * vec // width)
+    step = rows * 4
+    split_rows = step * max(2, -(-sample.hw // (step * max_splits(sample.c))))
+    return ForwardColumns(width, rows, 4, split_rows, rows * 2, rows * 8, 8)

@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm over rows."""

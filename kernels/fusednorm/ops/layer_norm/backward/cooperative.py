@@ -1,0 +1,237 @@
+"""Backward kernel of LayerNorm and RMSNorm for rows that several programs share.
+
+The formulas are in `backward.tile`; `backward.reduce` folds what is partial.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import let_next_start
+from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
+from fusednorm.jit.moments import column_mask, offset_weight, unaligned_nought, widened
+from fusednorm.jit.prefetch import prefetch
+from fusednorm.jit.reductions import sum_pair, total_pair
+from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient
+
+
+@triton.jit
+def _held(ptr, at, mask, DEFAULT: tl.constexpr):
+    """A parameter as it lies in memory, or DEFAULT where there is none."""
+    if ptr is not None:
+        return tl.load(ptr + at, mask=mask, other=0.0)
+    else:
+        return tl.full(at.shape, DEFAULT, tl.float32)
+
+
+@triton.jit
+def _gradient(
+    x,
+    residual,
+    dy,
+    mean,
+    rstd,
+    weight,
+    bias,
+    row,
+    first_col,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """d = h - mean, with which x_hat = d * rstd, and dz of a slab as it was loaded."""
+    d = widened(x, FAST)
+    if HAS_RESIDUAL:
+        d += widened(residual, FAST)
+    d -= mean
+    dz = affine_gradient(
+        widened(dy, FAST),
+        d * rstd,
+        weight,
+        bias,
+        row,
+        first_col,
+        seed,
+        dropout_threshold,
+        dropout_scale,
+        ACTIVATION,
+        DROPOUT,
+        FAST,
+    )
+    return d, dz
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "members",
+        "col_units",
+        "dy_row_units",
+        "x_row_units",
+        "residual_row_units",
+        "dresidual_out_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
+)
+def layer_norm_backward_shared_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    mailbox_ptr,
+    rows: tl.int64,
+    members,
+    col_units,
+    dy_row_units: tl.int64,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    dresidual_out_row_units: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LAG: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY_FOLD: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A row belongs to `members` programs, a slab of BLOCK_N columns each; mean and rstd are given.
+
+    Every slab is read twice: once for its part of c1 and c2, which is posted, and LAG rows later,
+    by when the other members' parts have come, out of L1 or L2 for the gradients.  Programs are persistent; the
+    launch must be cooperative.  Instructions are what limits it in 16 bits: x_hat is not formed where d will do.
+    """
+    let_next_start(EARLY_FOLD)
+    cols = col_units * VEC
+    inverse_n = 1.0 / cols.to(tl.float32)
+    group = tl.program_id(0) // members
+    groups = tl.num_programs(0) // members
+    member = tl.program_id(0) % members
+    first_col = member * BLOCK_N
+    lane = tl.arange(0, BLOCK_N)[None, :]
+    mask = column_mask(first_col + lane, cols, EVEN)
+    other = tl.arange(0, SLOTS)
+    present = other < members
+    NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
+    KEEP: tl.constexpr = "" if NARROW else "evict_last"
+    DROP: tl.constexpr = "" if NARROW else "evict_first"
+    own = first_col + unaligned_nought(cols, NARROW) + lane
+    held = _held(weight_ptr, own, mask, 1.0)
+    held_bias = _held(bias_ptr if ACTIVATION != "none" else None, own, mask, 0.0)
+    if dweight_partial_ptr is not None:
+        dweight = tl.zeros((1, BLOCK_N), tl.float32)
+    if dbias_partial_ptr is not None:
+        dbias = tl.zeros((1, BLOCK_N), tl.float32)
+
+    start = first_tag(mailbox_ptr)
+    last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
+    turns = tl.cdiv(rows - group, groups)
+    dy_ptr += first_col
+    x_ptr += first_col
+
+    tag = start
+    for turn in range(0, turns + LAG):
+        row = group + turn * groups
+        ahead = column_mask(first_col + lane, cols, EVEN) & (turn < turns)
+        x = tl.load(x_ptr + row * (x_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy=KEEP)
+        dy = tl.load(dy_ptr + row * (dy_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy=KEEP)
+        residual = x
+        if residual_ptr is not None:
+            residual = tl.load(
+                residual_ptr + row * (residual_row_units * VEC) + first_col + lane,
+                mask=ahead,
+                other=0.0,
+                eviction_policy=KEEP,
+            )
+        rstd = tl.load(rstd_ptr + row, mask=turn < turns, other=0.0)
+        mean = 0.0
+        if not IS_RMS:
+            mean = tl.load(mean_ptr + row, mask=turn < turns, other=0.0)
+        if AHEAD > 0 and turn + AHEAD < turns:
+            ahead_row = row + AHEAD * groups
+            prefetch(x_ptr + ahead_row * (x_row_units * VEC), tl.minimum(cols - first_col, BLOCK_N))
+            prefetch(dy_ptr + ahead_row * (dy_row_units * VEC), tl.minimum(cols - first_col, BLOCK_N))
+
+        if turn >= LAG:
+            row_b = row - LAG * groups
+            x_b = tl.load(x_ptr + row_b * (x_row_units * VEC) + lane, mask=mask, other=0.0, eviction_policy=DROP)
+            dy_b = tl.load(dy_ptr + row_b * (dy_row_units * VEC) + lane, mask=mask, other=0.0, eviction_policy=DROP)
+            residual_b = x_b
+            if residual_ptr is not None:
+                residual_b = tl.load(
+                    residual_ptr + row_b * (residual_row_units * VEC) + first_col + lane,
+                    mask=mask,
+                    other=0.0,
+                    eviction_policy=DROP,
+                )
+            rstd_b = tl.load(rstd_ptr + row_b)
+            mean_b = 0.0
+            if not IS_RMS:
+                mean_b = tl.load(mean_ptr + row_b)
+            late_tag = tag - LAG
+            part_1, part_2, _ = collect(
+                slot_of(mailbox_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
+            )
+            c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
+            weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
+            bias = widened(held_bias, FAST)
+            d, dz = _gradient(
+                x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
+                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,
+            )  # fmt: skip
+            scaled = dz * rstd_b
+            if dweight_partial_ptr is not None:
+                dweight += scaled * d
+            if dbias_partial_ptr is not None:
+                dbias += dz
+            scale = -inverse_n * rstd_b
+            dx = d * (c1 * scale * rstd_b)
+            if not IS_RMS:
+                dx += c2 * scale
+            dx += scaled * weight
+            if dresidual_out_ptr is not None:
+                outside_at = row_b * (dresidual_out_row_units * VEC) + first_col + lane
+                dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
+            store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask, DROP)
+
+        if turn < turns:
+            weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
+            bias = widened(held_bias, FAST)
+            d, dz = _gradient(
+                x, residual, dy, mean, rstd, weight, bias, row, first_col,
+                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,
+            )  # fmt: skip
+            g = dz * weight
+            if not EVEN:
+                g = tl.where(mask, g, 0.0)
+            c1, c2 = sum_pair(g * d, g, 1, FAST)
+            c1 *= rstd
+            post(slot_of(mailbox_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0)
+        tag += 1
+
+    leave(mailbox_ptr, last_tag)
+    partial_at = group.to(tl.int64) * cols + first_col + lane
+    if dweight_partial_ptr is not None:
+        tl.store(dweight_partial_ptr + partial_at, dweight, mask=mask)
+    if dbias_partial_ptr is not None:
+        tl.store(dbias_partial_ptr + partial_at, dbias, mask=mask)

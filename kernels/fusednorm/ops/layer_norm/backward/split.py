@@ -1,0 +1,227 @@
+"""Backward kernels of LayerNorm and RMSNorm for rows too long for a tile: two kernels, which read x and dy twice.
+
+The first takes each row's constants; the second walks slabs of columns.  The formulas are in
+`backward.tile`, and so is the kernel that folds what is partial.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.moments import column_mask, load_rows, offset_weight, sweep_moments, widened
+from fusednorm.jit.reductions import sum_pair
+from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
+
+
+@triton.jit(
+    do_not_specialize=[
+        "col_units",
+        "dy_row_units",
+        "x_row_units",
+        "residual_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
+)
+def layer_norm_backward_rows_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    constants_ptr,
+    col_units,
+    dy_row_units: tl.int64,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One row a program: mean, rstd, c1 and c2 of the row, to `constants` [rows, 4] float32.
+
+    Without saved statistics a first sweep takes them; the second sweep then finds x in the cache.
+    """
+    cols = col_units * VEC
+    inverse_n = 1.0 / cols.to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    col = tl.arange(0, BLOCK_N)[None, :]
+    x_row = row * (x_row_units * VEC)
+    residual_row = row * (residual_row_units * VEC)
+    dy_row = row * (dy_row_units * VEC)
+    shift = tl.zeros((1, 1), tl.float32)
+    if rstd_ptr is not None:
+        rstd = tl.load(rstd_ptr + row)
+        if IS_RMS:
+            rough = tl.zeros((1, 1), tl.float32)
+        else:
+            rough = tl.load(mean_ptr + row)
+    else:
+        rough, shift, variance = sweep_moments(
+            x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
+        )
+        rstd = 1.0 / tl.sqrt(variance + eps)
+
+    lane_c1 = tl.zeros((1, BLOCK_N), tl.float32)
+    lane_c2 = tl.zeros((1, BLOCK_N), tl.float32)
+    for chunk in range(0, tl.cdiv(cols, BLOCK_N)):
+        first_col = chunk * BLOCK_N
+        at = col + first_col
+        mask = column_mask(at, cols, EVEN)
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "", FAST)
+        dy = widened(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0), FAST)
+        x_hat = ((h - rough) - shift) * rstd
+        weight = offset_weight(load_parameter(weight_ptr, at, mask, 1.0), WEIGHT_OFFSET)
+        if ACTIVATION == "none":
+            bias = 0.0
+        else:
+            bias = load_parameter(bias_ptr, at, mask, 0.0)
+        dz = affine_gradient(
+            dy,
+            x_hat,
+            weight,
+            bias,
+            row,
+            first_col,
+            seed,
+            dropout_threshold,
+            dropout_scale,
+            ACTIVATION,
+            DROPOUT,
+            FAST,
+        )
+        g = dz * weight
+        if not EVEN:
+            g = tl.where(mask, g, 0.0)
+        lane_c1 += g * x_hat
+        if not IS_RMS:
+            lane_c2 += g
+    c1, c2 = sum_pair(lane_c1, lane_c2, 1, FAST)
+    tl.store(constants_ptr + row * 4, rough + shift)
+    tl.store(constants_ptr + row * 4 + 1, rstd)
+    tl.store(constants_ptr + row * 4 + 2, c1 * inverse_n)
+    tl.store(constants_ptr + row * 4 + 3, c2 * inverse_n)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "col_units",
+        "dy_row_units",
+        "x_row_units",
+        "residual_row_units",
+        "dresidual_out_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
+)
+def layer_norm_backward_slab_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    weight_ptr,
+    bias_ptr,
+    constants_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    rows: tl.int64,
+    col_units,
+    dy_row_units: tl.int64,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    dresidual_out_row_units: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A slab of BLOCK_N columns a program, over every num_programs(1)-th tile of rows, last rows first.
+
+    `constants` [rows, 4] is from `layer_norm_backward_rows_kernel`, which leaves the last rows in the cache.
+    """
+    cols = col_units * VEC
+    first_col = tl.program_id(0) * BLOCK_N
+    col = first_col + tl.arange(0, BLOCK_N)[None, :]
+    col_mask = column_mask(col, cols, EVEN)
+    weight = offset_weight(load_parameter(weight_ptr, col, col_mask, 1.0), WEIGHT_OFFSET)
+    if ACTIVATION == "none":
+        bias = 0.0
+    else:
+        bias = load_parameter(bias_ptr, col, col_mask, 0.0)
+    if dweight_partial_ptr is not None:
+        dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    if dbias_partial_ptr is not None:
+        dbias = tl.zeros((ROWS, BLOCK_N), tl.float32)
+
+    tiles = tl.cdiv(rows, ROWS)
+    for step in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        row = (tiles - 1 - step) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = row < rows
+        mask = row_mask & col_mask
+        h = load_rows(
+            x_ptr,
+            residual_ptr,
+            row * (x_row_units * VEC) + col,
+            row * (residual_row_units * VEC) + col,
+            mask,
+            "evict_first",
+            FAST,
+        )
+        dy_at = row * (dy_row_units * VEC) + col
+        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
+        mean = tl.load(constants_ptr + row * 4, mask=row_mask, other=0.0)
+        rstd = tl.load(constants_ptr + row * 4 + 1, mask=row_mask, other=0.0)
+        c1 = tl.load(constants_ptr + row * 4 + 2, mask=row_mask, other=0.0)
+        c2 = tl.load(constants_ptr + row * 4 + 3, mask=row_mask, other=0.0)
+        x_hat = (h - mean) * rstd
+        dz = affine_gradient(
+            dy,
+            x_hat,
+            weight,
+            bias,
+            row,
+            first_col,
+            seed,
+            dropout_threshold,
+            dropout_scale,
+            ACTIVATION,
+            DROPOUT,
+            FAST,
+        )
+        if dweight_partial_ptr is not None:
+            dweight += dz * x_hat
+        if dbias_partial_ptr is not None:
+            dbias += dz
+        dx = (dz * weight - c2 - x_hat * c1) * rstd
+        if dresidual_out_ptr is not None:
+            outside_at = row * (dresidual_out_row_units * VEC) + col
+            dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
+        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask, "evict_first")
+
+    partial_at = tl.program_id(1).to(tl.int64) * cols + col
+    if dweight_partial_ptr is not None:
+        tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
+    if dbias_partial_ptr is not None:
+        tl.store(dbias_partial_ptr + partial_at, tl.sum(dbias, 0, keep_dims=True), mask=col_mask)

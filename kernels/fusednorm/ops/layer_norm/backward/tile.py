@@ -1,0 +1,213 @@
+"""Backward kernels of LayerNorm and RMSNorm.
+
+With dz the gradient that reaches the affine step and g = dz * (weight + WEIGHT_OFFSET), dx = rstd * (g - c2 -
+x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for
+dweight and dbias stay in float32 registers, one partial row a program, and `backward.reduce` folds the
+partials in fixed order: no atomics and no locks, so every run gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import let_next_start
+from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
+from fusednorm.jit.moments import column_mask, load_rows, offset_weight, slab_moments, unaligned_nought, widened
+from fusednorm.jit.prefetch import prefetch
+from fusednorm.jit.reductions import sum_pair
+from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "col_units",
+        "dy_row_units",
+        "x_row_units",
+        "residual_row_units",
+        "dresidual_out_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
+)
+def layer_norm_backward_tile_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    rows: tl.int64,
+    col_units,
+    dy_row_units: tl.int64,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    dresidual_out_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY_FOLD: tl.constexpr,
+    HOLD_WEIGHT: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Persistent programs over tiles of ROWS rows of CHUNKS blocks; statistics not saved are taken from the tile.
+
+    With AHEAD > 0, for rows without gaps, tiles AHEAD turns on are asked into L2.
+    """
+    let_next_start(EARLY_FOLD)
+    cols = col_units * VEC
+    n = cols.to(tl.float32)
+    inverse_n = 1.0 / n
+    program, programs, head, heads = programs_of_head(HEADS)
+    NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
+    EVICT: tl.constexpr = "" if NARROW else "evict_first"
+    own = parameter_start(head, cols, HEADS) + unaligned_nought(cols, NARROW)
+    columns = ()
+    col_masks = ()
+    held = ()
+    held_biases = ()
+    dweights = ()
+    dbiases = ()
+    for i in tl.static_range(CHUNKS):
+        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col_mask = column_mask(col, cols, EVEN)
+        columns = columns + (col,)
+        col_masks = col_masks + (col_mask,)
+        if HOLD_WEIGHT and weight_ptr is not None:
+            held = held + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
+        if HOLD_WEIGHT and ACTIVATION != "none" and bias_ptr is not None:
+            held_biases = held_biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
+        if dweight_partial_ptr is not None:
+            dweights = dweights + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
+        if dbias_partial_ptr is not None:
+            dbiases = dbiases + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
+
+    tiles = tl.cdiv(rows, ROWS)
+
+    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+        if AHEAD > 0:
+            first_ahead = (tile + AHEAD * programs).to(tl.int64) * ROWS
+            if first_ahead < rows:
+                present = (tl.minimum(rows - first_ahead, ROWS) * cols).to(tl.int32)
+                prefetch(x_ptr + first_ahead * cols, present)
+                prefetch(dy_ptr + first_ahead * cols, present)
+        token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = token < rows
+        row = row_of_token(token, head, heads, HEADS)
+        x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+        residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+        dy_row = row_start(token, row, head, dy_row_units * VEC, cols, HEADS)
+        chunks = ()
+        dys = ()
+        for i in tl.static_range(CHUNKS):
+            mask = row_mask & col_masks[i]
+            h = load_rows(x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, EVICT, FAST)
+            chunks = chunks + (h,)
+            dy = tl.load(dy_ptr + dy_row + columns[i], mask=mask, other=0.0, eviction_policy=EVICT)
+            dys = dys + (widened(dy, FAST),)
+        if rstd_ptr is not None:
+            rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
+            shift = tl.zeros_like(rstd)
+            if IS_RMS:
+                mean = shift
+            else:
+                mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
+        else:
+            mean, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+            rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
+
+        x_hats = ()
+        gs = ()
+        new_dweights = ()
+        new_dbiases = ()
+        for i in tl.static_range(CHUNKS):
+            if IS_RMS:
+                x_hat = chunks[i] * rstd
+            elif rstd_ptr is not None:
+                x_hat = (chunks[i] - mean) * rstd
+            else:
+                x_hat = (chunks[i] - mean) * rstd - shift * rstd
+            if HOLD_WEIGHT and weight_ptr is not None:
+                weight = widened(held[i], FAST)
+            else:
+                weight = load_parameter(weight_ptr, own + columns[i], col_masks[i], 1.0)
+            weight = offset_weight(weight, WEIGHT_OFFSET)
+            if ACTIVATION == "none":
+                bias = 0.0
+            elif HOLD_WEIGHT and bias_ptr is not None:
+                bias = widened(held_biases[i], FAST)
+            else:
+                bias = load_parameter(bias_ptr, own + columns[i], col_masks[i], 0.0)
+            dz = affine_gradient(
+                dys[i],
+                x_hat,
+                weight,
+                bias,
+                row,
+                i * BLOCK_N,
+                seed,
+                dropout_threshold,
+                dropout_scale,
+                ACTIVATION,
+                DROPOUT,
+                FAST,
+            )
+            if dweight_partial_ptr is not None:
+                new_dweights = new_dweights + (dweights[i] + dz * x_hat,)
+            if dbias_partial_ptr is not None:
+                new_dbiases = new_dbiases + (dbiases[i] + dz,)
+            g = dz * weight
+            if not EVEN:
+                # Past the row's end x_hat is no zero, and without a weight g may not be one either.
+                g = tl.where(col_masks[i], g, 0.0)
+            x_hats = x_hats + (x_hat,)
+            gs = gs + (g,)
+        dweights = new_dweights
+        dbiases = new_dbiases
+
+        products = gs[0] * x_hats[0]
+        total = gs[0]
+        for i in tl.static_range(1, CHUNKS):
+            products += gs[i] * x_hats[i]
+            total += gs[i]
+        if IS_RMS:
+            c1 = tl.sum(products, 1, keep_dims=True)
+            c2 = tl.zeros_like(c1)
+        else:
+            c1, c2 = sum_pair(products, total, 1, FAST)
+        for i in tl.static_range(CHUNKS):
+            dx = gs[i] - x_hats[i] * (c1 * inverse_n)
+            if not IS_RMS:
+                dx -= c2 * inverse_n
+            dx *= rstd
+            mask = row_mask & col_masks[i]
+            if dresidual_out_ptr is not None:
+                outside_row = row_start(token, row, head, dresidual_out_row_units * VEC, cols, HEADS)
+                dx += tl.load(dresidual_out_ptr + outside_row + columns[i], mask=mask, other=0.0).to(tl.float32)
+            store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask, EVICT)
+
+    partial_row = row_of_token(program.to(tl.int64), head, heads, HEADS) * cols
+    for i in tl.static_range(CHUNKS):
+        at = partial_row + columns[i]
+        if dweight_partial_ptr is not None:
+            tl.store(dweight_partial_ptr + at, tl.sum(dweights[i], 0, keep_dims=True), mask=col_masks[i])
+        if dbias_partial_ptr is not None:
+            tl.store(dbias_partial_ptr + at, tl.sum(dbiases[i], 0, keep_dims=True), mask=col_masks[i])

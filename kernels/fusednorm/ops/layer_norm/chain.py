@@ -1,0 +1,207 @@
+"""Kernels of several LayerNorms in a row: x is read once, y written once, all between stays float32.
+
+`weight_ptrs` and `bias_ptrs` are tuples with an entry for each of NORMS norms, None where it has no such parameter;
+Triton 3.6 cannot take the length of a tuple with None in it.  Sizes and strides arrive in units of VEC elements, as
+in `forward.tile`.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.moments import column_mask, lane_moments, load_rows, slab_moments, widened
+from fusednorm.jit.prefetch import prefetch_row_ahead
+
+
+@triton.jit
+def _normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, FAST: tl.constexpr):
+    """One norm of a tile whose moments are known."""
+    y = (h - rough) * rstd - shift * rstd
+    if weight_ptr is not None:
+        y = y * widened(tl.load(weight_ptr + col, mask=mask, other=0.0), FAST)
+    if bias_ptr is not None:
+        y = y + widened(tl.load(bias_ptr + col, mask=mask, other=0.0), FAST)
+    return y
+
+
+@triton.jit(do_not_specialize=["ahead", "rows", "col_units", "x_row_units"])
+def layer_norm_chain_held_kernel(
+    x_ptr,
+    y_ptr,
+    weight_ptrs,
+    bias_ptrs,
+    ahead,
+    rows: tl.int64,
+    col_units,
+    x_row_units: tl.int64,
+    eps: tl.float32,
+    NORMS: tl.constexpr,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from norm to norm.
+
+    With PREFETCH, ROWS 1, the row of the program `ahead` programs on is asked into L2.
+    """
+    cols = col_units * VEC
+    n = cols.to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    row_mask = row < rows
+    columns = ()
+    col_masks = ()
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col_mask = column_mask(col, cols, EVEN)
+        x_at = row * (x_row_units * VEC) + col
+        columns = columns + (col,)
+        col_masks = col_masks + (col_mask,)
+        chunks = chunks + (load_rows(x_ptr, None, x_at, x_at, row_mask & col_mask, "", FAST),)
+
+    if PREFETCH:
+        prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
+    for norm in tl.static_range(NORMS):
+        pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, False, FAST)
+        rstd = 1.0 / tl.sqrt(square / n + eps)
+        normalised = ()
+        for i in tl.static_range(CHUNKS):
+            y = _normalised(
+                chunks[i],
+                pivot,
+                shift,
+                rstd,
+                weight_ptrs[norm],
+                bias_ptrs[norm],
+                columns[i],
+                col_masks[i],
+                FAST,
+            )
+            if not EVEN:
+                y = tl.where(col_masks[i], y, 0.0)
+            normalised = normalised + (y,)
+        chunks = normalised
+
+    for i in tl.static_range(CHUNKS):
+        y = chunks[i].to(y_ptr.dtype.element_ty)
+        y_at = row * cols.to(tl.int64) + columns[i]
+        tl.store(y_ptr + y_at, y, mask=row_mask & col_masks[i])
+
+
+@triton.jit
+def _after_norms(
+    x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr, FAST: tl.constexpr
+):
+    """A chunk of x after as many norms as have their moments in `roughs`, `shifts` and `rstds`."""
+    h = load_rows(x_ptr, None, x_row + at, x_row + at, mask, EVICT, FAST)
+    for norm in tl.static_range(len(rstds)):
+        h = _normalised(
+            h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], at, mask, FAST
+        )
+    return h
+
+
+@triton.jit
+def _lane_sums(h, pivot, mask, EVEN: tl.constexpr):
+    """Each lane's sums of h - pivot and of its squares."""
+    d = h - pivot
+    if not EVEN:
+        d = tl.where(mask, d, 0.0)
+    return tl.sum(d, 1, keep_dims=True), tl.sum(d * d, 1, keep_dims=True)
+
+
+@triton.jit
+def _sweep_moments(
+    x_ptr,
+    x_row,
+    weight_ptrs,
+    bias_ptrs,
+    roughs,
+    shifts,
+    rstds,
+    cols,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """`_row_moments.sweep_moments` of x after the norms whose moments are known, for rows longer than BLOCK_N.
+
+    The first chunk, a full one, has the pivots; every other norm goes through the rest of them backwards.
+    """
+    lanes: tl.constexpr = BLOCK_N // GROUP
+    col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    chunks = tl.cdiv(cols, BLOCK_N)
+    mask = column_mask(col, cols, True)
+    h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, col, mask, "evict_last", FAST)
+    count = tl.full((lanes, 1), GROUP, tl.float32)
+    pivot = tl.sum(h, 1, keep_dims=True) / GROUP
+    sum_1, sum_2 = _lane_sums(h, pivot, mask, True)
+    for step in range(1, chunks):
+        if len(rstds) % 2 == 0:
+            chunk = step
+        else:
+            chunk = chunks - step
+        at = col + chunk * BLOCK_N
+        mask = column_mask(at, cols, EVEN)
+        h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_last", FAST)
+        more_1, more_2 = _lane_sums(h, pivot, mask, EVEN)
+        sum_1 += more_1
+        sum_2 += more_2
+        count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
+    return lane_moments(pivot, sum_1, sum_2, count, cols.to(tl.float32), FAST)
+
+
+@triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units"])
+def layer_norm_chain_sweep_kernel(
+    x_ptr,
+    y_ptr,
+    weight_ptrs,
+    bias_ptrs,
+    ahead,
+    col_units,
+    x_row_units: tl.int64,
+    eps: tl.float32,
+    NORMS: tl.constexpr,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One row a program: a sweep for each norm's moments, which applies the norms before it, then one that writes.
+
+    Sweeps change direction, so that each begins with what the one before it left in the cache.
+    """
+    cols = col_units * VEC
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    x_row = row * (x_row_units * VEC)
+    y_row = row * cols.to(tl.int64)
+    if PREFETCH:
+        prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
+    roughs = ()
+    shifts = ()
+    rstds = ()
+    for _ in tl.static_range(NORMS):
+        rough, shift, variance = _sweep_moments(
+            x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, cols, EVEN, BLOCK_N, GROUP, FAST
+        )
+        roughs = roughs + (rough,)
+        shifts = shifts + (shift,)
+        rstds = rstds + (1.0 / tl.sqrt(variance + eps),)
+
+    col = tl.arange(0, BLOCK_N)[None, :]
+    chunks = tl.cdiv(cols, BLOCK_N)
+    for step in range(0, chunks):
+        if NORMS % 2 == 0:
+            chunk = step
+        else:
+            chunk = chunks - 1 - step
+        at = col + chunk * BLOCK_N
+        mask = column_mask(at, cols, EVEN)
+        y = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_first", FAST)
+        tl.store(y_ptr + y_row + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")

@@ -1,0 +1,178 @@
+"""Forward kernel of LayerNorm and RMSNorm for rows that several programs share."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
+from fusednorm.jit.moments import unaligned_nought
+from fusednorm.jit.pieces import (
+    chunk_of,
+    load_piece,
+    merge,
+    merge_even,
+    moments_of_piece,
+    total_moments,
+    write_chunk,
+    write_sums,
+)
+from fusednorm.jit.prefetch import prefetch
+
+
+@triton.jit
+def _row_moments(
+    mailbox_ptr, group, tag, members, other, count, cols, eps,
+    DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """mean, shift and rstd of a row, whose mean is mean + shift, from what all members posted; waits for that.
+
+    `other` [slots] numbers the members, `count` [slots] is the columns of each, 0 past the last.
+    """
+    present = other < members
+    slot_ptrs = slot_of(mailbox_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
+    means, shifts, squares = collect(slot_ptrs, tag)
+    if IS_RMS:
+        mean = 0.0
+        shift = 0.0
+        square = tl.sum(tl.where(present, squares, 0.0))
+    elif not FAST:
+        mean, shift, square = total_moments(
+            tl.expand_dims(count, 1),
+            tl.expand_dims(means, 1),
+            tl.expand_dims(shifts, 1),
+            tl.expand_dims(tl.where(present, squares, 0.0), 1),
+            EQUAL_SLABS,
+            FAST,
+        )
+    elif EQUAL_SLABS:
+        _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_even)
+    else:
+        _, mean, shift, square = tl.reduce((count, means, shifts, tl.where(present, squares, 0.0)), 0, merge)
+    return mean, shift, 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "members", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
+    ]
+)  # fmt: skip
+def layer_norm_forward_shared_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mailbox_ptr,
+    rows: tl.int64,
+    members,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    FULL: tl.constexpr,
+    EQUAL_SLABS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NARROW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LAG: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A row belongs to `members` programs, a slab of CHUNKS * BLOCK_N columns each; every slab is read twice.
+
+    First for its moments, which are posted, and the sum with a residual, which is written; LAG rows later, by when
+    the other members' moments have come, out of L1 or L2 for y.  Parameters stay in registers.  Programs are
+    persistent; the launch must be cooperative.
+    """
+    cols = col_units * VEC
+    slab: tl.constexpr = CHUNKS * BLOCK_N
+    group = tl.program_id(0) // members
+    groups = tl.num_programs(0) // members
+    member = tl.program_id(0) % members
+    first_col = member * slab
+    slab_cols = tl.minimum(cols - first_col, slab)
+    start = first_tag(mailbox_ptr)
+    last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
+    turns = tl.cdiv(rows - group, groups)
+    other = tl.arange(0, SLOTS)
+    count_of_other = tl.minimum(tl.maximum(cols - other * slab, 0), slab).to(tl.float32)
+    x_row_size = x_row_units * VEC
+    residual_row_size = residual_row_units * VEC
+    own = first_col + unaligned_nought(cols, NARROW)
+    weights = load_piece(weight_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_piece(bias_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    # What was written is the sum itself, to be read again in place of its two parts.
+    EXACT_SUM: tl.constexpr = residual_out_ptr is not None and residual_out_ptr.dtype.element_ty == tl.float32
+    KEEP: tl.constexpr = "" if NARROW else "evict_last"
+    DROP: tl.constexpr = "" if NARROW else "evict_first"
+
+    tag = start
+    for turn in range(0, turns + LAG):
+        # The row whose moments are taken; after the last turn, the last row again, for nothing.
+        row = group + tl.minimum(turn, turns - 1) * groups
+        x_at = row * x_row_size + first_col
+        chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
+        residual_at = row * residual_row_size + first_col
+        residuals = load_piece(residual_ptr, residual_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
+        if AHEAD > 0 and turn + AHEAD < turns:
+            prefetch(x_ptr + x_at + AHEAD * groups * x_row_size, slab_cols)
+            if residual_ptr is not None:
+                prefetch(residual_ptr + residual_at + AHEAD * groups * residual_row_size, slab_cols)
+
+        if turn >= LAG:
+            late_row = group + (turn - LAG) * groups
+            late_y = late_row * cols.to(tl.int64) + first_col
+            if y_ptr is not None:
+                if EXACT_SUM:
+                    late = load_piece(residual_out_ptr, late_y, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
+                    late_residuals = ()
+                else:
+                    late_x = late_row * x_row_size + first_col
+                    late_residual = late_row * residual_row_size + first_col
+                    late = load_piece(x_ptr, late_x, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
+                    late_residuals = load_piece(
+                        residual_ptr, late_residual, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP
+                    )
+            mean, shift, rstd = _row_moments(
+                mailbox_ptr, group, tag - LAG, members, other, count_of_other,
+                cols, eps, DEPTH, EQUAL_SLABS, IS_RMS, FAST,
+            )  # fmt: skip
+            if member == 0:
+                if mean_ptr is not None:
+                    tl.store(mean_ptr + late_row, mean + shift)
+                if rstd_ptr is not None:
+                    tl.store(rstd_ptr + late_row, rstd)
+            if y_ptr is not None:
+                for i in tl.static_range(CHUNKS):
+                    write_chunk(
+                        chunk_of(late, late_residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
+                        y_ptr, late_y, slab_cols,
+                        late_row, first_col,
+                        mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+                        FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                    )  # fmt: skip
+
+        if turn < turns:
+            sums_at = row * cols.to(tl.int64) + first_col
+            write_sums(chunks, residuals, residual_out_ptr, sums_at, slab_cols, FULL, BLOCK_N, GROUP, FAST)
+            slab_mean, slab_shift, slab_square = moments_of_piece(
+                chunks, residuals, slab_cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST
+            )
+            slot = slot_of(mailbox_ptr, group, tag, member, members, DEPTH)
+            post(slot, tag, slab_mean, slab_shift, slab_square)
+        tag += 1
+
+    leave(mailbox_ptr, last_tag)

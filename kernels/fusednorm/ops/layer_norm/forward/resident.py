@@ -1,0 +1,83 @@
+"""Forward kernel of LayerNorm and RMSNorm for rows that one program holds as they lie in memory."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
+from fusednorm.jit.moments import unaligned_nought
+from fusednorm.jit.pieces import load_piece, moments_of_piece, write_piece, write_sums
+from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
+
+
+@triton.jit(
+    do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+)
+def layer_norm_forward_row_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    ahead,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NARROW: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    ALONE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One row a program, of CHUNKS chunks of BLOCK_N columns; read once, parameters after the reduction.
+
+    The row of the program `ahead` programs on is asked into L2 meanwhile; 0 for none.  ALONE is for programs that
+    have a multiprocessor each.
+    """
+    cols = col_units * VEC
+    program, _, head, heads = programs_of_head(HEADS)
+    token = program.to(tl.int64)
+    row = row_of_token(token, head, heads, HEADS)
+    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    own = parameter_start(head, cols, HEADS) + unaligned_nought(cols, NARROW)
+
+    chunks = load_piece(x_ptr, x_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    residuals = load_piece(residual_ptr, residual_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    if PREFETCH:
+        if tl.num_programs(0) <= FEW_PROGRAMS:
+            # Nothing else hides the latency of the parameters.
+            prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
+        elif not ALONE:
+            prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
+    write_sums(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP, FAST)
+    mean, shift, square = moments_of_piece(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST)
+    rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean + shift)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
+    if PREFETCH and ALONE:
+        # Before, it would come between this row and its statistics, with no other program to fill the gap.
+        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
+    write_piece(
+        chunks, residuals, weight_ptr, bias_ptr, own,
+        y_ptr, row * cols.to(tl.int64), cols, row, 0,
+        mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+        FULL, BLOCK_N, GROUP, NARROW, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip

@@ -1,0 +1,221 @@
+"""Forward kernels of LayerNorm and RMSNorm for rows that resident programs cannot share with all their parameters.
+
+One kernel takes the moments of parts of rows, the next one writes slabs of them; no program waits for another.
+The second kernel is launched while the first one runs (programmatic dependent launch, compute capability 9.0): it
+has its parameters by the time that the moments are there, and finds as much of x as L2 keeps.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.pieces import (
+    chunk_of,
+    load_piece,
+    merge,
+    piece_moments,
+    total_moments,
+    write_chunk,
+    write_sums,
+)
+from fusednorm.jit.prefetch import prefetch
+
+MOMENTS = tl.constexpr(4)
+"""float32 of a part or a row: mean, shift, then the sum of squares or rstd; 16 bytes with one that is not used."""
+
+
+@triton.jit
+def _store_moments(ptr, mean, shift, third):
+    tl.store(ptr, mean)
+    tl.store(ptr + 1, shift)
+    tl.store(ptr + 2, third)
+
+
+@triton.jit(
+    do_not_specialize=["parts", "parts_a_program", "part_units", "col_units", "x_row_units", "residual_row_units"]
+)  # fmt: skip
+def layer_norm_forward_parts_kernel(
+    x_ptr,
+    residual_ptr,
+    mean_ptr,
+    rstd_ptr,
+    moments_ptr,
+    parts_ptr,
+    counters_ptr,
+    parts,
+    parts_a_program,
+    part_units,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    VEC: tl.constexpr,
+    FULL: tl.constexpr,
+    EQUAL_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The moments of parts of a row, whole pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
+
+    The last program of a row to come merges them in the order of the parts, to `moments_ptr` [rows, 4] and to mean
+    and rstd, as far as these are not None; and leaves the row's counter at 0, as it was.
+    """
+    let_next_start(EARLY)
+    cols = col_units * VEC
+    part_cols = part_units * VEC
+    piece: tl.constexpr = CHUNKS * BLOCK_N
+    lanes: tl.constexpr = BLOCK_N // GROUP
+    programs = tl.cdiv(parts, parts_a_program)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    first_part = tl.program_id(0) % programs * parts_a_program
+    end_part = tl.minimum(first_part + parts_a_program, parts)
+    x_row = row * (x_row_units * VEC)
+    residual_row = row * (residual_row_units * VEC)
+    row_parts_ptr = parts_ptr + row * parts * MOMENTS
+
+    for part in range(first_part, end_part):
+        first_col = part * part_cols
+        own_cols = tl.minimum(cols - first_col, part_cols)
+        last = (tl.cdiv(own_cols, piece) - 1) * piece
+        x_at = x_row + first_col
+        residual_at = residual_row + first_col
+        if PREFETCH and part + 1 < end_part:
+            next_cols = tl.minimum(cols - first_col - part_cols, part_cols)
+            prefetch(x_ptr + x_at + part_cols, next_cols)
+            if residual_ptr is not None:
+                prefetch(residual_ptr + residual_at + part_cols, next_cols)
+        count = tl.zeros((lanes, 1), tl.float32)
+        means = tl.zeros((lanes, 1), tl.float32)
+        shifts = tl.zeros((lanes, 1), tl.float32)
+        squares = tl.zeros((lanes, 1), tl.float32)
+        for at in range(0, last, piece):
+            of_piece = piece_moments(
+                load_piece(x_ptr, x_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                load_piece(residual_ptr, residual_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                piece, CHUNKS, BLOCK_N, GROUP, IS_RMS, FAST,
+            )  # fmt: skip
+            count, means, shifts, squares = merge(
+                count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
+            )
+        left = own_cols - last
+        of_piece = piece_moments(
+            load_piece(x_ptr, x_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+            load_piece(residual_ptr, residual_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+            left, FULL, BLOCK_N, GROUP, IS_RMS, FAST,
+        )  # fmt: skip
+        count, means, shifts, squares = merge(
+            count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
+        )
+        part_mean, part_shift, part_square = total_moments(count, means, shifts, squares, FULL == CHUNKS, FAST)
+        _store_moments(row_parts_ptr + part * MOMENTS, part_mean, part_shift, part_square)
+    tl.debug_barrier()
+
+    own_parts = (end_part - first_part).to(tl.int64)
+    if tl.atomic_add(counters_ptr + row, own_parts, sem="acq_rel") + own_parts == parts:
+        tl.store(counters_ptr + row, 0)
+        slot = tl.arange(0, SLOTS)
+        present = slot < parts
+        slot_ptrs = row_parts_ptr + slot * MOMENTS
+        # Past L1, which may hold what was there before the others wrote.
+        part_means = tl.load(slot_ptrs, mask=present, other=0.0, cache_modifier=".cg")
+        part_shifts = tl.load(slot_ptrs + 1, mask=present, other=0.0, cache_modifier=".cg")
+        part_squares = tl.load(slot_ptrs + 2, mask=present, other=0.0, cache_modifier=".cg")
+        if IS_RMS:
+            mean = 0.0
+            shift = 0.0
+            square = tl.sum(part_squares)
+        else:
+            # In 64 bits: parts of padding would start past 2^31.
+            counts = tl.minimum(tl.maximum(cols - slot.to(tl.int64) * part_cols, 0), part_cols).to(tl.float32)
+            mean, shift, square = total_moments(
+                tl.expand_dims(counts, 1),
+                tl.expand_dims(part_means, 1),
+                tl.expand_dims(part_shifts, 1),
+                tl.expand_dims(part_squares, 1),
+                EQUAL_PARTS,
+                FAST,
+            )
+        rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+        if moments_ptr is not None:
+            _store_moments(moments_ptr + row * MOMENTS, mean, shift, rstd)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean + shift)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "row_tiles", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
+    ]
+)  # fmt: skip
+def layer_norm_forward_slabs_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    moments_ptr,
+    rows: tl.int64,
+    row_tiles,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """y of a slab of CHUNKS * BLOCK_N columns of up to ROWS rows, by `moments_ptr` [rows, 4]: mean, shift, rstd.
+
+    The last slabs come first: of them L2 holds most.
+    """
+    cols = col_units * VEC
+    slab: tl.constexpr = CHUNKS * BLOCK_N
+    first_col = (tl.cdiv(cols, slab) - 1 - tl.program_id(0) // row_tiles) * slab
+    slab_cols = tl.minimum(cols - first_col, slab)
+    first_row = (tl.program_id(0) % row_tiles).to(tl.int64) * ROWS
+    weights = load_piece(weight_ptr, first_col, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_piece(bias_ptr, first_col, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    await_previous(EARLY)
+    end_row = tl.minimum(rows, first_row + ROWS)
+    for row in range(first_row, end_row):
+        if PREFETCH and row + 1 < end_row:
+            prefetch(x_ptr + (row + 1) * (x_row_units * VEC) + first_col, slab_cols)
+            if residual_ptr is not None:
+                prefetch(residual_ptr + (row + 1) * (residual_row_units * VEC) + first_col, slab_cols)
+        x_at = row * (x_row_units * VEC) + first_col
+        residual_at = row * (residual_row_units * VEC) + first_col
+        y_at = row * cols.to(tl.int64) + first_col
+        chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
+        residuals = load_piece(residual_ptr, residual_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
+        write_sums(chunks, residuals, residual_out_ptr, y_at, slab_cols, FULL, BLOCK_N, GROUP, FAST)
+        mean = tl.load(moments_ptr + row * MOMENTS)
+        shift = tl.load(moments_ptr + row * MOMENTS + 1)
+        rstd = tl.load(moments_ptr + row * MOMENTS + 2)
+        for i in tl.static_range(CHUNKS):
+            write_chunk(
+                chunk_of(chunks, residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
+                y_ptr, y_at, slab_cols, row, first_col,
+                mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+                FULL, BLOCK_N, GROUP, "evict_first", WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+            )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Parameters, the affine step's gradient and h's: what the backward kernels of LayerNorm and RMSNorm share."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import activation_derivative, dropout_keep_tile
+
+
+@triton.jit
+def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
+    """weight or bias as float32, or DEFAULT where there is none."""
+    if ptr is not None:
+        return tl.load(ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    else:
+        return tl.full(col.shape, DEFAULT, tl.float32)
+
+
+@triton.jit
+def affine_gradient(
+    dy,
+    x_hat,
+    weight,
+    bias,
+    row,
+    first_col,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """dz: dy taken back through dropout and the activation to the output of the affine step."""
+    dz = dy
+    if DROPOUT:
+        keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
+        dz = tl.where(keep, dz * dropout_scale, 0.0)
+    if ACTIVATION != "none":
+        dz = dz * activation_derivative(x_hat * weight + bias, ACTIVATION, FAST)
+    return dz
+
+
+@triton.jit
+def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask, EVICT: tl.constexpr):
+    """The gradient of h, in x's dtype and once more in the residual's where that has another."""
+    tl.store(
+        dx_ptr + start + col,
+        gradient.to(dx_ptr.dtype.element_ty),
+        mask=mask,
+        eviction_policy=EVICT,
+    )
+    if dresidual_ptr is not None:
+        tl.store(
+            dresidual_ptr + start + col,
+            gradient.to(dresidual_ptr.dtype.element_ty),
+            mask=mask,
+            eviction_policy=EVICT,
+        )

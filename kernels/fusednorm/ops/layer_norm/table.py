@@ -1,0 +1,175 @@
+"""Launch tables of LayerNorm and RMSNorm: for a row length, the configuration that was fastest.
+
+By bytes of an element of x.  An entry serves every row up to its number of columns, so the number of compiled
+kernels is bounded.
+"""
+
+from fusednorm.ops.layer_norm.configs import (
+    Backward,
+    BackwardShared,
+    BackwardSlab,
+    BackwardTile,
+    Forward,
+    ForwardParts,
+    ForwardRow,
+    ForwardShared,
+    ForwardTile,
+)
+
+# Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
+FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
+    2: (
+        (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
+        (64, ForwardTile(32, 1, 64, num_warps=4, stages=1, programs_per_sm=0)),
+        (128, ForwardTile(8, 1, 128, num_warps=1, stages=1, programs_per_sm=0)),
+        (256, ForwardTile(4, 1, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (512, ForwardTile(2, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (768, ForwardTile(2, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
+        (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (1536, ForwardTile(1, 3, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
+        (2048, ForwardRow(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
+        (2560, ForwardRow(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
+        (3072, ForwardRow(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
+        (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
+        (4096, ForwardRow(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, ForwardRow(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (6144, ForwardRow(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (7168, ForwardRow(7, num_warps=4, programs_per_sm=5, ahead_per_sm=1)),  # 1.00
+        (8192, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (10240, ForwardRow(5, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (12288, ForwardRow(6, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (14336, ForwardRow(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (16384, ForwardRow(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (20480, ForwardRow(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (24576, ForwardRow(6, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (32768, ForwardRow(8, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (49152, ForwardRow(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (65536, ForwardRow(8, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.91
+        (524288, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.77-0.87
+        (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
+    ),
+    4: (
+        (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
+        (64, ForwardTile(16, 1, 64, num_warps=2, stages=1, programs_per_sm=0)),
+        (128, ForwardTile(4, 1, 128, num_warps=1, stages=1, programs_per_sm=0)),
+        (256, ForwardTile(2, 1, 256, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
+        (512, ForwardTile(1, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
+        (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
+        (1024, ForwardTile(1, 1, 1024, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
+        (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
+        (2048, ForwardRow(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (2560, ForwardRow(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (3072, ForwardRow(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
+        (4096, ForwardRow(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, ForwardRow(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
+        (6144, ForwardRow(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (7168, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (8192, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (10240, ForwardRow(5, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (12288, ForwardRow(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (16384, ForwardRow(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (20480, ForwardRow(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
+        (24576, ForwardRow(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
+        (32768, ForwardRow(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (524288, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.85-0.92
+        (2**31, ForwardShared(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
+    ),
+}
+# Rows beyond what resident programs share, and a single one from SINGLE_ROW_COLS on: parts like the slabs of the
+# last entry above, so that a row has the same bits either way.
+FORWARD_PARTS = {
+    2: ForwardParts(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
+    4: ForwardParts(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
+}
+SINGLE_ROW_COLS = 524289
+"""Columns from which a row that comes alone is taken in parts."""
+
+# In place of the entry for rows of first to last columns that are no multiple of 16 bytes: narrow accesses, no
+# prefetch, so more warps.
+FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Forward], ...]] = {
+    2: (
+        (513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),  # 0.80 (1001)
+        (32769, 53248, ForwardRow(13, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.50 (50257)
+        (53249, 65536, ForwardRow(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
+    ),
+    4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
+}
+
+# In place of the entry for rows of first to last columns that come with a residual.
+FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, Forward], ...]] = {
+    2: (),
+    4: ((12289, 14336, ForwardRow(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),),  # 1.01, 7 x 8 warps 0.96
+}
+
+BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
+    2: (
+        (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (128, BackwardTile(16, 128, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True)),
+        (256, BackwardTile(2, 256, num_warps=1, stages=3, programs_per_sm=12, hold_weight=True)),  # 0.98
+        (512, BackwardTile(2, 512, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True, ahead=6)),  # 0.98
+        (768, BackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.99
+        (1024, BackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
+        (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, ahead=6)),  # 0.99
+        (2560, BackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.98
+        (3072, BackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=2, hold_weight=True, ahead=3)),  # 0.98
+        (4096, BackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.98
+        (5120, BackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.94
+        (7168, BackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.97
+        (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4)),  # .97
+        (
+            12288,
+            BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
+        ),  # 0.93
+        (65536, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.79-0.86
+        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.78
+    ),
+    4: (
+        (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (128, BackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (256, BackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
+        (512, BackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.99
+        (768, BackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True, chunks=3)),  # 1.02
+        (1024, BackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.99
+        (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 1.00
+        (
+            2560,
+            BackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, chunks=5, ahead=4),
+        ),  # 0.99
+        (
+            3072,
+            BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3),
+        ),  # 0.99
+        (4096, BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, ahead=3)),  # 0.98
+        (5120, BackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.96
+        (
+            6144,
+            BackwardTile(1, 2048, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3),
+        ),  # 0.97
+        (
+            7168,
+            BackwardTile(1, 1024, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=7, ahead=3),
+        ),  # 0.97
+        (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
+        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.92-0.94
+    ),
+}
+
+BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Backward], ...]] = {
+    2: (
+        (513, 1024, BackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),  # 0.67-0.75
+        (12289, 65536, BackwardShared(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1)),  # 0.44-0.56 (50257)
+    ),
+    4: (
+        (513, 1024, BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True)),  # 0.87-0.89
+    ),
+}
+
+# Where programs cannot wait for one another, or a row is too long for all of them together.
+BACKWARD_SLAB = {
+    2: BackwardSlab(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2),  # 0.56-0.58
+    4: BackwardSlab(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
+}

@@ -1,0 +1,19 @@
+"""The operations in plain torch, for any device: what the kernels are held against."""
+
+from fusednorm.reference.plain import (
+    group_norm_backward,
+    group_norm_forward,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+
+__all__ = [
+    "group_norm_backward",
+    "group_norm_forward",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "rms_norm_backward",
+    "rms_norm_forward",
+]

@@ -1,0 +1,86 @@
+"""What is fused after the affine step, in plain torch: activations with their derivatives, and dropout.
+
+`epilogue` has the definitions; its kernels are tested against these.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import ACTIVATIONS
+from fusednorm.errors import KernelInputError
+from fusednorm.jit.dropout import PHILOX_ROUNDS, dropout_threshold
+
+_WORD = 0xFFFFFFFF
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    """act(z) in z's dtype."""
+    match activation:
+        case "none":
+            return z
+        case "relu":
+            return torch.relu(z)
+        case "silu":
+            return z * torch.sigmoid(z)
+        case "gelu":
+            return 0.5 * z * (1.0 + torch.erf(z * math.sqrt(0.5)))
+        case "gelu_tanh":
+            return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
+    raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def activation_derivative(z: Tensor, activation: str) -> Tensor:
+    """act'(z) in z's dtype; relu's is 0 at 0."""
+    match activation:
+        case "none":
+            return torch.ones_like(z)
+        case "relu":
+            return (z > 0).to(z.dtype)
+        case "silu":
+            s = torch.sigmoid(z)
+            return s * (1.0 + z * (1.0 - s))
+        case "gelu":
+            density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+            return 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5))) + z * density
+        case "gelu_tanh":
+            t = torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
+            slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * z * z)
+            return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
+    raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four random words, int64 in [0, 2^32), of each (row, quad); see `dropout` for the definition.
+
+    Args:
+        seed: int64.
+        row: int64, broadcasts against quad.
+        quad: int64, the position divided by four.
+    """
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    row, quad = row + torch.zeros_like(quad), quad + torch.zeros_like(row)
+    c0, c1, c2, c3 = quad & _WORD, row & _WORD, (row >> 32) & _WORD, torch.zeros_like(quad)
+    for _ in range(PHILOX_ROUNDS):
+        high0, low0 = _multiply_words(c0, _PHILOX_MULTIPLIERS[0])
+        high1, low1 = _multiply_words(c2, _PHILOX_MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _PHILOX_KEY_STEPS[0]) & _WORD, (k1 + _PHILOX_KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def dropout_mask(seed: int, rows: int, positions: int, p: float, device: torch.device | str) -> Tensor:
+    """Which elements of a [rows, positions] array are kept, as bool."""
+    row = torch.arange(rows, device=device)[:, None]
+    quad = torch.arange((positions + 3) // 4, device=device)[None, :]
+    words = torch.stack(philox_words(seed, row, quad), dim=-1).reshape(rows, -1)
+    return words[:, :positions] >= dropout_threshold(p)
+
+
+def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low words of a 32 x 32-bit product; halves keep every step inside a signed int64."""
+    upper = a * (multiplier >> 16) + ((a * (multiplier & 0xFFFF)) >> 16)
+    return upper >> 16, (a * multiplier) & _WORD

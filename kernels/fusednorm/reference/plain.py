@@ -1,0 +1,504 @@
+"""The oracle: every operation of the library in plain torch, on any device and in either precision.
+
+It follows the formulas as they are written and is made to be read and trusted, not to be fast.  Sums are
+taken in `precision`: float64 when that is asked for or x is float64, float32 otherwise.  Three decisions hold
+here and bind every kernel:
+
+- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y; GroupNorm's
+  scale and shift of a sample's channels stand between: act((x_hat * weight + bias) * (1 + scale) + shift);
+- with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
+  rounded for `residual_out`; backward forms h again from x and residual in the same way;
+- dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype is another;
+  `dresidual_out`, what reached `residual_out` from elsewhere, is added to it.
+
+y has `out_dtype` or else x's dtype, dx x's, residual_out and dresidual the residual's (for GroupNorm x's), dweight
+weight's, dbias bias's; mean and rstd come in `precision`.  Rows in float8_e4m3fn are quantised as in
+`reference.float8`, their scale in `precision` too; a group has no such scale.
+
+All six functions stand in one file so that their two formulas, forward and backward, are written once.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import FLOAT8, Epilogue, check_weight_offset, checked_eps, has_heads
+from fusednorm.errors import KernelInputError
+from fusednorm.ops.group_norm.checks import check_groups, is_channels_last, laid_out
+from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results
+from fusednorm.reference.epilogue import activate, activation_derivative, dropout_mask
+from fusednorm.reference.float8 import quantised_rows
+from fusednorm.results import Backward, Forward
+
+
+@dataclass(frozen=True)
+class _View:
+    """How one operation sees its tensors: x as an array of `shape`, normalised over `axes`.
+
+    Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
+    `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
+    into `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset`
+    is added to weight.  `scale` and `shift` of a sample's channels follow the affine step.  Results of x's shape
+    are channels-last in memory if `channels_last`, else contiguous.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    statistics_shape: tuple[int, ...]
+    parameter_shape: tuple[int, ...]
+    parameter_axes: tuple[int, ...]
+    rows: int
+    positions: int
+    mask: Callable[[Tensor], Tensor]
+    work: torch.dtype
+    stream: torch.dtype
+    centre: bool = True
+    weight_offset: float = 0.0
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    channels_last: bool = False
+
+
+def layer_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    precision: torch.dtype | None = None,
+) -> Forward:
+    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
+
+    Dropout's row is the index of the row in x flattened to [rows, cols], its position the column.
+
+    Args:
+        x: [..., cols], float32, float16, bfloat16 or float64, any strides.
+        weight: [cols], any of these dtypes, or None for ones; or [heads, cols] for x [..., heads, cols].
+        bias: like weight, or None for zeros.
+        eps: added to the variance; positive and finite.
+        weight_offset: 0 or 1.
+        residual: in x's shape, any of these dtypes.
+        activation: one of `epilogue.ACTIVATIONS`.
+        dropout: probability of a zero, in [0, 1).
+        seed: int64, required with dropout.
+        out_dtype: y's dtype, any of these or float8_e4m3fn; x's when None.
+        stats: whether to return mean and rstd, [...] each.
+        precision: torch.float32 or torch.float64.
+
+    Returns:
+        Forward: y and residual_out contiguous.
+
+    Raises:
+        KernelInputError: an empty last axis, a tensor of another shape, dtype or device, an eps, activation,
+            dropout or seed that is none.
+    """
+    check_results(out_dtype, float8=True)
+    view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
+
+
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    precision: torch.dtype | None = None,
+) -> Forward:
+    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps); else as above."""
+    check_results(out_dtype, float8=True)
+    view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
+
+
+def group_norm_forward(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    stats: bool = False,
+    precision: torch.dtype | None = None,
+) -> Forward:
+    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias; statistics over groups.
+
+    Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
+    for a contiguous x and channel last for a channels-last one, so the two layouts draw different masks.
+
+    Args:
+        x: [N, C, *spatial], contiguous or channels-last by its strides; results keep that layout.
+        num_groups: divides C.
+        weight: [C], or None for ones.
+        bias: [C], or None for zeros.
+        scale, shift: [N, C], or None for zeros: adaptive GroupNorm, a sample's affine step after the common one.
+        stats: whether to return mean and rstd, [N, num_groups] each.
+        eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
+
+    Raises:
+        KernelInputError: as `layer_norm_forward`, or the groups do not divide C, or a float8 out_dtype.
+        UnsupportedShapeError: x is neither contiguous nor channels-last.
+    """
+    check_results(out_dtype, float8=False)
+    view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: torch.dtype | None = None,
+) -> Backward:
+    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
+
+    w = weight + weight_offset, dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * w + bias;
+    dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
+
+    Args:
+        dy: the gradient of y, in x's shape, any dtype that x may have.
+        mean, rstd: [...], float32 or float64, what forward returned; both are computed again unless both came.
+        dresidual_out: the gradient that reached residual_out, in x's shape.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
+
+    Raises:
+        KernelInputError: as in forward.
+    """
+    view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: torch.dtype | None = None,
+) -> Backward:
+    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
+    view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
+
+
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: torch.dtype | None = None,
+) -> Backward:
+    """`layer_norm_backward` with means over a group, dweight and dbias summed over samples and positions.
+
+    With scale or shift [N, C], z = (x_hat * weight + bias) * (1 + scale) + shift; dscale and dshift are sums over
+    positions.
+    Dropout's mask is that of `group_norm_forward` for x's layout, whatever dy's.
+    """
+    view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    epilogue = Epilogue(activation, dropout, seed)
+    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+
+
+def _rows_view(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    residual: Tensor | None,
+    *,
+    centre: bool,
+    precision: torch.dtype | None,
+) -> _View:
+    check_float("x", x)
+    check_weight_offset(weight_offset, weight)
+    if x.dim() < 1 or x.shape[-1] == 0:
+        raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
+    own = has_heads(weight, bias)
+    of_parameters = x.shape[-2:] if own else x.shape[-1:]
+    check_companion("weight", weight, x, of_parameters)
+    check_companion("bias", bias, x, of_parameters)
+    check_companion("residual", residual, x)
+    cols, heads = x.shape[-1], x.shape[-2] if own else 1
+    tokens = math.prod(x.shape[:-2] if own else x.shape[:-1])
+    shape = (tokens, heads, cols)
+    return _View(
+        shape=shape,
+        axes=(2,),
+        statistics_shape=tuple(x.shape[:-1]),
+        parameter_shape=(1, heads, cols),
+        parameter_axes=(0,),
+        rows=tokens * heads,
+        positions=cols,
+        mask=lambda mask: mask.view(shape),
+        work=_work_dtype(x, precision),
+        stream=x.dtype if residual is None else residual.dtype,
+        centre=centre,
+        weight_offset=weight_offset,
+    )
+
+
+def _groups_view(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    *,
+    precision: torch.dtype | None,
+) -> _View:
+    check_float("x", x)
+    check_groups(x, num_groups)
+    for name, parameter, of_parameter in (
+        ("weight", weight, x.shape[1:2]),
+        ("bias", bias, x.shape[1:2]),
+        ("scale", scale, x.shape[:2]),
+        ("shift", shift, x.shape[:2]),
+    ):
+        check_companion(name, parameter, x, of_parameter)
+    check_companion("residual", residual, x)
+    n, c = x.shape[:2]
+    hw = math.prod(x.shape[2:])
+    shape = (n, num_groups, c // num_groups, hw)
+    channels_last = is_channels_last(x)
+
+    def mask_in_view(mask: Tensor) -> Tensor:
+        return (mask.view(n, hw, c).transpose(1, 2) if channels_last else mask).reshape(shape)
+
+    return _View(
+        shape=shape,
+        axes=(2, 3),
+        statistics_shape=(n, num_groups),
+        parameter_shape=(1, num_groups, c // num_groups, 1),
+        parameter_axes=(0, 3),
+        rows=n,
+        positions=c * hw,
+        mask=mask_in_view,
+        work=_work_dtype(x, precision),
+        stream=x.dtype,
+        scale=scale,
+        shift=shift,
+        channels_last=channels_last,
+    )
+
+
+def _forward(
+    view: _View,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+    stats: bool,
+) -> Forward:
+    h = _summed(view, x, residual)
+    mean, rstd = _statistics(view, h, checked_eps(eps))
+    z = _of_samples(view, _affine(view, (h - mean) * rstd, weight, bias))
+    y = activate(z, epilogue.activation)
+    if epilogue.dropout:
+        y = y * _dropout_factors(view, epilogue, x.device)
+    scale = None
+    if out_dtype == FLOAT8:
+        y, scale = quantised_rows(y)
+    return Forward(
+        y=_laid_out(view, x, y, out_dtype or x.dtype),
+        mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
+        rstd=rstd.reshape(view.statistics_shape) if stats else None,
+        residual_out=None if residual is None else _laid_out(view, x, h, view.stream),
+        scale=None if scale is None else scale.reshape(view.statistics_shape),
+    )
+
+
+def _backward(
+    view: _View,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    residual: Tensor | None,
+    dresidual_out: Tensor | None,
+    epilogue: Epilogue,
+) -> Backward:
+    work, scale, shift = view.work, view.scale, view.shift
+    eps = checked_eps(eps)
+    check_companion("dy", dy, x)
+    check_companion("dresidual_out", dresidual_out, x)
+    check_companion("mean", mean, x, view.statistics_shape)
+    check_companion("rstd", rstd, x, view.statistics_shape)
+    h = _summed(view, x, residual)
+    if rstd is None or (view.centre and mean is None):
+        centre, inverse = _statistics(view, h, eps)
+    else:
+        aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
+        inverse = rstd.to(work).reshape(aligned)
+        centre = torch.zeros_like(inverse) if mean is None else mean.to(work).reshape(aligned)
+
+    xhat = (h - centre) * inverse
+    dz = dy.to(work).reshape(view.shape)
+    if epilogue.dropout:
+        dz = dz * _dropout_factors(view, epilogue, x.device)
+    if epilogue.activation != "none":
+        z = _of_samples(view, _affine(view, xhat, weight, bias))
+        dz = dz * activation_derivative(z, epilogue.activation)
+
+    dshift = None if shift is None else _sample_gradient(view, dz, shift)
+    dscale = None if scale is None else _sample_gradient(view, dz * _affine(view, xhat, weight, bias), scale)
+    if scale is not None:
+        dz = dz * _scales(view, scale)
+    g = dz if weight is None else dz * _factors(view, weight)
+    dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
+    if view.centre:
+        dh = dh - g.mean(view.axes, keepdim=True)
+    dh = dh * inverse
+    if dresidual_out is not None:
+        dh = dh + dresidual_out.to(work).reshape(view.shape)
+    dx = _laid_out(view, x, dh, x.dtype)
+    dresidual = dx if view.stream == x.dtype else _laid_out(view, x, dh, view.stream)
+    return Backward(
+        dx=dx,
+        dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
+        dbias=None if bias is None else _parameter_gradient(view, dz, bias),
+        dresidual=None if residual is None else dresidual,
+        dscale=dscale,
+        dshift=dshift,
+    )
+
+
+def _sample_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
+    return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype)
+
+
+def _work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
+    check_precision(precision)
+    if precision is not None:
+        return precision
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _summed(view: _View, x: Tensor, residual: Tensor | None) -> Tensor:
+    h = x.to(view.work) if residual is None else x.to(view.work) + residual.to(view.work)
+    return h.reshape(view.shape)
+
+
+def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean (zero where the operation does not centre) and reciprocal standard deviation, broadcastable."""
+    if view.centre:
+        mean = h.mean(view.axes, keepdim=True)
+        variance = (h - mean).square().mean(view.axes, keepdim=True)
+    else:
+        variance = h.square().mean(view.axes, keepdim=True)
+        mean = torch.zeros_like(variance)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    z = xhat
+    if weight is not None:
+        z = z * _factors(view, weight)
+    if bias is not None:
+        z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
+    return z
+
+
+def _of_samples(view: _View, z: Tensor) -> Tensor:
+    """The affine step of a sample's own channels, where there is one."""
+    if view.scale is not None:
+        z = z * _scales(view, view.scale)
+    if view.shift is not None:
+        z = z + _by_sample(view, view.shift)
+    return z
+
+
+def _scales(view: _View, scale: Tensor) -> Tensor:
+    """What a sample's channels are multiplied by, broadcastable."""
+    return 1.0 + _by_sample(view, scale)
+
+
+def _by_sample(view: _View, parameter: Tensor) -> Tensor:
+    """A parameter [N, C], broadcastable."""
+    return parameter.to(view.work).reshape(*view.shape[:3], 1)
+
+
+def _factors(view: _View, weight: Tensor) -> Tensor:
+    """What x_hat is multiplied by, broadcastable."""
+    return weight.to(view.work).reshape(view.parameter_shape) + view.weight_offset
+
+
+def _dropout_factors(view: _View, epilogue: Epilogue, device: torch.device) -> Tensor:
+    """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
+    keep = dropout_mask(epilogue.seed or 0, view.rows, view.positions, epilogue.dropout, device)
+    return view.mask(keep).to(view.work) / (1.0 - epilogue.dropout)
+
+
+def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
+    return terms.sum(view.parameter_axes).reshape(parameter.shape).to(parameter.dtype)
+
+
+def _laid_out(view: _View, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A result of x's shape, in the memory order of results."""
+    # Not into an empty tensor: under vmap x may be one tensor and its results several.
+    return laid_out(values.reshape(x.shape).to(dtype), view.channels_last)

@@ -1,0 +1,138 @@
+"""Which configuration is chosen for a sample, where the tables alone do not say it."""
+
+import pytest
+from fusednorm.ops.group_norm import table as tables
+from fusednorm.ops.group_norm.backward_choice import choose_backward, split_backward
+from fusednorm.ops.group_norm.backward_configs import (
+    BackwardBlocks,
+    BackwardColumns,
+    BackwardShared,
+    BackwardStream,
+)
+from fusednorm.ops.group_norm.forward_choice import choose_forward
+from fusednorm.ops.group_norm.forward_configs import (
+    ForwardBlock,
+    ForwardColumns,
+    ForwardShared,
+    ForwardSharedBlock,
+    ForwardStream,
+    ForwardTile,
+)
+from fusednorm.ops.group_norm.sample import Sample
+
+MULTIPROCESSORS = 132
+GROUPS = 32
+SAMPLES = [
+    Sample(groups, channels, hw, last)
+    for groups, channels, hw in ((32, 16, 4096), (32, 10, 4096), (32, 4, 2**20), (1, 64, 5329), (7, 3, 10007))
+    for last in (False, True)
+]
+
+
+def chosen_like(config, entry):
+    """Whether a configuration is the entry, perhaps with fewer chunks that come out even."""
+    if isinstance(entry, ForwardShared | ForwardSharedBlock):
+        return type(config) is type(entry) and config.chunks <= entry.chunks and config.lag == entry.lag
+    return config == entry
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
+    on_every_device = 1 << 20  # multiprocessors: what is shared fits
+    for most, entry in tables.FORWARD_CONTIGUOUS[itemsize]:
+        sample = Sample(GROUPS, 1, most, channels_last=False)
+        assert chosen_like(choose_forward(sample, itemsize, on_every_device), entry)
+    for channels, most, entry in tables.FORWARD_CHANNELS_LAST[itemsize]:
+        sample = Sample(GROUPS, channels, most, channels_last=True)
+        assert chosen_like(choose_forward(sample, itemsize, MULTIPROCESSORS), entry)
+    for columns, most, entry in tables.FORWARD_STREAM[itemsize]:
+        sample = Sample(GROUPS, columns // GROUPS, most, channels_last=True)
+        assert choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False) == entry
+    for columns, most, entry in tables.BACKWARD_STREAM[itemsize]:
+        sample = Sample(GROUPS, columns // GROUPS, most, channels_last=True)
+        assert choose_backward(sample, itemsize, MULTIPROCESSORS) == entry
+    for channels, most, entry in tables.BACKWARD_CONTIGUOUS[itemsize]:
+        assert choose_backward(Sample(GROUPS, channels, most, False), itemsize, MULTIPROCESSORS) == entry
+    for channels, most, entry in tables.BACKWARD_CHANNELS_LAST[itemsize]:
+        assert choose_backward(Sample(GROUPS, channels, most, True), itemsize, MULTIPROCESSORS) == entry
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
+    forward = choose_forward(sample, itemsize, MULTIPROCESSORS)
+    if isinstance(forward, ForwardShared):
+        members = forward.members(sample)
+        slab = forward.chunks * forward.block
+        assert (members - 1) * slab < sample.group_length <= members * slab
+        assert members <= MULTIPROCESSORS * forward.programs_per_sm
+    elif isinstance(forward, ForwardSharedBlock):
+        assert forward.members(sample, itemsize) <= MULTIPROCESSORS * forward.programs_per_sm
+    backward = choose_backward(sample, itemsize, MULTIPROCESSORS)
+    if isinstance(backward, BackwardShared | BackwardBlocks):
+        assert backward.members(sample, itemsize) <= MULTIPROCESSORS * backward.programs_per_sm
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_nothing_is_shared_where_programs_may_not_wait(sample, itemsize):
+    forward = choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False)
+    assert not isinstance(forward, ForwardShared | ForwardSharedBlock)
+    backward = choose_backward(sample, itemsize, MULTIPROCESSORS, waits=False)
+    assert not isinstance(backward, BackwardShared | BackwardBlocks)
+
+
+def test_groups_larger_than_the_device_are_read_twice():
+    for last in (False, True):
+        sample = Sample(1, 64, 2**24, last)
+        assert not isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardShared | ForwardSharedBlock)
+        assert not isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardShared | BackwardBlocks)
+
+
+POSITIONS = [Sample(32, 10, 32 * 32, True), Sample(32, 20, 32 * 32, True), Sample(32, 4, 64 * 64, True)]
+
+
+@pytest.mark.parametrize("sample", POSITIONS, ids=str)
+def test_samples_of_many_positions_are_streamed_where_programs_would_share_them(sample):
+    assert isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardStream)
+    assert isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardStream)
+
+
+def test_what_a_program_holds_has_few_positions_or_no_lanes_for_its_columns_is_not_streamed():
+    held = Sample(32, 8, 32 * 32, True)
+    assert isinstance(choose_forward(held, 2, MULTIPROCESSORS), ForwardBlock)
+    few = Sample(32, 40, 16 * 16, True)
+    assert isinstance(choose_forward(few, 4, MULTIPROCESSORS), ForwardSharedBlock)
+    assert isinstance(choose_backward(few, 2, MULTIPROCESSORS), BackwardBlocks)
+    more_columns_than_lanes = Sample(256, 18, 10 * 10, True)
+    assert isinstance(choose_forward(more_columns_than_lanes, 2, MULTIPROCESSORS), ForwardSharedBlock)
+
+
+@pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])
+def test_streams_leave_few_lanes_without_columns(channels):
+    sample = Sample(32, channels // 32, 1 << 14, channels_last=True)
+    forward = choose_forward(sample, 2, MULTIPROCESSORS, waits=False)
+    backward = choose_backward(sample, 2, MULTIPROCESSORS, waits=False)
+    if channels > 4096:
+        assert isinstance(forward, ForwardColumns)
+        assert isinstance(backward, BackwardColumns)
+    else:
+        assert isinstance(forward, ForwardStream)
+        assert isinstance(backward, BackwardStream)
+        for lanes in (32 * forward.num_warps, 32 * backward.num_warps):
+            assert 0 <= lanes % (channels // 8) <= lanes // 8
+
+
+@pytest.mark.parametrize("hw", [1, 40, 4096])
+def test_a_program_of_the_passes_that_do_not_wait_has_no_empty_piece(hw):
+    contiguous = split_backward(Sample(4, 3, hw, channels_last=False), 2)
+    piece = contiguous.part_positions(2) // contiguous.pieces
+    assert contiguous.pieces <= -(-hw // piece)
+    last = split_backward(Sample(4, 8, hw, channels_last=True), 2)
+    assert last.pieces <= -(-hw // (last.chunks * last.rows(8)))
+
+
+def test_small_groups_go_several_to_a_program():
+    config = choose_forward(Sample(8, 4, 16, channels_last=False), 2, MULTIPROCESSORS)
+    assert isinstance(config, ForwardTile)
+    assert config.rows > 1

@@ -1,0 +1,234 @@
+"""The launches of GroupNorm forward by the forms that never wait: what covers a sample, and in what parts."""
+
+import pytest
+import torch
+from fusednorm.checks import Epilogue
+from fusednorm.device import INTERPRETED
+from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
+from fusednorm.ops.group_norm import forward_configs as configs
+from fusednorm.ops.group_norm.forward_plan import fold_tile, plan_forward, plan_statistics
+from fusednorm.ops.group_norm.sample import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP, Sample
+from fusednorm.results import Forward
+
+from tests.kernels.group_norm.cases import channels_last
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs tensors of the host")
+
+N, GROUPS = 3, 2
+SPLIT = configs.ForwardSplit(units=16, split_units=40, program_units=24, num_warps=4)
+COLUMNS = configs.ForwardColumns(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8, run_rows=24, num_warps=4)
+
+
+def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=True):
+    """The launches for [N, GROUPS * channels, hw] of float32, and its tensors."""
+    lay = channels_last if last else lambda x: x
+    x = lay(torch.randn(N, GROUPS * channels, hw))
+    weight = torch.randn(GROUPS * channels) if affine else None
+    statistics = [torch.empty(N, GROUPS) for _ in range(2)] if stats else [None, None]
+    out = Forward(torch.empty_like(x), *statistics)
+    other = None if residual is None else residual(torch.randn_like(x))
+    sample = Sample(GROUPS, channels, hw, last)
+    return plan_forward(x, sample, weight, None, 1e-5, other, Epilogue("silu"), out, config), x, out
+
+
+def names(launches) -> list[str]:
+    return [launch.kernel.__name__ for launch in launches]
+
+
+def named(launch) -> dict:
+    """Arguments and options by the kernel's own names for them."""
+    return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
+
+
+@pytest.mark.parametrize(
+    ("config", "last", "channels", "kernels"),
+    [
+        (configs.ForwardHeld(1, 1), False, 2, ["nchw_held"]),
+        (configs.ForwardRolling(1, 1, 1), False, 2, ["nchw_rolling"]),
+        (configs.ForwardShared(2, 1, 2, 1, 1), False, 16, ["nchw_shared"]),
+        (configs.ForwardBlock(2, 1, 1), True, 4, ["nhwc_held"]),
+        (configs.ForwardSharedBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_shared"]),
+        (configs.ForwardPieces(3, 1, 1), False, 2, ["nchw_split_moments", "fold_moments", "nchw_split_apply"]),
+        (
+            configs.ForwardStream(1, 2, 3, 3),
+            True,
+            4,
+            ["nhwc_stream_moments", "nhwc_stream_fold", "nhwc_stream_apply"],
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if "Forward" in type(value).__name__ else None,
+)
+def test_each_configuration_launches_its_own_kernels(config, last, channels, kernels):
+    launches, *_ = plan(config, channels, 32, last=last)
+    assert names(launches) == [f"group_norm_{kernel}_kernel" for kernel in kernels]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_otherwise(last, otherwise, monkeypatch):
+    chosen = configs.ForwardStream(1, 2, 3, 3) if last else configs.ForwardSweep(16, 4)
+    monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (chosen,))
+    to_other = (lambda x: x.contiguous()) if last else channels_last
+    launches, *_ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
+    if otherwise:
+        assert names(launches)[0] == ("group_norm_nhwc_stats_kernel" if last else "group_norm_nchw_stats_kernel")
+    else:
+        assert names(launches)[0] == (
+            "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
+        )
+
+
+@pytest.mark.parametrize(
+    ("sample", "dtype", "kernel"),
+    [
+        (Sample(32, 16, 64 * 64, False), torch.bfloat16, "shared"),
+        (Sample(32, 8, 64 * 64, False), torch.float32, "shared"),
+        # Seven programs would have a seventh more than there is.
+        (Sample(32, 8, 56 * 56, False), torch.float32, "sweep"),
+    ],
+    ids=str,
+)
+def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, kernel, monkeypatch):
+    for module in ("forward_plan", "contiguous.held_plan"):
+        monkeypatch.setattr(f"fusednorm.ops.group_norm.{module}.multiprocessor_count", lambda _: 132)
+    monkeypatch.setattr("fusednorm.ops.group_norm.forward_plan.may_wait", lambda: True)
+    x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
+    after = Epilogue("silu", 0.1, 1)
+    plain = plan_forward(x, sample, None, None, 1e-5, None, Epilogue(), Forward(x))
+    added = plan_forward(x, sample, None, None, 1e-5, x, after, Forward(x))
+    assert names(plain) == ["group_norm_nchw_held_kernel"]
+    assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
+
+
+def test_tiles_take_so_many_groups_each():
+    (launch,), *_ = plan(configs.ForwardTile(4, 16, 4), 2, 20)
+    assert names([launch]) == ["group_norm_nchw_tile_kernel"]
+    # Six groups of forty elements, which are ten vectors.
+    assert launch.grid == (2,)
+    assert (launch.options["ROWS"], launch.options["UNITS"], launch.options["VEC"]) == (4, 16, 4)
+    assert launch.arguments[10:12] == (N * GROUPS, 10)
+
+
+def test_a_sweep_is_a_program_a_group():
+    (launch,), *_ = plan(configs.ForwardSweep(16, 4), 2, 20)
+    assert names([launch]) == ["group_norm_nchw_sweep_kernel"]
+    assert launch.grid == (N * GROUPS,)
+    assert launch.options["num_warps"] == 4
+    assert launch.arguments[10] == 10
+
+
+@pytest.mark.parametrize(("hw", "splits", "programs"), [(160, 2, 4), (164, 3, 4), (192, 3, 4), (196, 3, 5)])
+def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
+    (partial, apply), x, _ = plan(SPLIT, 2, hw)
+    assert names([partial, apply]) == ["group_norm_nchw_stats_kernel", "group_norm_nchw_apply_kernel"]
+    units = 2 * hw // 4
+    assert (splits - 1) * 40 < units <= splits * 40
+    assert (programs - 1) * 24 < units <= programs * 24
+    assert partial.grid == (N * GROUPS * splits,)
+    assert apply.grid == (N * GROUPS * programs,)
+    means, squares = partial.arguments[2:4]
+    assert means.shape == squares.shape == (N, splits, GROUPS)
+    assert means.dtype == squares.dtype == torch.float32
+    assert partial.arguments[0] is x
+    assert partial.arguments[4:] == (units, GROUPS, 2, splits, 40)
+    assert apply.arguments[8] is means
+    assert apply.arguments[9] is squares
+    assert apply.options["BLOCK_SPLITS"] == {2: 2, 3: 4}[splits]
+    assert splits in apply.arguments[12:]
+
+
+@pytest.mark.parametrize(("channels", "hw", "wide"), [(1, WIDE_GROUP - 4, False), (1, WIDE_GROUP, True)])
+def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
+    whole = configs.ForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
+    x = torch.empty(1).expand(1, channels, hw)
+    out = Forward(x, None, None)
+    launches = plan_forward(x, Sample(1, channels, hw, False), None, None, 1e-5, None, Epilogue("none"), out, whole)
+    assert [launch.options["WIDE"] for launch in launches] == [wide, wide]
+
+
+@pytest.mark.parametrize(
+    ("config", "last", "residual", "otherwise"),
+    [
+        (SPLIT, False, None, False),
+        (SPLIT, False, lambda x: x, False),
+        (SPLIT, False, channels_last, True),
+        (COLUMNS, True, None, False),
+        (COLUMNS, True, lambda x: x, False),
+        (COLUMNS, True, lambda x: x.contiguous(), True),
+    ],
+)
+def test_a_residual_of_the_other_layout_is_known_as_such(config, last, residual, otherwise):
+    launches, *_ = plan(config, 4, 36, last=last, residual=residual)
+    said = [launch.options["RESIDUAL_OTHER"] for launch in launches if "RESIDUAL_OTHER" in launch.options]
+    assert said == [otherwise, otherwise]
+
+
+@pytest.mark.parametrize(
+    ("channels", "hw", "splits", "runs", "blocks", "even"),
+    [(4, 32, 2, 2, 1, True), (4, 33, 3, 2, 1, True), (8, 48, 3, 2, 2, True), (6, 49, 4, 3, 2, False)],
+)
+def test_columns_are_covered_by_splits_runs_and_blocks(channels, hw, splits, runs, blocks, even):
+    launches, _, out = plan(COLUMNS, channels, hw, last=True)
+    assert names(launches) == [
+        "group_norm_nhwc_stats_kernel",
+        "group_norm_fold_moments_kernel",
+        "group_norm_nhwc_apply_kernel",
+    ]
+    stats, fold, apply = launches
+    assert stats.grid == (N * splits * blocks,)
+    assert fold.grid == (N * GROUPS,)
+    assert apply.grid == (N * runs * blocks,)
+    assert {launch.options["EVEN"] for launch in (stats, apply)} == {even}
+    assert {launch.options["VEC"] * launch.options["CV"] for launch in (stats, apply)} == {8}
+    assert stats.arguments[2].shape == (N, splits, GROUPS * channels)
+    assert stats.arguments[4:] == (hw, GROUPS * channels // 4, splits, 16, blocks)
+    assert fold.arguments[2] is out.mean
+    assert fold.arguments[3] is out.rstd
+    assert fold.arguments[4:] == (GROUPS, channels, splits, 16, hw, 1e-5)
+    assert (stats.options["ROWS"], stats.options["UNROLL"], apply.options["ROWS"]) == (4, 2, 8)
+    assert apply.arguments[8] is out.mean
+    assert apply.arguments[9] is out.rstd
+
+
+@pytest.mark.parametrize("given", ["mean", "rstd", None])
+def test_statistics_that_nobody_wants_are_the_launches_own(given):
+    x = channels_last(torch.randn(N, 8, 36))
+    wanted = {given: torch.empty(N, GROUPS)} if given else {}
+    out = Forward(torch.empty_like(x), **wanted)
+    sample = Sample(GROUPS, 4, 36, True)
+    _, fold, apply = plan_forward(x, sample, None, None, 1e-5, None, Epilogue("none"), out, COLUMNS)
+    own = fold.arguments[2:4]
+    assert [each.shape for each in own] == [(N, GROUPS)] * 2
+    assert all(each is not other for each in own for other in wanted.values())
+    assert apply.arguments[8] is own[0]
+    assert apply.arguments[9] is own[1]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_statistics_alone_fill_mean_and_rstd(last):
+    x = torch.randn(N, 8, 36)
+    x = channels_last(x) if last else x
+    mean, rstd = torch.empty(N, GROUPS), torch.empty(N, GROUPS)
+    launches = plan_statistics(x, Sample(GROUPS, 4, 36, last), 1e-5, None, mean, rstd)
+    partial, fold = launches
+    assert names(launches)[1] == "group_norm_fold_moments_kernel"
+    assert fold.grid == (N * GROUPS,)
+    assert fold.arguments[:2] == partial.arguments[2:4]
+    assert fold.arguments[2] is mean
+    assert fold.arguments[3] is rstd
+    group_columns, splits, split_length, column_length, eps = fold.arguments[5:]
+    assert (group_columns, column_length) == ((4, 36) if last else (1, 4 * 36))
+    assert (splits - 1) * split_length < column_length <= splits * split_length
+    assert eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("splits", "columns", "block_splits", "block_columns"),
+    [(1, 1, 1, 1), (3, 5, 4, 8), (10**6, 1, FOLD_BLOCK, 1), (10**6, 100, FOLD_BLOCK // 64, 64), (2, 64, 2, 64)],
+)
+def test_folds_take_as_wide_a_tile_as_fits(splits, columns, block_splits, block_columns):
+    assert fold_tile(splits, columns) == {
+        "BLOCK_SPLITS": block_splits,
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": FOLD_NUM_WARPS,
+    }
