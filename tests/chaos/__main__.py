@@ -11,7 +11,6 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.integration.servers import launch_server
 _CLIENTS, _NUISANCES = 12, 6
 _MOST_GROWTH = 0.02
 _SETTLE_S = 90.0
+_LINES_BEFORE = 30
 # None of these holds anything once nobody sends.
 _EMPTY_AT_REST = ("inflight_requests", "inflight_bytes", "queue_requests", 'slab_bytes{state="used"}')
 
@@ -85,18 +85,20 @@ def is_held(line: str) -> bool:
     return unlabelled in _EMPTY_AT_REST and float(value) != 0
 
 
-def errors_in(lines: list[str]) -> Counter[str]:
-    """The last line of each traceback in the log, with the last place of ours that it names."""
-    found: Counter[str] = Counter()
-    place = None
-    for line in lines:
+def errors_in(lines: list[str]) -> dict[str, list[str]]:
+    """The tracebacks in the log by their last line, with the last place of ours that they name."""
+    found: dict[str, list[str]] = {}
+    began = place = None
+    for number, line in enumerate(lines):
         if "Traceback" in line:
-            place = "outside of the server's modules"
-        elif place is not None and re.search(r'File ".*/normserve/', line):
+            began, place = number, "outside of the server's modules"
+        elif began is not None and re.search(r'File ".*/normserve/', line):
             place = line.strip()
-        elif place is not None and (error := re.match(r"\s*(\w+(?:Error|Exit)\b.*)", line)):
-            found[f"{error[1]} ({place})"] += 1
-            place = None
+        elif began is not None and (error := re.match(r"\s*(\w+(?:Error|Exit)\b.*)", line)):
+            # What led to a traceback stands before it.
+            text = "\n".join(each.rstrip() for each in lines[max(0, began - _LINES_BEFORE) : number + 1])
+            found.setdefault(f"{error[1]} ({place})", []).append(text)
+            began = None
     return found
 
 
@@ -169,10 +171,14 @@ def disturb(server, given: argparse.Namespace) -> int:
     if given.minutes >= 5 and watch.growth > _MOST_GROWTH:
         faults.append(f"memory grew by {watch.growth:.2%}")
     logged = errors_in(server.lines)
-    print(
-        f"{sum(logged.values())} errors logged, {sum(map(is_want_of_memory, logged.elements()))} for want of memory"
-    )
-    faults += [f"logged {count} times: {error}" for error, count in logged.items() if not is_want_of_memory(error)]
+    counts = {error: len(texts) for error, texts in logged.items()}
+    for_memory = sum(count for error, count in counts.items() if is_want_of_memory(error))
+    print(f"{sum(counts.values())} errors logged, {for_memory} for want of memory")
+    faults += [
+        f"logged {counts[error]} times: {error}\n{texts[0]}"
+        for error, texts in logged.items()
+        if not is_want_of_memory(error)
+    ]
     for fault in faults:
         print(fault)
     return int(bool(faults))
