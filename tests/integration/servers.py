@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import httpx
 import pytest
 
+from .preloaded import PreloadedProcess
 from .stage import Stage, stage_on
 
 _START_S = 60
@@ -23,14 +24,8 @@ _LISTENING = re.compile(r'ready on (https?://[^\s"]+)')
 class ServerProcess:
     """A running `normserve serve` (or a script that stands in for it), its address and what it has logged."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(self, process: PreloadedProcess | subprocess.Popen[str]) -> None:
+        self.process = process
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
@@ -95,17 +90,28 @@ def launch_server(
 ) -> ServerProcess:
     """Start a server on the CPU and on a free port; `script` stands in for `-m normserve`."""
     program = [script] if script else ["-m", "normserve"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
-    return ServerProcess(
-        [sys.executable, *program, "serve", "--port", "0", "--backend", "torch", *options],
-        {**clean, "PYTHONUNBUFFERED": "1", **environment},
-    )
+    return ServerProcess(PreloadedProcess([*program, *_serve(options)], environment))
+
+
+def _serve(options: Sequence[str]) -> list[str]:
+    return ["serve", "--port", "0", "--backend", "torch", *options]
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """One server with everything at its default, on the CPU; for tests that leave it as they found it."""
-    running = launch_server([], {})
+    """One server with everything at its default, on the CPU; for tests that leave it as they found it.
+
+    The command as users start it, which shares nothing with any other process.
+    """
+    running = ServerProcess(
+        subprocess.Popen(
+            [sys.executable, "-m", "normserve", *_serve([])],
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    )
     try:
         running.wait_until_ready()
         yield running
