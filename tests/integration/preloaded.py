@@ -1,4 +1,4 @@
-"""Servers forked from a process that has imported everything: what a process costs at start is mostly importing torch.
+"""Servers forked from a process that has imported torch, which is most of what a server's start costs.
 
 Each is a process of its own that runs the command as `python -m normserve` would, with its own environment, output
 and end.
