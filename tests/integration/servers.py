@@ -86,32 +86,32 @@ StartServer = Callable[..., ServerProcess]
 
 
 def launch_server(
-    options: Sequence[str], environment: Mapping[str, str], script: str | None = None
+    options: Sequence[str], environment: Mapping[str, str], script: str | None = None, *, preloaded: bool = True
 ) -> ServerProcess:
-    """Start a server on the CPU and on a free port; `script` stands in for `-m normserve`."""
-    program = [script] if script else ["-m", "normserve"]
-    return ServerProcess(PreloadedProcess([*program, *_serve(options)], environment))
+    """Start a server on the CPU and on a free port; `script` stands in for `-m normserve`.
 
-
-def _serve(options: Sequence[str]) -> list[str]:
-    return ["serve", "--port", "0", "--backend", "torch", *options]
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[ServerProcess]:
-    """One server with everything at its default, on the CPU; for tests that leave it as they found it.
-
-    The command as users start it, which shares nothing with any other process.
+    Unless it is `preloaded` it is the command as users start it, which shares nothing with any other process.
     """
-    running = ServerProcess(
+    program = [script] if script else ["-m", "normserve"]
+    arguments = [*program, "serve", "--port", "0", "--backend", "torch", *options]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
+    if preloaded:
+        return ServerProcess(PreloadedProcess(arguments, {**clean, **environment}))
+    return ServerProcess(
         subprocess.Popen(
-            [sys.executable, "-m", "normserve", *_serve([])],
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            [sys.executable, *arguments],
+            env={**clean, "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
     )
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """One server with everything at its default, on the CPU; for tests that leave it as they found it."""
+    running = launch_server([], {}, preloaded=False)
     try:
         running.wait_until_ready()
         yield running
@@ -124,9 +124,13 @@ def _servers() -> Iterator[StartServer]:
     running: list[ServerProcess] = []
 
     def start(
-        *options: str, env: Mapping[str, str] | None = None, script: str | None = None, wait: bool = True
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        script: str | None = None,
+        wait: bool = True,
+        preloaded: bool = True,
     ) -> ServerProcess:
-        started = launch_server(options, env or {}, script)
+        started = launch_server(options, env or {}, script, preloaded=preloaded)
         running.append(started)
         if wait:
             started.wait_until_ready()
