@@ -25,8 +25,9 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 serve: .venv/.server
 	$(BIN)/normserve serve
 
+# Each process begins with a half of its own, so that most modules start the servers that they share once.
 test: .venv/.dev
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import httpx
 import pytest
 
+from .preloaded import PreloadedProcess
 from .stage import Stage, stage_on
 
 _START_S = 60
@@ -23,14 +24,8 @@ _LISTENING = re.compile(r'ready on (https?://[^\s"]+)')
 class ServerProcess:
     """A running `normserve serve` (or a script that stands in for it), its address and what it has logged."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(self, process: PreloadedProcess | subprocess.Popen[str]) -> None:
+        self.process = process
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
@@ -91,21 +86,32 @@ StartServer = Callable[..., ServerProcess]
 
 
 def launch_server(
-    options: Sequence[str], environment: Mapping[str, str], script: str | None = None
+    options: Sequence[str], environment: Mapping[str, str], script: str | None = None, *, preloaded: bool = True
 ) -> ServerProcess:
-    """Start a server on the CPU and on a free port; `script` stands in for `-m normserve`."""
+    """Start a server on the CPU and on a free port; `script` stands in for `-m normserve`.
+
+    Unless it is `preloaded` it is the command as users start it, which shares nothing with any other process.
+    """
     program = [script] if script else ["-m", "normserve"]
+    arguments = [*program, "serve", "--port", "0", "--backend", "torch", *options]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
+    if preloaded:
+        return ServerProcess(PreloadedProcess(arguments, {**clean, **environment}))
     return ServerProcess(
-        [sys.executable, *program, "serve", "--port", "0", "--backend", "torch", *options],
-        {**clean, "PYTHONUNBUFFERED": "1", **environment},
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**clean, "PYTHONUNBUFFERED": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     )
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """One server with everything at its default, on the CPU; for tests that leave it as they found it."""
-    running = launch_server([], {})
+    running = launch_server([], {}, preloaded=False)
     try:
         running.wait_until_ready()
         yield running
@@ -118,9 +124,13 @@ def _servers() -> Iterator[StartServer]:
     running: list[ServerProcess] = []
 
     def start(
-        *options: str, env: Mapping[str, str] | None = None, script: str | None = None, wait: bool = True
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        script: str | None = None,
+        wait: bool = True,
+        preloaded: bool = True,
     ) -> ServerProcess:
-        started = launch_server(options, env or {}, script)
+        started = launch_server(options, env or {}, script, preloaded=preloaded)
         running.append(started)
         if wait:
             started.wait_until_ready()
