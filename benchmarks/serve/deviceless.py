@@ -7,15 +7,15 @@ Takes its settings from the environment, as `normserve serve` does.
 import sys
 from collections.abc import Mapping
 
-from normserve.app import create_app
 from normserve.backends.base import ONE_AT_A_TIME
-from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Execution, NormJob, Op
-from normserve.logs import configure_logging
-from normserve.server import serve
+from normserve.http.app import create_app
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, NormJob, Op
+from normserve.logs.configuration import configure_logging
+from normserve.memory.host_tensors import HostTensor
+from normserve.process.server import serve
 from normserve.settings import Settings
-from normserve.tensors import HostTensor
 
 
 class NoDevice:

@@ -17,14 +17,14 @@ from statistics import fmean
 
 import torch
 from normserve.backends.choose import choose_backend
-from normserve.batcher import Batcher
-from normserve.compilation import Compilation
-from normserve.engine import Engine
-from normserve.executor import Executor
-from normserve.jobs import NormJob, NormResult, NormSpec, Op, Pass
-from normserve.metrics import Metrics
-from normserve.slabs import SlabPool
-from normserve.tensors import DType, HostTensor
+from normserve.engine.batcher import Batcher
+from normserve.engine.compilation import Compilation
+from normserve.engine.engine import Engine
+from normserve.engine.executor import Executor
+from normserve.jobs.job import NormJob, NormResult, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import SlabPool
+from normserve.metrics.metrics import Metrics
 
 from benchmarks.serve.results import Results
 

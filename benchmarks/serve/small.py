@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import torch
 from normserve.codec import safetensors
-from normserve.tensors import DType, HostTensor
+from normserve.memory.host_tensors import DType, HostTensor
 
 from benchmarks.serve import posts, scrape, servers, system
 from benchmarks.serve.closed_loop import ClosedLoop, Turn

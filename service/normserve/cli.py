@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from normserve import __version__
-from normserve.fleet import serve_fleet
-from normserve.keys import KeysFile, KeysFileError
-from normserve.keys.generate import entry, new_key
-from normserve.logs import configure_logging
+from normserve.admission.keys import KeysFile, KeysFileError
+from normserve.admission.keys.generate import entry, new_key
+from normserve.logs.configuration import configure_logging
+from normserve.process.supervisor import serve_fleet
+from normserve.process.tls import TlsFileError, TlsFiles
 from normserve.settings import Settings
-from normserve.tls import TlsFileError, TlsFiles
 
 _EXAMPLES = """examples:
   normserve serve                                      on http://127.0.0.1:8000
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.devices:
         return serve_fleet(settings)
     # Late, because it takes a second to load what `version` and `--help` do without.
-    from normserve.server import serve
+    from normserve.process.server import serve
 
     return serve(settings)
 

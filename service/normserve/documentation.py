@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from normserve.exposition import process_up
-from normserve.metrics import Metrics
+from normserve.metrics.exposition import process_up
+from normserve.metrics.metrics import Metrics
 from normserve.settings import Settings
 
 _SETTINGS = """# Settings

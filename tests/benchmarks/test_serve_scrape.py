@@ -1,7 +1,8 @@
 """Means between two scrapes of what a server counts."""
 
-from normserve.jobs import Batch, Execution
-from normserve.metrics import Metrics, RequestRecord
+from normserve.jobs.job import Batch, Execution
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import RequestRecord
 
 from benchmarks.serve import scrape
 from tests.service.fake_jobs import job

@@ -26,7 +26,7 @@ class Fleet:
         listed = subprocess.run(
             ["ps", "-o", "pid=,args=", "--ppid", str(self.supervisor)], capture_output=True, text=True, check=False
         ).stdout
-        return [int(line.split()[0]) for line in listed.splitlines() if "normserve.worker" in line]
+        return [int(line.split()[0]) for line in listed.splitlines() if "normserve.process.worker" in line]
 
     def processes(self) -> list[int]:
         return [self.supervisor, *self.workers()]

@@ -14,8 +14,8 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from normserve.jobs import Op
-from normserve.metrics import Metrics
+from normserve.jobs.job import Op
+from normserve.metrics.metrics import Metrics
 
 DOCKER = Path(__file__).parents[2] / "docker"
 TYPES = Path(__file__).parent / "grafana"

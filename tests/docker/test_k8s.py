@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from normserve.app import _STOP_S
-from normserve.server import _CLOSE_S, _FAREWELL_S
+from normserve.http.app import _STOP_S
+from normserve.process.server import _CLOSE_S, _FAREWELL_S
 from normserve.settings import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import safetensors
-from normserve import siblings
 from normserve.codec import npy as npy_codec
 from normserve.codec import safetensors as safetensors_codec
 from normserve.errors import InvalidParameterError, NormserveError
-from normserve.jobs import Op, Pass
-from normserve.routes.negotiation import Accepted, declared_format, sniffed_format
-from normserve.routes.parameters import make_spec, operation_parameters, parse_query
-from normserve.siblings import Link, RefusedError
+from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
+from normserve.http.routes.parameters import make_spec, operation_parameters, parse_query
+from normserve.jobs.job import Op, Pass
+from normserve.peers import siblings
+from normserve.peers.siblings import Link, RefusedError
 
 from tests.service.transport.drive import Answer, drive
 

@@ -5,8 +5,8 @@ import signal
 import sys
 
 import ray
-from normserve.ray import build
-from normserve.replicas import Scale
+from normserve.peers.replicas import Scale
+from normserve.process.ray import build
 from ray import serve
 
 PORT = 8100

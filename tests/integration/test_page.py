@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from normserve.routes.page import commands
+from normserve.http.routes.page import commands
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
@@ -24,7 +24,7 @@ from .load import drive
 from .wire import assert_problem
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "service/normserve/page"
+FOLDER = ROOT / "service/normserve/http/page"
 ASSETS = sorted(
     {file.name for file in FOLDER.rglob("*.*") if file.suffix != ".html"}
     | {"swagger-ui.css", "swagger-ui-bundle.js"}
@@ -170,9 +170,9 @@ def test_wheel_carries_it(tmp_path):
     build = "from setuptools import build_meta; build_meta.build_wheel('wheels')"
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("normserve/page/")}
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("normserve/http/page/")}
     files = {file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*") if file.is_file()}
-    assert inside == {f"normserve/page/{name}" for name in files}
+    assert inside == {f"normserve/http/page/{name}" for name in files}
 
 
 # What a browser makes of it

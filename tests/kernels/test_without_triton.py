@@ -10,7 +10,7 @@ sys.modules["triton"] = None  # As if it were not there.
 import fusednorm
 import torch
 from fusednorm import reference
-from normserve.backends.torch import TorchBackend
+from normserve.backends.cpu.backend import TorchBackend
 
 assert not hasattr(fusednorm, "layer_norm")
 x = torch.randn(4, 64)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from normserve.keys.generate import entry
+from normserve.admission.keys.generate import entry
 
 INFER, LAYERS, METRICS, EXPIRED, SLOW = "infer-key", "layers-key", "metrics-key", "old-key", "slow-key"
 EVERYTHING = "everything-key"

@@ -3,7 +3,7 @@
 import sys
 
 from normserve.cli import main
-from normserve.transport.reception import Reception
+from normserve.http.transport.reception import Reception
 
 advance, take = Reception.advance, Reception._take
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
-from normserve.app import create_app
+from normserve.http.app import create_app
+from normserve.http.transport import PlainAsgi
 from normserve.settings import Settings
-from normserve.transport import PlainAsgi
 
 from tests.integration.raw import exchange
 from tests.integration.wire import NPY, SAFETENSORS, X, npy, packed

@@ -5,10 +5,10 @@ import asyncio
 import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
-from normserve.app import create_app
-from normserve.jobs import Op, Pass
+from normserve.http.app import create_app
+from normserve.http.transport import PlainAsgi
+from normserve.jobs.job import Op, Pass
 from normserve.settings import Settings
-from normserve.transport import PlainAsgi
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 from fusednorm import reference
-from normserve.jobs import Layout, NormJob, NormSpec, Op, Pass
-from normserve.tensors import DType
+from normserve.jobs.job import Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType
 
 from .answers import assert_right
 from .host_tensors import DTYPES, back, host

@@ -6,13 +6,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from normserve.backends.base import ONE_AT_A_TIME, Depth
-from normserve.batcher import Batcher
-from normserve.compilation import Compilation
-from normserve.device import DeviceInfo
-from normserve.engine import Engine
-from normserve.executor import Outcome
-from normserve.jobs import Batch, Execution, Lane, NormJob
-from normserve.metrics import Metrics
+from normserve.engine.batcher import Batcher
+from normserve.engine.compilation import Compilation
+from normserve.engine.engine import Engine
+from normserve.engine.executor import Outcome
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, NormJob
+from normserve.metrics.metrics import Metrics
 
 from .fake_jobs import job
 

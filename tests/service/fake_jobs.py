@@ -2,8 +2,8 @@
 
 from math import prod
 
-from normserve.jobs import Layer, NormJob, NormSpec, Op, Pass
-from normserve.tensors import DType, HostTensor
+from normserve.jobs.job import Layer, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
 
 
 def tensor(*shape: int, dtype: DType = DType.FLOAT32) -> HostTensor:

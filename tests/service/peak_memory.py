@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 
 import torch
+from normserve.backends.cpu.backend import TorchBackend
 from normserve.backends.tensors import TORCH_DTYPES
-from normserve.backends.torch import TorchBackend
-from normserve.jobs import Batch, Layout, NormSpec, Op, Pass
-from normserve.tensors import DType, HostTensor
-from normserve.validation import costed_job
+from normserve.jobs.job import Batch, Layout, NormSpec, Op, Pass
+from normserve.jobs.validation import costed_job
+from normserve.memory.host_tensors import DType, HostTensor
 
 MIB = 2**20
 F32, F16, BF16 = DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16

@@ -7,11 +7,11 @@ import pytest
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
-from normserve.app import create_app
 from normserve.errors import DeviceOutOfMemoryError, UnknownLayerError
-from normserve.routes.direct import DirectRoute
+from normserve.http.app import create_app
+from normserve.http.routes.direct import DirectRoute
+from normserve.http.transport import PlainAsgi
 from normserve.settings import Settings
-from normserve.transport import PlainAsgi
 
 from tests.integration.wire import assert_problem
 

@@ -4,8 +4,8 @@ import asyncio
 import logging
 
 import pytest
-from normserve import audit
-from normserve.audit import Refusals
+from normserve.logs import audit
+from normserve.logs.audit import Refusals
 
 
 class Clock:

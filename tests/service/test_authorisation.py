@@ -4,12 +4,12 @@ import logging
 from dataclasses import dataclass, field
 
 import pytest
-from normserve.authorisation import Authorisation
-from normserve.callers import Caller
+from normserve.admission.callers import Caller
+from normserve.admission.keys import Keyring, parse_keys
 from normserve.errors import ForbiddenError, NormserveError, RateLimitedError, UnauthorizedError
-from normserve.keys import Keyring, parse_keys
-from normserve.metrics import RequestRecord
-from normserve.routes.scopes import RouteScopes
+from normserve.http.authorisation import Authorisation
+from normserve.http.routes.scopes import RouteScopes
+from normserve.metrics.requests import RequestRecord
 
 from tests.security.keys import table
 

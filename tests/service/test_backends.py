@@ -6,11 +6,11 @@ from fusednorm import reference
 from normserve.backends import cpu
 from normserve.backends.choose import choose_backend
 from normserve.backends.cpu import pieces, rows
-from normserve.backends.torch import TorchBackend
+from normserve.backends.cpu.backend import TorchBackend
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import SlabPool
-from normserve.tensors import DType, HostTensor
+from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import SlabPool
 
 from .fake_jobs import layer
 from .host_tensors import DTYPES, back, host
@@ -289,7 +289,7 @@ class TestBackend:
 
     @pytest.mark.parametrize("scratch_bytes", [0, 2**20])
     def test_many_rows_are_gathered_in_a_slab_that_goes_home(self, scratch_bytes, monkeypatch):
-        monkeypatch.setattr("normserve.backends.torch._SCRATCH_BYTES", scratch_bytes)
+        monkeypatch.setattr("normserve.backends.cpu.backend._SCRATCH_BYTES", scratch_bytes)
         monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 0)
         slabs = SlabPool(max_idle_bytes=0)
         jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.bfloat16, 8, [1, 2, 5])

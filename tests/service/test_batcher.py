@@ -1,9 +1,9 @@
 """Which jobs share a launch, and in which order they run."""
 
 import pytest
-from normserve.batcher import Batcher
-from normserve.jobs import Lane, Op, Pass
-from normserve.tensors import DType
+from normserve.engine.batcher import Batcher
+from normserve.jobs.job import Lane, Op, Pass
+from normserve.memory.host_tensors import DType
 
 from .fake_jobs import job, layer, tensor
 

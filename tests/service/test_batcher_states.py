@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from normserve.batcher import Batcher
-from normserve.jobs import Lane, NormJob
-from normserve.tensors import DType, HostTensor
+from normserve.engine.batcher import Batcher
+from normserve.jobs.job import Lane, NormJob
+from normserve.memory.host_tensors import DType, HostTensor
 
 from .fake_jobs import job
 

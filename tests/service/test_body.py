@@ -6,12 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from normserve.callers import Caller
+from normserve.admission.callers import Caller
+from normserve.admission.permits import Limits
 from normserve.errors import OverloadedError, RequestTimeoutError
-from normserve.limits import Limits
-from normserve.routes.body import BodyReader
-from normserve.slabs import PLAIN, SlabPool, Source, plain_memory
-from normserve.transport import Reception as RealReception
+from normserve.http.routes.body import BodyReader
+from normserve.http.transport import Reception as RealReception
+from normserve.memory.slabs import PLAIN, SlabPool, Source, plain_memory
 
 MIB = 2**20
 

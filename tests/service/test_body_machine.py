@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from normserve.callers import Caller
+from normserve.admission.callers import Caller
+from normserve.admission.permits import Limits
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.limits import Limits
-from normserve.routes.body import BodyReader
-from normserve.slabs import SlabPool
-from normserve.transport import Reception
+from normserve.http.routes.body import BodyReader
+from normserve.http.transport import Reception
+from normserve.memory.slabs import SlabPool
 
 UNIT = 2**16
 MAX_REQUESTS, MAX_BYTES, MAX_BODY = 3, 6 * UNIT, 3 * UNIT

@@ -1,4 +1,4 @@
-from normserve.callers import Caller
+from normserve.admission.callers import Caller
 
 
 def test_a_caller_with_a_key_shares_with_whoever_else_has_it():

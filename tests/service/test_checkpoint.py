@@ -1,8 +1,8 @@
 """What a checkpoint's surroundings say; the server with a checkpoint is in tests/integration."""
 
 import pytest
-from normserve.checkpoint import eps_beside
 from normserve.errors import MalformedPayloadError
+from normserve.layers.checkpoint import eps_beside
 
 
 @pytest.mark.parametrize(

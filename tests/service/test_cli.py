@@ -6,10 +6,10 @@ import sys
 from importlib.metadata import version
 
 import normserve
-import normserve.server
+import normserve.process.server
 import pytest
+from normserve.admission.keys import parse_keys
 from normserve.cli import main
-from normserve.keys import parse_keys
 from normserve.settings import Settings
 
 
@@ -17,7 +17,7 @@ from normserve.settings import Settings
 def served(monkeypatch):
     """Settings that `serve` was called with."""
     calls = []
-    monkeypatch.setattr(normserve.server, "serve", lambda settings: calls.append(settings) or 7)
+    monkeypatch.setattr(normserve.process.server, "serve", lambda settings: calls.append(settings) or 7)
     return calls
 
 

@@ -3,10 +3,10 @@
 import fusednorm
 import pytest
 import torch
-from normserve.backends import triton
-from normserve.backends.torch import TorchBackend
-from normserve.jobs import Batch, Lane, Op
-from normserve.slabs import SlabPool
+from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cuda import backend as triton
+from normserve.jobs.job import Batch, Lane, Op
+from normserve.memory.slabs import SlabPool
 
 from .combinations import KINDS, answer, assert_all_right, combinations
 from .fake_graphs import FakeGraphs

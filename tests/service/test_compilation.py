@@ -1,10 +1,10 @@
 """How many classes are compiled, how fast, and who waits."""
 
 import pytest
-from normserve.compilation import Compilation
+from normserve.engine.compilation import Compilation
 from normserve.errors import OverloadedError
-from normserve.jobs import Op, Pass
-from normserve.tensors import DType
+from normserve.jobs.job import Op, Pass
+from normserve.memory.host_tensors import DType
 
 from .fake_jobs import job, layer, tensor
 

@@ -10,8 +10,8 @@ import resource
 import socket
 
 import pytest
-from normserve import connections
-from normserve.connections import ConnectionLimits, address_of, connections_for_descriptors
+from normserve.process import connections
+from normserve.process.connections import ConnectionLimits, address_of, connections_for_descriptors
 
 from tests.integration.raw import Answer
 from tests.integration.wire import assert_problem

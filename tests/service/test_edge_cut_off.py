@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from normserve.edge import Edge
+from normserve.engine.progress import Progress
 from normserve.errors import InvalidParameterError, RequestTimeoutError
-from normserve.metrics import Metrics
-from normserve.origins import Origins
-from normserve.progress import Progress
-from normserve.transport import PlainAsgi
+from normserve.http.middleware import Edge
+from normserve.http.origins import Origins
+from normserve.http.transport import PlainAsgi
+from normserve.metrics.metrics import Metrics
 
 SMALL = [(b"content-length", b"1000")]
 

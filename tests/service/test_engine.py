@@ -7,7 +7,7 @@ from normserve.errors import (
     DrainingError,
     NotReadyError,
 )
-from normserve.jobs import Lane, Op
+from normserve.jobs.job import Lane, Op
 
 from .fake_engine import Deep, Quick, Scene, large_job, scene, turn
 from .fake_jobs import job, tensor

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from normserve.engine import State
+from normserve.engine.engine import State
 from normserve.errors import (
     ClientLeftError,
     DeadlineExceededError,

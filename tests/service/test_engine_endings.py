@@ -5,7 +5,7 @@ import gc
 import time
 
 import pytest
-from normserve.engine import State
+from normserve.engine.engine import State
 from normserve.errors import (
     ClientLeftError,
     DeadlineExceededError,
@@ -13,8 +13,8 @@ from normserve.errors import (
     DeviceOutOfMemoryError,
     NotReadyError,
 )
-from normserve.slabs import SlabPool
-from normserve.tensors import DType, HostTensor
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import SlabPool
 
 from .fake_engine import Deep, large_job, scene, turn
 from .fake_jobs import job

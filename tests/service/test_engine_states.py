@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from normserve.errors import ClientLeftError, DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs import Lane, NormJob
+from normserve.jobs.job import Lane, NormJob
 
 from .fake_engine import CompilingScene, Deep, turn
 from .fake_jobs import job

@@ -6,10 +6,10 @@ from collections import deque
 
 import pytest
 from normserve.backends.base import InFlight
-from normserve.device import DeviceInfo
+from normserve.engine.executor import Executor
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
-from normserve.executor import Executor
-from normserve.jobs import Batch, Execution, Lane, Op
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, Op
 
 from .fake_jobs import job, tensor
 

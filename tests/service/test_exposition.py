@@ -3,8 +3,8 @@
 import functools
 
 import pytest
-from normserve.exposition import Exposition, merged
-from normserve.instruments import Counter, Family, Gauge, Histogram
+from normserve.metrics.exposition import Exposition, merged
+from normserve.metrics.instruments import Counter, Family, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 

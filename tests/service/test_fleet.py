@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from normserve.fleet import Process
-from normserve.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
+from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
+from normserve.process.supervisor import Process
 from normserve.settings import Settings
 
 

@@ -4,8 +4,8 @@ import signal
 import socket
 
 import pytest
-from normserve.fleet import Process
-from normserve.handover import MESSAGE, NOT_READY, READY, Heard
+from normserve.process.handover import MESSAGE, NOT_READY, READY, Heard
+from normserve.process.supervisor import Process
 from normserve.settings import Settings
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from normserve.backends.graphs import CudaGraphs
+from normserve.backends.cuda.graphs import CudaGraphs
 
 
 class NotingGraph:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 
 import pytest
-from normserve.handover import MESSAGE, READY, Heard, Reports, hand_over, receive
+from normserve.process.handover import MESSAGE, READY, Heard, Reports, hand_over, receive
 
 
 @pytest.fixture

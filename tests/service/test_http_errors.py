@@ -5,7 +5,7 @@ import json
 import pytest
 from normserve import errors
 from normserve.errors import NormserveError
-from normserve.http_errors import STATUSES, problem, status_of
+from normserve.http.problems import STATUSES, problem, status_of
 
 
 def family(error: type) -> set[type]:

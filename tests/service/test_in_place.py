@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends import replays
-from normserve.backends.in_place import MOST_BYTES, Workplaces
+from normserve.backends.cuda import replays
+from normserve.backends.cuda.in_place import MOST_BYTES, Workplaces
+from normserve.backends.cuda.pinned import with_device_view
+from normserve.backends.cuda.replays import Replays
 from normserve.backends.launch import ResidentParameters
-from normserve.backends.pinned import with_device_view
-from normserve.backends.replays import Replays
 from normserve.backends.tensors import results_of
-from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import PLAIN, SlabPool
-from normserve.tensors import DType
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType
+from normserve.memory.slabs import PLAIN, SlabPool
 
 from .fake_graphs import FakeGraphs
 from .fake_jobs import layer

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from normserve.instruments import Counter, Family, Histogram
+from normserve.metrics.instruments import Counter, Family, Histogram
 
 
 def test_counter_adds():

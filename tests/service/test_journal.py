@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from normserve.errors import StorageError
-from normserve.journal import Journal
-from normserve.layers import is_layer_name
+from normserve.layers.journal import Journal
+from normserve.layers.registry import is_layer_name
 
 NAMES = st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True).filter(is_layer_name)
 

@@ -7,7 +7,7 @@ from fusednorm import reference
 from normserve.backends import cpu
 from normserve.backends.launch import launch
 from normserve.backends.tensors import channels_first
-from normserve.jobs import Layout, NormSpec, Op, Pass
+from normserve.jobs.job import Layout, NormSpec, Op, Pass
 
 GROUPS = 2
 KERNELS_RUN_ON = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from normserve import layer_changes
 from normserve.codec import safetensors
 from normserve.errors import (
     ChangeFailedError,
@@ -18,11 +17,12 @@ from normserve.errors import (
     TooLargeError,
     UnknownLayerError,
 )
-from normserve.jobs import Layer, Op
-from normserve.layer_changes import FleetLayerChanges, LayerChanges
-from normserve.layers import LayerRegistry
-from normserve.siblings import Place, Siblings
-from normserve.tensors import DType, HostTensor
+from normserve.jobs.job import Layer, Op
+from normserve.layers import changes as layer_changes
+from normserve.layers.changes import FleetLayerChanges, LayerChanges
+from normserve.layers.registry import LayerRegistry
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.peers.siblings import Place, Siblings
 
 BODY = memoryview(
     bytearray(b"".join(safetensors.encode({"weight": HostTensor(DType.FLOAT32, (1,), memoryview(bytearray(4)))})))

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.errors import TooLargeError, UnknownLayerError
-from normserve.layers import LayerRegistry
+from normserve.layers.registry import LayerRegistry
 
 from .fake_jobs import layer
 

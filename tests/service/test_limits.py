@@ -5,9 +5,9 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from normserve.admission.permits import Limits, Permit
+from normserve.admission.quotas import Quota, RequestRate
 from normserve.errors import OverloadedError, RequestTimeoutError, TooLargeError
-from normserve.limits import Limits, Permit
-from normserve.quotas import Quota, RequestRate
 
 
 @pytest.fixture

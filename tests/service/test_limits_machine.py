@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from normserve.admission.permits import Limits, Permit
+from normserve.admission.quotas import Quota, RequestRate
 from normserve.errors import NormserveError, OverloadedError, RequestTimeoutError, TooLargeError
-from normserve.limits import Limits, Permit
-from normserve.quotas import Quota, RequestRate
 
 MAX_REQUESTS, MAX_BYTES, MAX_OF_KEY = 4, 100, 50
 TENANTS = ("a", "b", "key:c")

@@ -8,7 +8,7 @@ import sys
 from datetime import datetime
 
 import pytest
-from normserve.logs import JsonLines, TextLines
+from normserve.logs.configuration import JsonLines, TextLines
 
 HOSTILE = "a\nb\r\nc\x1b[31md\x00e\u2028f\x85g\x7fh\u202ei\ud800j"
 
@@ -69,7 +69,7 @@ def test_json_has_the_fields_as_members(logged):
 
 def failure() -> tuple:
     try:
-        raise ValueError("a\n2026-01-01 00:00:00,000 INFO     normserve.audit: forged")
+        raise ValueError("a\n2026-01-01 00:00:00,000 INFO     normserve.logs.audit: forged")
     except ValueError:
         return sys.exc_info()
 
@@ -91,11 +91,11 @@ def test_a_traceback_as_text_begins_no_event(logged):
 
 SCRIPT = """
 import logging, threading, warnings
-from normserve.logs import configure_logging
+from normserve.logs.configuration import configure_logging
 configure_logging("error", "json", "2")
 logging.getLogger("uvicorn.error").error("of a library")
 logging.getLogger("uvicorn.error").warning("left out")
-logging.getLogger("normserve.app").info("left out")
+logging.getLogger("normserve.http.app").info("left out")
 logging.getLogger("normserve.audit").info("audited")
 logging.getLogger("normserve.access").info("accessed")
 warnings.warn("of Python")

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from normserve.jobs import Layout, NormSpec, Op, Pass
-from normserve.memory_cost import SCRATCH_BYTES, memory_cost
-from normserve.tensors import DType
-from normserve.validation import costed_job
+from normserve.jobs.job import Layout, NormSpec, Op, Pass
+from normserve.jobs.memory_cost import SCRATCH_BYTES, memory_cost
+from normserve.jobs.validation import costed_job
+from normserve.memory.host_tensors import DType
 
 from .fake_jobs import layer, tensor
 

@@ -4,10 +4,11 @@ import sys
 import time
 
 import pytest
-from normserve.device import DeviceInfo
-from normserve.jobs import Batch, Execution
-from normserve.metrics import Metrics, RequestRecord
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution
+from normserve.metrics.metrics import Metrics
 from normserve.metrics.registrar import COUNTED_AT_ONCE
+from normserve.metrics.requests import RequestRecord
 from prometheus_client.parser import text_string_to_metric_families
 
 from .fake_jobs import job, tensor

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from normserve.backends.parcels import collected, parcel_of
-from normserve.jobs import Batch, NormJob, NormSpec, Op, Pass
-from normserve.slabs import SlabPool
+from normserve.backends.cuda.parcels import collected, parcel_of
+from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.memory.slabs import SlabPool
 
 from .host_tensors import DTYPES, host
 

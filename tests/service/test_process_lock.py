@@ -8,12 +8,12 @@ import sys
 import threading
 
 import pytest
-from normserve.process_lock import ProcessLock
+from normserve.layers.process_lock import ProcessLock
 
 HOLDS = """
 import asyncio, sys
 from pathlib import Path
-from normserve.process_lock import ProcessLock
+from normserve.layers.process_lock import ProcessLock
 
 async def hold():
     async with ProcessLock(Path(sys.argv[1])).held(None):

@@ -1,8 +1,8 @@
 """When a server is stalled, and when it only looks so."""
 
 import pytest
+from normserve.engine.progress import Progress, StallWatch
 from normserve.errors import StalledError
-from normserve.progress import Progress, StallWatch
 
 
 class Clock:

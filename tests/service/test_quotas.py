@@ -1,7 +1,7 @@
 """A tenant's own limits."""
 
 import pytest
-from normserve.quotas import RequestRate
+from normserve.admission.quotas import RequestRate
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import gc
 import weakref
 
 import pytest
-from normserve.backends import replays
-from normserve.backends.replays import RepeatedByLayer, Replays
+from normserve.backends.cuda import replays
+from normserve.backends.cuda.replays import RepeatedByLayer, Replays
 
 from .fake_graphs import FakeGraphs
 

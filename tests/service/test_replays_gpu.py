@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fusednorm import reference
-from normserve.backends import replays
-from normserve.backends.graphs import CudaGraphs
-from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import SlabPool
+from normserve.backends.cuda import replays
+from normserve.backends.cuda.graphs import CudaGraphs
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.slabs import SlabPool
 
 from .answers import assert_right
 from .fake_jobs import layer
@@ -54,7 +54,7 @@ class CountedGraph:
 
 @pytest.fixture(scope="module")
 def backend():
-    from normserve.backends.triton import TritonBackend
+    from normserve.backends.cuda.backend import TritonBackend
 
     made = TritonBackend(SlabPool(max_idle_bytes=2**26), warm_sizes=())
     made.start()

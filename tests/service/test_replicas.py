@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 from normserve.errors import MethodNotAllowedError
-from normserve.metrics import Metrics
-from normserve.replicas import Board, Replicas, Scale
+from normserve.metrics.metrics import Metrics
+from normserve.peers.replicas import Board, Replicas, Scale
 from normserve.settings import Settings
 from pydantic import ValidationError
 

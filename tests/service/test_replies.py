@@ -4,9 +4,9 @@ import asyncio
 import time
 
 import pytest
+from normserve.engine.waiters import Replies
 from normserve.errors import DeadlineExceededError, DeviceOutOfMemoryError
-from normserve.jobs import Batch, Execution
-from normserve.replies import Replies
+from normserve.jobs.job import Batch, Execution
 
 from .fake_jobs import job
 

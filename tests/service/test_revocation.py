@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 import pytest
-from normserve.revocation import SHARE, STALLED, Inflow, Lacking, choose_revoked
-from normserve.tenants import Share, Tenant
+from normserve.admission.revocation import SHARE, STALLED, Inflow, Lacking, choose_revoked
+from normserve.admission.tenants import Share, Tenant
 
 
 @dataclass(eq=False)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from normserve import server
-from normserve.app import create_app
-from normserve.handover import NOT_READY, READY, Heard
+from normserve.http.app import create_app
+from normserve.process import server
+from normserve.process.handover import NOT_READY, READY, Heard
 from normserve.settings import Settings
 
 
@@ -72,7 +72,7 @@ def test_a_server_that_meets_what_nobody_expected_at_its_start_ends(monkeypatch,
     async def fail(self) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("normserve.app.Service.warm_up", fail)
+    monkeypatch.setattr("normserve.http.app.Service.warm_up", fail)
     assert server.serve(Settings(port=0, backend="torch")) == 1
 
 

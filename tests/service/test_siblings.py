@@ -7,9 +7,9 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from normserve import siblings
 from normserve.errors import NormserveError
-from normserve.siblings import Place, RefusedError, Siblings
+from normserve.peers import siblings
+from normserve.peers.siblings import Place, RefusedError, Siblings
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.slabs import PLAIN, SlabPool, Source, memory_of, plain_memory
+from normserve.memory.slabs import PLAIN, SlabPool, Source, memory_of, plain_memory
 
 MIB = 2**20
 

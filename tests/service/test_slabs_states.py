@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from normserve.slabs import PLAIN, SlabPool, Source, plain_memory
+from normserve.memory.slabs import PLAIN, SlabPool, Source, plain_memory
 
 KIB = 1024
 MAX_IDLE_BYTES = 600 * KIB

@@ -5,7 +5,7 @@ import time
 import weakref
 
 import pytest
-from normserve.backends.streams import Pipeline
+from normserve.backends.cuda.streams import Pipeline
 
 NAMES = ("in", "compute", "out")
 

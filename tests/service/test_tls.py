@@ -2,13 +2,13 @@
 
 import ssl
 
-import normserve.fleet
-import normserve.server
+import normserve.process.server
+import normserve.process.supervisor
 import pytest
 from cryptography.hazmat.primitives import serialization
 from normserve.cli import main
+from normserve.process.tls import TlsContext, TlsFileError, TlsFiles
 from normserve.settings import Settings
-from normserve.tls import TlsContext, TlsFileError, TlsFiles
 
 from tests.certificates import Certificates
 
@@ -26,8 +26,8 @@ def theirs(tmp_path_factory):
 @pytest.fixture
 def started(monkeypatch):
     calls = []
-    monkeypatch.setattr(normserve.server, "serve", calls.append)
-    monkeypatch.setattr(normserve.fleet, "serve_fleet", calls.append)
+    monkeypatch.setattr(normserve.process.server, "serve", calls.append)
+    monkeypatch.setattr(normserve.process.supervisor, "serve_fleet", calls.append)
     return calls
 
 

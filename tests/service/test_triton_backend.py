@@ -6,11 +6,11 @@ import pytest
 import torch
 from fusednorm import reference
 from fusednorm.errors import KernelInputError
-from normserve.backends import in_place
+from normserve.backends.cuda import in_place
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import SlabPool
-from normserve.tensors import DType, HostTensor
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import SlabPool
 from triton import knobs
 
 from .answers import assert_right
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def backend():
-    from normserve.backends.triton import TritonBackend
+    from normserve.backends.cuda.backend import TritonBackend
 
     made = TritonBackend(SlabPool(max_idle_bytes=2**26))
     device = made.start()
@@ -165,7 +165,7 @@ def test_gradients_of_parameters_in_place(backend):
 
 
 def test_device_sees_pinned_memory_where_it_lies():
-    from normserve.backends.pinned import pinned_memory
+    from normserve.backends.cuda.pinned import pinned_memory
 
     with torch.inference_mode():
         memory = pinned_memory(1 << 16)

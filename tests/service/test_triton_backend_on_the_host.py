@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends import cpu, replays, triton
-from normserve.backends.pinned import with_device_view
+from normserve.backends import cpu
+from normserve.backends.cuda import backend as triton
+from normserve.backends.cuda import replays
+from normserve.backends.cuda.pinned import with_device_view
 from normserve.backends.tensors import channels_first, payload_order
 from normserve.errors import DeviceOutOfMemoryError
-from normserve.jobs import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
-from normserve.slabs import PLAIN, SlabPool
-from normserve.tensors import DType, HostTensor
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import PLAIN, SlabPool
 
 from .fake_graphs import FakeGraphs
 from .fake_jobs import layer

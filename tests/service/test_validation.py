@@ -2,9 +2,9 @@
 
 import pytest
 from normserve.errors import InvalidParameterError, InvalidShapeError, UnexpectedTensorError
-from normserve.jobs import Layout, NormSpec, Op, Pass
-from normserve.tensors import DType
-from normserve.validation import check_parameters, make_job, tensor_names
+from normserve.jobs.job import Layout, NormSpec, Op, Pass
+from normserve.jobs.validation import check_parameters, make_job, tensor_names
+from normserve.memory.host_tensors import DType
 
 from .fake_jobs import layer, tensor
 

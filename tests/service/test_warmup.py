@@ -1,8 +1,8 @@
 """What a backend runs before it is ready: everything, at the lengths that were named."""
 
 from normserve.backends.warmup import warm_up_batches
-from normserve.jobs import Op, Pass
-from normserve.tensors import DType
+from normserve.jobs.job import Op, Pass
+from normserve.memory.host_tensors import DType
 
 
 def test_every_operation_on_every_length_with_parameters_and_without():

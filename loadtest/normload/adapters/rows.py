@@ -14,7 +14,7 @@ from normserve.client.protocol import Answer
 from normserve.codec import npy
 from normserve.codec.shapes import MAX_RANK
 from normserve.errors import NormserveError
-from normserve.tensors import DType
+from normserve.memory.host_tensors import DType
 from numpy.typing import NDArray
 
 from normload.adapters import Exchange

@@ -5,10 +5,10 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from normserve.device import DeviceInfo
 from normserve.errors import NormserveError
-from normserve.jobs import Batch, Execution, Lane, NormJob, Op
-from normserve.tensors import HostTensor
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.memory.host_tensors import HostTensor
 
 
 @dataclass(frozen=True, slots=True)

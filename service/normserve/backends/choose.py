@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from normserve.backends.base import Backend
 from normserve.errors import DeviceFailureError
-from normserve.slabs import SlabPool
+from normserve.memory.slabs import SlabPool
 
 
 def choose_backend(
@@ -21,11 +21,11 @@ def choose_backend(
         import torch
 
         if torch.cuda.is_available():
-            from normserve.backends.triton import TritonBackend
+            from normserve.backends.cuda.backend import TritonBackend
 
             return TritonBackend(slabs, warm_sizes)
         if name == "triton":
             raise DeviceFailureError("the triton backend needs a CUDA device, torch sees none")
-    from normserve.backends.torch import TorchBackend
+    from normserve.backends.cpu.backend import TorchBackend
 
     return TorchBackend(cpu_threads, slabs, warm_sizes)

@@ -11,7 +11,7 @@ from fusednorm.results import Backward, Forward
 from torch import Tensor
 
 from normserve.backends.tensors import TORCH_DTYPES, channels_first
-from normserve.jobs import NormSpec, Op, Pass
+from normserve.jobs.job import NormSpec, Op, Pass
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -10,10 +10,10 @@ import torch
 from fusednorm.traffic import backward_bytes, forward_bytes
 from torch import Tensor
 
-from normserve import results
-from normserve.jobs import Batch, Layout, NormJob, NormSpec, Op, Pass
-from normserve.results import OF_SAMPLES, PARAMETERS, STATISTICS
-from normserve.tensors import DType, HostTensor
+from normserve.jobs import results
+from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.results import OF_SAMPLES, PARAMETERS, STATISTICS
+from normserve.memory.host_tensors import DType, HostTensor
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,

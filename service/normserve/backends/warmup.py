@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator
 from itertools import product
 from math import prod
 
-from normserve.jobs import Batch, NormJob, NormSpec, Op, Pass
-from normserve.tensors import DType, HostTensor
+from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
 
 _ROWS = 8
 _MOST_GROUPS = 32

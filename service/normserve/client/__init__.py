@@ -36,7 +36,7 @@ from normserve.client.errors import (
 from normserve.client.protocol import DEFAULT_URL
 from normserve.client.results import BackwardResult, ForwardResult, Timing
 from normserve.client.retries import RetryPolicy
-from normserve.tensors import DType, HostTensor
+from normserve.memory.host_tensors import DType, HostTensor
 
 __all__ = [
     "DEFAULT_URL",

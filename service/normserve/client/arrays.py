@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from normserve.tensors import DType, HostTensor
+from normserve.memory.host_tensors import DType, HostTensor
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from math import prod
 
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec import safetensors
-from normserve.tensors import DType, HostTensor
+from normserve.memory.host_tensors import DType, HostTensor
 
 _LENGTH_BYTES = 8
 _WIDEST_BYTES = max(dtype.itemsize for dtype in DType)

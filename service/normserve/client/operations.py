@@ -13,7 +13,7 @@ from normserve.client.expectations import Expectation
 from normserve.client.protocol import Answer, Call, described, query
 from normserve.client.results import BackwardResult, ForwardResult
 from normserve.codec import safetensors
-from normserve.tensors import HostTensor
+from normserve.memory.host_tensors import HostTensor
 
 T = TypeVar("T")
 

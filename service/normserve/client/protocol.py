@@ -23,7 +23,7 @@ from normserve.client.results import Timing
 from normserve.codec import safetensors
 from normserve.codec.media_types import CANONICAL, SAFETENSORS
 from normserve.errors import NormserveError
-from normserve.tensors import HostTensor
+from normserve.memory.host_tensors import HostTensor
 
 R = TypeVar("R")
 

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from normserve.codec import strict_json
 from normserve.codec.shapes import bits_of
 from normserve.errors import MalformedPayloadError, TooLargeError, UnsupportedDtypeError
-from normserve.tensors import DType, HostTensor
+from normserve.memory.host_tensors import DType, HostTensor
 
 _DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}

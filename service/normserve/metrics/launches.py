@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from normserve.jobs import Batch, Execution, Op, Pass
+from normserve.jobs.job import Batch, Execution, Op, Pass
+from normserve.memory.host_tensors import DType
 from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
-from normserve.tensors import DType
 
 _BANDWIDTH_BUCKETS = tuple(1e9 * 2**k for k in range(14))
 _BATCH_REQUESTS_BUCKETS = tuple(float(2**k) for k in range(9))

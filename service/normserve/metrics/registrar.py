@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from normserve.exposition import AnyFamily
-from normserve.instruments import Counter, Family, Gauge, Histogram
+from normserve.metrics.exposition import AnyFamily
+from normserve.metrics.instruments import Counter, Family, Gauge, Histogram
 
 _I = TypeVar("_I", Counter, Gauge, Histogram)
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from normserve import revocation
+from normserve.admission import revocation
 from normserve.errors import NormserveError
 from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import ProcessCollector
 
-from normserve.instruments import Gauge
+from normserve.metrics.instruments import Gauge
 from normserve.metrics.registrar import Registrar
 
 

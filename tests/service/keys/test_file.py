@@ -3,9 +3,9 @@
 import hashlib
 
 import pytest
-from normserve.keys import ApiKey, KeyScope, KeysFileError, parse_keys
-from normserve.keys.file import MAX_KEYS
-from normserve.keys.generate import entry, new_key
+from normserve.admission.keys import ApiKey, KeyScope, KeysFileError, parse_keys
+from normserve.admission.keys.file import MAX_KEYS
+from normserve.admission.keys.generate import entry, new_key
 
 DIGEST = hashlib.sha256(b"a key").hexdigest()
 SECRET = "wF8-typed-in-the-wrong-place"

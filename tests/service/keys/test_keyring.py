@@ -3,9 +3,9 @@
 import hashlib
 
 import pytest
-from normserve.callers import Caller
+from normserve.admission.callers import Caller
+from normserve.admission.keys import ApiKey, Keyring, KeyScope
 from normserve.errors import RateLimitedError, UnauthorizedError
-from normserve.keys import ApiKey, Keyring, KeyScope
 
 INFER = frozenset([KeyScope.INFER])
 

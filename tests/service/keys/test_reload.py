@@ -5,8 +5,8 @@ import contextlib
 import logging
 
 import pytest
-from normserve.keys import KeysFile, KeysFileError
-from normserve.keys.generate import entry
+from normserve.admission.keys import KeysFile, KeysFileError
+from normserve.admission.keys.generate import entry
 
 ONE, TWO = entry("one", "1"), entry("two", "2")
 

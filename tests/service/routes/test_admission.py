@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.jobs import NormSpec, Op, Pass
-from normserve.routes.admission import UNCHARGED_BYTES, Admission
-from normserve.validation import costed_job
+from normserve.http.routes.admission import UNCHARGED_BYTES, Admission
+from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.validation import costed_job
 
 from tests.service.fake_jobs import tensor
 

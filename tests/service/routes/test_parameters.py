@@ -2,8 +2,7 @@
 
 import pytest
 from normserve.errors import InvalidParameterError
-from normserve.jobs import Layout, Op, Pass
-from normserve.routes.parameters import (
+from normserve.http.routes.parameters import (
     FIXED_BY_LAYER,
     LAYER_PARAMETERS,
     default_eps,
@@ -12,7 +11,8 @@ from normserve.routes.parameters import (
     operation_parameters,
     parse_query,
 )
-from normserve.tensors import DType
+from normserve.jobs.job import Layout, Op, Pass
+from normserve.memory.host_tensors import DType
 
 GROUP_FORWARD = operation_parameters(Op.GROUP_NORM, Pass.FORWARD)
 SMALLEST_FLOAT32 = 2.0**-149

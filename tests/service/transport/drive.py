@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import uvicorn
 from normserve.errors import NormserveError
-from normserve.http_errors import render
-from normserve.transport import Manners, Patience, listen
+from normserve.http.problems import render
+from normserve.http.transport import Manners, Patience, listen
 from uvicorn.server import ServerState
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError
-from normserve.transport import PlainAsgi
+from normserve.http.transport import PlainAsgi
 
 BODY = bytes(range(256)) * 40
 

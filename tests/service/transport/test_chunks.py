@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from normserve.errors import HeadersTooLargeError, MalformedHttpError, NormserveError
-from normserve.transport.chunks import ChunkedBody
+from normserve.http.transport.chunks import ChunkedBody
 
 
 def taken(stream: bytes, *places: int) -> tuple[bytes, int, type[NormserveError] | None, bool]:

@@ -1,7 +1,7 @@
 """When a body is too slow."""
 
 import pytest
-from normserve.transport.pace import Pace
+from normserve.http.transport.pace import Pace
 
 
 @pytest.fixture

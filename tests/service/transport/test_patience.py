@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-from normserve.transport import pace as pace_module
-from normserve.transport import patience as patience_module
-from normserve.transport.patience import Patience, SendWatch
-from normserve.transport.sending import TLS_PORTION_BYTES, Sending
+from normserve.http.transport import pace as pace_module
+from normserve.http.transport import patience as patience_module
+from normserve.http.transport.patience import Patience, SendWatch
+from normserve.http.transport.sending import TLS_PORTION_BYTES, Sending
 
 RATE = 1000
 LIMITS = Patience(header_s=10, send_s=30, transfer_s=300, min_bytes_per_s=RATE, grace_s=10)

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError, TooLargeError
-from normserve.transport import Reception
+from normserve.http.transport import Reception
 
 
 class Memory:

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from normserve.transport.sending import Sending
+from normserve.http.transport.sending import Sending
 
 
 class Wire:

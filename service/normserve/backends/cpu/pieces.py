@@ -1,12 +1,12 @@
 """How work is cut so that its float32 intermediates are a few MiB, whatever the shape.
 
 What is normalised by itself, a row or a group, is never cut: of one that is longer than a piece, the intermediates
-are as long as it is.  `normserve.memory_cost` counts them.
+are as long as it is.  `normserve.jobs.memory_cost` counts them.
 """
 
 from collections.abc import Iterator
 
-from normserve.memory_cost import PIECE_ELEMENTS
+from normserve.jobs.memory_cost import PIECE_ELEMENTS
 
 
 def row_pieces(rows: int, cols: int) -> Iterator[slice]:

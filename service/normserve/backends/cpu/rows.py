@@ -9,7 +9,7 @@ from torch import Tensor
 from normserve.backends.cpu.dropout import Dropout, dropout_of
 from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
 from normserve.backends.cpu.pieces import row_pieces
-from normserve.memory_cost import REUSED_ELEMENTS
+from normserve.jobs.memory_cost import REUSED_ELEMENTS
 
 # Of a result that torch may write into memory of its own: malloc has as much at hand, and nothing is copied.  More
 # would come and go, and the process's size with it.

@@ -1,0 +1,107 @@
+"""Which API key a request brings, and whether it comes too often."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+
+from normserve.admission.callers import Caller
+from normserve.admission.keys.file import ApiKey, KeyScope
+from normserve.admission.quotas import Quota, RequestRate
+from normserve.errors import RateLimitedError, UnauthorizedError
+
+#: The name of the one key that `--api-key` sets.
+DEFAULT_NAME = "default"
+
+_MAX_CALLERS = 256
+
+
+class Grant:
+    """A key that is known, and what it has used up.
+
+    Attributes:
+        rate: what its requests are counted in, those that need no permit as well; None where they are not.
+        quota: the limits of what it has inside at once; None where there are none.
+    """
+
+    __slots__ = ("_callers", "key", "quota", "rate")
+
+    def __init__(self, key: ApiKey, rate: RequestRate | None) -> None:
+        self.key = key
+        self.rate = rate
+        self.quota = None if key.max_inflight_bytes is None else Quota(key.max_inflight_bytes)
+        self._callers: dict[str, Caller] = {}
+
+    def caller(self, address: str) -> Caller:
+        """Who sends from that address with this key; remembered, since most come again and again."""
+        caller = self._callers.get(address)
+        if caller is None:
+            if len(self._callers) >= _MAX_CALLERS:
+                self._callers.clear()
+            caller = self._callers[address] = Caller(address, self.key.name, self.quota)
+        return caller
+
+    def require_valid(self, now: float) -> None:
+        """Raises: UnauthorizedError: it has expired by `now`, in seconds since 1970."""
+        expires = self.key.expires
+        if expires is not None and now >= expires:
+            raise UnauthorizedError("the API key has expired")
+
+    def take_request(self) -> None:
+        """Raises: RateLimitedError: it has sent more requests a second than it may."""
+        rate = self.rate
+        if rate is None:
+            return
+        if wait_s := rate.wait_s():
+            raise RateLimitedError(
+                f"the API key may send {rate.per_second:g} requests a second, and has sent more", wait_s
+            )
+        rate.take()
+
+
+class Keyring:
+    """Every key that the server knows.  Not thread-safe: it belongs to the event loop's thread.
+
+    Keys are found by their SHA-256, so how long a look-up takes tells of a guess only how its hash compares, from
+    which nothing can be learnt about the key.  Tokens that were right are remembered, to spare them the hashing; to
+    be compared with one of those byte by byte, a guess must have the same keyed 64-bit hash (SipHash) first.  There
+    is one for each key at most, and none for what was wrong: strangers add nothing.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._by_digest: dict[bytes, Grant] = {}
+        self._by_token: dict[bytes, Grant] = {}
+        self.replace(keys)
+
+    @classmethod
+    def of_one(cls, secret: str) -> "Keyring":
+        """One key that may do everything."""
+        digest = hashlib.sha256(secret.encode()).digest()
+        return cls([ApiKey(DEFAULT_NAME, digest, frozenset(KeyScope))])
+
+    @property
+    def names(self) -> list[str]:
+        """Of every key."""
+        return [grant.key.name for grant in self._by_digest.values()]
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Know these keys from now on and no others; what one has used up of its rate stays used up."""
+        rates = {grant.key.name: grant.rate for grant in self._by_digest.values()}
+        self._by_digest = {key.digest: Grant(key, self._rate(key, rates.get(key.name))) for key in keys}
+        self._by_token = {}
+
+    def find(self, token: bytes) -> Grant | None:
+        """What a key is known as; None if it is not."""
+        grant = self._by_token.get(token)
+        if grant is None:
+            grant = self._by_digest.get(hashlib.sha256(token).digest())
+            if grant is not None:
+                self._by_token[token] = grant
+        return grant
+
+    def _rate(self, key: ApiKey, before: RequestRate | None) -> RequestRate | None:
+        if key.requests_per_second is None:
+            return None
+        if before is not None and before.per_second == key.requests_per_second:
+            return before
+        return RequestRate(key.requests_per_second, self._clock)

@@ -1,0 +1,98 @@
+"""The file of API keys is read again when it changes."""
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from normserve.admission.keys.file import ApiKey, KeysFileError, parse_keys
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_MAX_BYTES = 2**20
+
+_Fingerprint = tuple[int, ...]
+
+
+class KeysFile:
+    """A file of keys, and which state of it was read last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: _Fingerprint | None = None
+        self._warned = False
+
+    def read(self) -> tuple[ApiKey, ...]:
+        """The keys of the file as it is now.
+
+        Raises:
+            KeysFileError: it cannot be read, or is not what it must be.
+        """
+        try:
+            with self._path.open("rb") as file:
+                before = os.fstat(file.fileno())
+                content = file.read(_MAX_BYTES + 1)
+                self._seen = _fingerprint(before)
+        except OSError as error:
+            self._seen = None
+            raise KeysFileError(f"{self._path}: {error.strerror or 'cannot be read'}") from None
+        self._warn_of_others(before.st_mode)
+        if len(content) > _MAX_BYTES:
+            raise KeysFileError(f"{self._path}: it must be at most {_MAX_BYTES} bytes")
+        try:
+            return parse_keys(content)
+        except KeysFileError as error:
+            raise KeysFileError(f"{self._path}: {error}") from None
+
+    async def watch(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
+        """Until cancelled, call `apply` with the keys of each new state of the file that is whole.
+
+        What is no file of keys is logged as an error, once, and changes nothing.
+        """
+        complaint = None
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                # A file may lie where reading takes long.
+                keys = await asyncio.to_thread(self._read_if_changed)
+            except Exception as error:
+                # Whatever it is: a server that stopped looking would never hear of a key that was revoked.
+                said = str(error) if isinstance(error, KeysFileError) else f"{self._path}: {type(error).__name__}"
+                if said != complaint:
+                    log.error("the API keys stay as they were: %s", said)
+                complaint = said
+                continue
+            if keys is not None:
+                complaint = None
+                apply(keys)
+
+    def _read_if_changed(self) -> tuple[ApiKey, ...] | None:
+        try:
+            now = _fingerprint(self._path.stat())
+        except OSError:
+            return self.read()
+        if now == self._seen:
+            return None
+        keys = self.read()
+        try:
+            if _fingerprint(self._path.stat()) != now:
+                # Somebody is writing: a part of a file may look like a whole one with fewer keys.
+                self._seen = None
+                return None
+        except OSError:
+            self._seen = None
+            return None
+        return keys
+
+    def _warn_of_others(self, mode: int) -> None:
+        exposed = bool(mode & (stat.S_IROTH | stat.S_IWOTH))
+        if exposed and not self._warned:
+            log.warning("the file of API keys can be read or written by every user: %s", self._path)
+        self._warned = exposed
+
+
+def _fingerprint(state: os.stat_result) -> _Fingerprint:
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns

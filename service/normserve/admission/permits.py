@@ -1,0 +1,305 @@
+"""Permits: how many requests, and how many bytes of bodies, may be inside the server at once.
+
+While there is room, everybody is admitted.  Where a newcomer does not fit, bodies that are still being received
+give way: those that stall, and, to a tenant below its share, those of tenants above theirs.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from normserve.admission.quotas import Quota
+from normserve.admission.revocation import STALLED, Body, Inflow, Lacking, choose_revoked
+from normserve.admission.tenants import Tenant, Tenants
+from normserve.errors import NormserveError, OverloadedError, RequestTimeoutError, TooLargeError
+
+# What was given back longer ago hardly counts for the rate.
+_MEMORY_S = 10.0
+_LONGEST_WAIT_S = 60.0
+# A tenant below its share comes next; so long its place is kept from those above theirs.
+_SHORTEST_WAIT_S = 1.0
+# At all bodies while one may stall.
+_LOOKS = 8
+
+
+class Outflow:
+    """How many requests and bytes a second leave, of late: means that forget exponentially."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = self._last = clock()
+        self._requests = 0.0
+        self._bytes = 0.0
+
+    def note(self, nbytes: int) -> None:
+        """A request has left now, and so many bytes with it."""
+        now = self._clock()
+        kept = math.exp((self._last - now) / _MEMORY_S)
+        self._requests = self._requests * kept + 1
+        self._bytes = self._bytes * kept + nbytes
+        self._last = now
+
+    def seconds_for_requests(self, requests: int) -> float:
+        """How long so many will take to leave; 0 while nothing is known."""
+        return self._seconds_for(requests, self._requests)
+
+    def seconds_for_bytes(self, nbytes: int) -> float:
+        """How long so many will take to leave; 0 while nothing is known."""
+        return self._seconds_for(nbytes, self._bytes)
+
+    def _seconds_for(self, amount: float, left: float) -> float:
+        now = self._clock()
+        remembered = left * math.exp((self._last - now) / _MEMORY_S)
+        # Since the start, less than the whole memory has been filled.
+        span = _MEMORY_S * (1 - math.exp((self._since - now) / _MEMORY_S))
+        return amount * span / remembered if remembered else 0.0
+
+
+class Limits:
+    """A budget of requests and bytes, taken by try-acquire: nobody ever waits for a permit.
+
+    Not thread-safe: it belongs to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_bytes: int,
+        stall_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_revoked: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Args:
+        stall_s: a body that came too slowly for so long gives way to a newcomer.
+        on_revoked: told each time a permit is taken away, and why: one of `revocation.REASONS`.
+        """
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._stall_s = stall_s
+        self._clock = clock
+        self._on_revoked = on_revoked
+        self.requests = 0
+        self.bytes = 0
+        self._out = Outflow(clock)
+        self._tenants = Tenants(max_requests=max_requests, max_bytes=max_bytes)
+        self._by_name = self._tenants.by_name
+        # Permits whose body is still being received, in the order of their beginning.
+        self._receiving: dict[Permit, Inflow] = {}
+        self._next_look = clock()
+
+    @property
+    def tenants(self) -> int:
+        """Those that hold something, or were refused of late and are not forgotten yet."""
+        return self._tenants.count
+
+    def acquire(self, nbytes: int, tenant: str = "", quota: Quota | None = None) -> "Permit":
+        """Admit one request that brings `nbytes`.
+
+        Args:
+            tenant: whose share it takes.
+            quota: what that tenant may have at most, whatever is free.
+
+        Raises:
+            OverloadedError: the budget of requests or of bytes is spent, or the quota is; it says when what is
+                inside now will have left, at the rate of late.
+            TooLargeError: the quota is less than `nbytes`.
+        """
+        holder = self._by_name.get(tenant) or self._tenants.add(tenant)
+        if quota is not None:
+            self._check_quota(holder, nbytes, quota)
+            if quota.rate is not None and (wait_s := quota.rate.wait_s()):
+                raise OverloadedError(
+                    f"this key's requests_per_second allow {quota.rate.per_second:g}, and more came", _wait(wait_s)
+                )
+        if self.requests >= self._max_requests or self.bytes + nbytes > self._max_bytes or self._tenants.owed:
+            self._contend(holder, 1, nbytes, None)
+        if quota is not None and quota.rate is not None:
+            quota.rate.take()
+        if not holder.requests and holder.refused_at is None:
+            self._tenants.count += 1
+        holder.requests += 1
+        holder.bytes += nbytes
+        self.requests += 1
+        self.bytes += nbytes
+        permit = Permit(self, holder, nbytes)
+        if quota is not None:
+            permit.quota = quota
+        return permit
+
+    def grow(self, permit: "Permit", nbytes: int) -> None:
+        """Take more bytes for a permit that is held; see `Permit.grow`."""
+        holder = permit.tenant
+        if permit.quota is not None:
+            self._check_quota(holder, nbytes, permit.quota)
+        if self.bytes + nbytes > self._max_bytes or self._tenants.owed:
+            self._contend(holder, 0, nbytes, permit)
+        holder.bytes += nbytes
+        self.bytes += nbytes
+        permit.nbytes += nbytes
+
+    def give_back(self, permit: "Permit") -> None:
+        """Called once by each permit that was not revoked."""
+        self._subtract(permit)
+        self._out.note(permit.nbytes)
+
+    def watch(self, permit: "Permit", body: Body, due_bytes_per_s: float) -> None:
+        """A permit's body is being received; see `Permit.receive`."""
+        self._receiving[permit] = Inflow(body, due_bytes_per_s, self._stall_s, self._clock())
+
+    def unwatch(self, permit: "Permit") -> None:
+        """It has been received, or will not be."""
+        del self._receiving[permit]
+
+    def _subtract(self, permit: "Permit") -> None:
+        holder = permit.tenant
+        holder.requests -= 1
+        holder.bytes -= permit.nbytes
+        self.requests -= 1
+        self.bytes -= permit.nbytes
+        if not holder.requests and holder.refused_at is None:
+            self._tenants.count -= 1
+
+    def _check_quota(self, holder: Tenant, nbytes: int, quota: Quota) -> None:
+        most = quota.max_inflight_bytes
+        if most is None or holder.bytes + nbytes <= most:
+            return
+        if nbytes > most:
+            raise TooLargeError(f"{nbytes} bytes are more than this key's max_inflight_bytes, {most}")
+        raise OverloadedError(
+            f"{nbytes} more bytes do not fit beside {holder.bytes} of this key's max_inflight_bytes, {most}",
+            _wait(self._out.seconds_for_bytes(holder.bytes)),
+        )
+
+    def _contend(self, holder: Tenant, requests: int, nbytes: int, asking: "Permit | None") -> None:
+        """Let a tenant have so much more although others want it too, or it is not there.
+
+        Args: asking: the permit that grows; it gives nothing up for itself.
+
+        Raises:
+            OverloadedError: it may not.
+        """
+        now = self._clock()
+        tenants = self._tenants
+        tenants.expire(now)
+        share = tenants.share_with(holder)
+        is_within = share.allows(holder.requests + requests, holder.bytes + nbytes)
+        if is_within or not tenants.others_are_owed(holder):
+            lacking = Lacking(self.requests + requests - self._max_requests, self.bytes + nbytes - self._max_bytes)
+            revoked = choose_revoked(
+                ((permit, inflow) for permit, inflow in self._receiving.items() if permit is not asking),
+                lacking,
+                # Only who is within its share may take from those that are above theirs.
+                share if is_within else None,
+                now,
+                looks_at_all=not lacking.is_nothing and self._is_time_to_look(now),
+            )
+            if revoked is not None:
+                for permit, reason in revoked:
+                    self._revoke(permit, reason)
+                tenants.settle(holder)
+                return
+        error = self._refusal(requests, nbytes, is_within)
+        tenants.refuse(holder, now, is_owed=is_within)
+        raise error
+
+    def _is_time_to_look(self, now: float) -> bool:
+        """A flood of those that are refused need not look at each body each time."""
+        if now < self._next_look:
+            return False
+        self._next_look = now + self._stall_s / _LOOKS
+        return True
+
+    def _refusal(self, requests: int, nbytes: int, is_within: bool) -> OverloadedError:
+        if self.requests + requests > self._max_requests:
+            detail = f"{self.requests} requests are in flight, no more than that are admitted"
+            wait_s = self._out.seconds_for_requests(self.requests)
+        elif self.bytes + nbytes > self._max_bytes:
+            detail = f"{nbytes} more bytes do not fit beside {self.bytes} in flight of {self._max_bytes} admitted"
+            wait_s = self._out.seconds_for_bytes(self.bytes)
+        else:
+            detail = "others have less than their share and come first"
+            wait_s = self._out.seconds_for_requests(self.requests)
+        return OverloadedError(detail, _SHORTEST_WAIT_S if is_within else _wait(wait_s))
+
+    def _revoke(self, permit: "Permit", reason: str) -> None:
+        inflow = self._receiving[permit]
+        permit.revoke()
+        self._subtract(permit)
+        self._on_revoked(reason)
+        error: NormserveError
+        if reason is STALLED:
+            error = RequestTimeoutError("the body came too slowly while others waited for its place")
+        else:
+            error = OverloadedError(
+                "the body was cut off for a client with less than its share of the server",
+                _wait(self._out.seconds_for_bytes(self.bytes)),
+            )
+        inflow.body.fail(error)
+
+
+def _wait(seconds: float) -> float:
+    return min(max(1.0, seconds), _LONGEST_WAIT_S)
+
+
+class Permit:
+    """The right of one request to be inside; release it when the last byte is out or the client is gone.
+
+    While the request's body is being received, from `receive` to `complete_body`, it may be revoked.
+
+    Attributes:
+        tenant: who holds it.
+        quota: what that one may have at most.
+        nbytes: of the budget, that it holds.
+    """
+
+    # Of the class, as long as nothing else is said: most permits never are anything else.
+    quota: Quota | None = None
+    _is_receiving = False
+    _is_revoked = False
+
+    def __init__(self, limits: Limits, tenant: Tenant, nbytes: int) -> None:
+        self._limits: Limits | None = limits
+        self.tenant = tenant
+        self.nbytes = nbytes
+
+    def grow(self, nbytes: int) -> None:
+        """Ask for more bytes: of a body whose length was not announced, or for what its computation takes.
+
+        Raises:
+            OverloadedError: the budget or the quota is spent, or the permit was revoked; what it holds stays held.
+            TooLargeError: the quota is less than `nbytes`.
+        """
+        if self._is_revoked:
+            raise OverloadedError("the permit was revoked while the body was received")
+        if self._limits is not None:
+            self._limits.grow(self, nbytes)
+
+    def receive(self, body: Body, due_bytes_per_s: float) -> None:
+        """The body is being received from now on: others may be given what it holds.
+
+        Args: due_bytes_per_s: a body that comes more slowly is not waited for while others want its place.
+        """
+        if self._limits is not None:
+            self._is_receiving = True
+            self._limits.watch(self, body, due_bytes_per_s)
+
+    def complete_body(self) -> None:
+        """The body is whole: nobody takes the permit away any more."""
+        if self._is_receiving and self._limits is not None:
+            self._is_receiving = False
+            self._limits.unwatch(self)
+
+    def revoke(self) -> None:
+        """Called by the limits, which have taken everything back."""
+        self.complete_body()
+        self._limits = None
+        self._is_revoked = True
+
+    def release(self) -> None:
+        """Give everything back; a second call does nothing, nor does one for what was revoked."""
+        if self._is_receiving:
+            self.complete_body()
+        limits, self._limits = self._limits, None
+        if limits is not None:
+            limits.give_back(self)

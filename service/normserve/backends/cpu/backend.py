@@ -1,0 +1,175 @@
+"""The CPU, through torch."""
+
+import os
+import platform
+import resource
+import time
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from fusednorm.errors import KernelInputError
+from torch import Tensor
+
+from normserve.backends import cpu
+from normserve.backends.base import ONE_AT_A_TIME
+from normserve.backends.launch import ResidentParameters, launch, parameters_of
+from normserve.backends.tensors import (
+    channels_first,
+    host_tensor,
+    kernel_bytes_of,
+    payload_order,
+    rows_of,
+    split,
+    view,
+)
+from normserve.backends.warmup import warm_up_batches
+from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass
+from normserve.jobs.results import PARAMETERS
+from normserve.memory.host_tensors import HostTensor
+from normserve.memory.slabs import SlabPool
+
+_COPY_BYTES = 64 * 2**20
+
+# A few rows take 20 µs to compute; to the other thread and back it is 100, and torch splits nothing so small.
+_INLINE_BYTES = 32 * 1024
+# On one core the other thread would only take turns with this one.
+_INLINE_BYTES_ON_ONE_CORE = 2 * 1024 * 1024
+
+# Of rows that are gathered: as much torch's allocator has at hand.
+_SCRATCH_BYTES = 512 * 1024
+
+
+class TorchBackend:
+    """Runs batches on the CPU, in the memory that the requests came in."""
+
+    name = "torch"
+    depth = ONE_AT_A_TIME
+    compiled = None
+
+    def __init__(
+        self, threads: int = 0, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
+    ) -> None:
+        """Make it.
+
+        Args:
+            threads: of each operation; 0 leaves one core to the event loop.
+            slabs: where large results are written.
+            warm_sizes: lengths of rows that `start` runs everything on.
+        """
+        self._warm_sizes = warm_sizes
+        self._slabs = slabs or SlabPool(max_idle_bytes=0)
+        cores = len(os.sched_getaffinity(0))
+        self._threads = threads or max(1, cores - 1)
+        self.inline_bytes = _INLINE_BYTES if cores > 1 else _INLINE_BYTES_ON_ONE_CORE
+
+    def start(self) -> DeviceInfo:
+        torch.set_num_threads(self._threads)
+        for batch in warm_up_batches(self._warm_sizes):
+            self.run(batch)
+        return DeviceInfo(
+            name=_processor(),
+            kind="cpu",
+            copy_bandwidth=_copy_bandwidth(),
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+        return ResidentParameters(view(weight).clone(), None if bias is None else view(bias).clone())
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Execution:
+        job = batch.jobs[0]
+        began = time.perf_counter()
+        tensors = {name: channels_first(job.spec, name, self._gather(batch, name)) for name in job.tensors}
+        if job.layer is not None:
+            tensors |= parameters_of(job.layer.resident)
+        ready = time.perf_counter()
+        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch), sum_has_dtype_of_x=True)
+        computed = time.perf_counter()
+        ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
+        shares = split(batch, ordered)
+        return Execution(
+            outputs=shares,
+            kernel_bytes=kernel_bytes_of(batch, shares),
+            copy_in_s=ready - began,
+            kernel_s=computed - ready,
+            copy_out_s=time.perf_counter() - computed,
+        )
+
+    def compile(self, job: NormJob) -> None:
+        """There is nothing to compile."""
+
+    def translate(self, error: Exception) -> NormserveError | None:
+        if isinstance(error, KernelInputError):
+            return InvalidShapeError(str(error))
+        exhausted = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if exhausted or isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return DeviceOutOfMemoryError("there is not enough memory for this request now")
+        return None
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        try:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        except OSError:
+            # Linux alone tells.
+            return {}
+        return {"resident": pages * resource.getpagesize()}
+
+    def _result_memory(self, batch: Batch) -> dict[str, Any]:
+        """Where rows go, if they are many: over what came, which is in the cache, or into a slab."""
+        spec = batch.jobs[0].spec
+        if spec.op is Op.GROUP_NORM or spec.direction is Pass.BACKWARD:
+            return {}
+        # Of several jobs the rows have been gathered in memory of their own.
+        is_own = len(batch.jobs) > 1 or batch.jobs[0].may_overwrite
+        return {"memory_like": _same if is_own else self._slab_like}
+
+    def _slab_like(self, tensor: Tensor) -> Tensor:
+        return self._slab(tensor.shape, tensor.dtype)
+
+    def _slab(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a slab, which goes home when the result has been sent."""
+        nbytes = prod(shape) * dtype.itemsize
+        return torch.frombuffer(self._slabs.take(nbytes)[:nbytes], dtype=dtype).view(shape)
+
+    def _gather(self, batch: Batch, name: str) -> Tensor:
+        if name in PARAMETERS:
+            return view(batch.jobs[0].tensors[name])
+        rows = rows_of(batch, name)
+        if len(rows) == 1:
+            return rows[0]
+        if sum([part.nbytes for part in rows]) <= _SCRATCH_BYTES:
+            return torch.cat(rows)
+        # New memory of some MiB for each batch comes and goes, and the process's size with it.
+        shape = (sum([len(part) for part in rows]), *rows[0].shape[1:])
+        return torch.cat(rows, out=self._slab(shape, rows[0].dtype))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copy_bandwidth() -> float:
+    """Bytes a second, read plus written: the best of a few copies of a tensor that no cache holds."""
+    source = torch.ones(_COPY_BYTES // 4)
+    target = torch.zeros_like(source)
+    fastest = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * _COPY_BYTES / fastest
+
+
+def _processor() -> str:
+    """The processor's name, for people."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

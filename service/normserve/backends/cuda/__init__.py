@@ -1,0 +1,1 @@
+"""CUDA through fusednorm: streams, graphs, and where tensors lie while a batch is computed."""

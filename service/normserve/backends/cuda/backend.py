@@ -1,0 +1,241 @@
+"""A CUDA device, through the fusednorm kernels."""
+
+import platform
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
+
+import fusednorm
+import torch
+import triton
+from fusednorm.device import copy_bandwidth
+from fusednorm.errors import KernelInputError
+from torch import Tensor
+
+from normserve.backends.base import Depth, InFlight
+from normserve.backends.cuda.graphs import CudaGraphs
+from normserve.backends.cuda.in_place import Workplace, Workplaces
+from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of
+from normserve.backends.cuda.pinned import pinned_memory
+from normserve.backends.cuda.replays import Replays
+from normserve.backends.cuda.streams import Flight, Pipeline, StageSeconds
+from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
+from normserve.backends.tensors import (
+    TORCH_DTYPES,
+    channels_first,
+    kernel_bytes_of,
+    payload_order,
+    results_to_write,
+    shape_of,
+    split,
+    view,
+)
+from normserve.backends.warmup import warm_up_batches
+from normserve.errors import (
+    DeviceFailureError,
+    DeviceOutOfMemoryError,
+    InvalidShapeError,
+    NormserveError,
+)
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.memory.host_tensors import HostTensor
+from normserve.memory.slabs import SlabPool, Source
+
+_DEVICE = "cuda"
+
+
+class TritonBackend:
+    """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
+
+    name = "triton"
+    # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
+    # and would not again if there were always another under way.
+    depth = Depth(4, {Lane.SMALL: 1, Lane.LARGE: 3})
+    # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
+    inline_bytes = 1024 * 1024
+
+    def __init__(self, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)) -> None:
+        """Make it.
+
+        Args:
+            slabs: what bodies are received into; pinned from `start` on.
+            warm_sizes: lengths of rows whose kernels `start` compiles.
+        """
+        self._warm_sizes = warm_sizes
+        self.compiled: set[Hashable] = set()
+        self._slabs = slabs or SlabPool(max_idle_bytes=0)
+        self._workplaces = Workplaces(self._slabs, fusednorm, Replays(CudaGraphs()))
+
+    def start(self) -> DeviceInfo:
+        # Samples of several clients share launches.
+        fusednorm.require_batch_invariance(True)
+        # torch pins powers of two, whatever it is asked for.
+        self._slabs.source = Source(pinned_memory, steps=1, is_slow=True)
+        # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
+        # take less time than streams take to wait for one another.
+        self._pipelines = {
+            Lane.SMALL: Pipeline(_CudaStreams(urgent=True), apart=False),
+            Lane.LARGE: Pipeline(_CudaStreams(urgent=False)),
+        }
+        for batch in warm_up_batches(self._warm_sizes):
+            self.run(batch).wait()
+            self.compiled.update(job.kernel_class() for job in batch.jobs)
+        return DeviceInfo(
+            name=torch.cuda.get_device_name(),
+            kind="cuda",
+            copy_bandwidth=copy_bandwidth(torch.device("cuda", torch.cuda.current_device())),
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "cuda": str(torch.version.cuda),
+            },
+        )
+
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+        # A layer says which rows will come; their dtype is most likely its own.
+        if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)):
+            fusednorm.warmup(op.value, TORCH_DTYPES[weight.dtype], weight.shape[0], backward=False)
+        return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
+
+    def run(self, batch: Batch) -> InFlight:
+        began = time.perf_counter()
+        workplace = self._workplaces.prepare(batch)
+        if workplace is None:
+            parcel = parcel_of(batch, self._slabs)
+            packed_s = time.perf_counter() - began
+            flight = self._start_copies(batch, parcel)
+            shares = split(batch, flight.value)
+            kernel_bytes = kernel_bytes_of(batch, shares)
+        else:
+            packed_s = time.perf_counter() - began
+            pipeline = self._pipelines[batch.lane]
+            flight = pipeline.start_one(Workplace.compute, workplace)
+            # While the device is at it.
+            if workplace.is_worth_a_graph:
+                pipeline.aside(workplace.capture)
+            shares = workplace.shares()
+            kernel_bytes = workplace.kernel_bytes(shares)
+
+        def execution(took: StageSeconds) -> Execution:
+            return Execution(
+                outputs=shares,
+                kernel_bytes=kernel_bytes,
+                copy_in_s=packed_s + took.copy_in,
+                kernel_s=took.compute,
+                copy_out_s=took.copy_out,
+            )
+
+        return _OnTheDevice(flight, execution)
+
+    @torch.inference_mode()
+    def _start_copies(self, batch: Batch, parcel: Parcel) -> Flight:
+        """To the device, through the kernels and back, each tensor in device memory meanwhile."""
+        job = batch.jobs[0]
+
+        def copy_in(_: object) -> dict[str, Tensor]:
+            return parcel.brought(lambda buffer: buffer.to(_DEVICE, non_blocking=True))
+
+        results = results_to_write(job, sum([each.rows for each in batch.jobs]))
+
+        def compute(tensors: dict[str, Tensor]) -> dict[str, Tensor] | Bundle:
+            inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
+            if job.layer is not None:
+                inputs |= parameters_of(job.layer.resident)
+            if results is None or len(results) == 1:
+                outputs = launch(fusednorm, job.spec, inputs)
+                return {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
+            bundle = Bundle.empty(results, _DEVICE)
+            call_of(fusednorm, job.spec, inputs, {"out": destinations(job.spec, bundle.tensors())})()
+            return bundle
+
+        def copy_out(outputs: dict[str, Tensor] | Bundle) -> dict[str, HostTensor]:
+            return (
+                outputs.taken_home(self._slabs) if isinstance(outputs, Bundle) else collected(outputs, self._slabs)
+            )
+
+        # The batch and its parcel are held with the rest: the device reads their slabs.
+        return self._pipelines[batch.lane].start(copy_in, compute, copy_out, first=(batch, parcel))
+
+    @torch.inference_mode()
+    def compile(self, job: NormJob) -> None:
+        parameters = {} if job.layer is None else parameters_of(job.layer.resident)
+        # A very long row that comes alone is taken in another way than several.
+        for rows in (1, 2):
+            tensors = {
+                name: torch.zeros(shape_of(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE)
+                for name, tensor in job.tensors.items()
+            }
+            inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
+            launch(fusednorm, job.spec, {**inputs, **parameters})
+        torch.cuda.current_stream().synchronize()
+
+    def translate(self, error: Exception) -> NormserveError | None:
+        if isinstance(error, KernelInputError):
+            return InvalidShapeError(str(error))
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "CUDA error: out of memory" in str(error):
+            torch.cuda.empty_cache()
+            return DeviceOutOfMemoryError("the device has not enough memory for this request now")
+        # After such an error the CUDA context answers every call with it: nothing but a new process helps.
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            return DeviceFailureError("the device has failed")
+        return None
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "free": free,
+            "total": total,
+        }
+
+
+class _OnTheDevice(InFlight):
+    def __init__(self, flight: Flight, execution: Callable[[StageSeconds], Execution]) -> None:
+        self._flight = flight
+        self._execution = execution
+
+    def wait(self) -> Execution:
+        return self._execution(self._flight.wait())
+
+    def lands_within(self, seconds: float) -> bool:
+        return self._flight.lands_within(seconds)
+
+
+class _CudaStreams:
+    """Streams of the current device; urgent ones go first where the device has the choice.
+
+    Who waits for something urgent watches for it, who waits for a large copy sleeps and leaves the core to others.
+    """
+
+    def __init__(self, *, urgent: bool) -> None:
+        self._priority = -1 if urgent else 0
+        self._sleeps = not urgent
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(priority=self._priority)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True, blocking=self._sleeps)
+
+    def use(self, stream: torch.cuda.Stream) -> "_Use":
+        return _Use(stream)
+
+
+class _Use:
+    """Makes a stream the thread's current one, which it stays: small batches come again and again on the same."""
+
+    _of_thread = threading.local()
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if getattr(self._of_thread, "stream", None) is not self._stream:
+            torch.cuda.set_stream(self._stream)
+            self._of_thread.stream = self._stream
+
+    def __exit__(self, *exception: object) -> None:
+        """The next batch says which stream it wants."""

@@ -1,0 +1,160 @@
+"""A batch's tensors as few pieces of host memory, so that as few copies bring them to a device."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from normserve.backends.tensors import DTYPES, TORCH_DTYPES, rows_of, shape_of, view
+from normserve.jobs.job import Batch
+from normserve.jobs.results import PARAMETERS, Described
+from normserve.memory.host_tensors import HostTensor
+from normserve.memory.slabs import SlabPool
+
+# A job alone is packed up to here: its tensors' copies would take longer to start than to run, and a body that came
+# with its header does not lie in a slab.
+_PACKED_BYTES = 256 * 1024
+# Kernels want tensors at multiples of 16 bytes; whole cache lines keep neighbours apart.
+_ALIGNMENT = 128
+
+
+Place = tuple[int, int, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Tensors by name, each a piece of one of `buffers`.
+
+    Attributes:
+        buffers: what is to be copied.
+        places: for each name its buffer's index, its first byte in that, dtype and shape.
+    """
+
+    buffers: list[Tensor]
+    places: dict[str, Place]
+
+    def brought(self, bring: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The tensors where `bring` takes the buffers."""
+        there = [bring(buffer) for buffer in self.buffers]
+        return {
+            name: _piece(there[index], start, dtype, shape)
+            for name, (index, start, dtype, shape) in self.places.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Results in one piece of a device's memory, so that one copy takes them home.
+
+    Attributes:
+        buffer: flat, of bytes.
+        offsets: where in it each tensor begins.
+        described: what each is.
+    """
+
+    buffer: Tensor
+    offsets: Mapping[str, int]
+    described: Described
+
+    @classmethod
+    def empty(cls, described: Described, device: str) -> "Bundle":
+        """Room for such results."""
+        offsets, end = places_of(described)
+        return cls(torch.empty(end, dtype=torch.uint8, device=device), offsets, described)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The results, where they are."""
+        return {
+            name: _piece(self.buffer, self.offsets[name], TORCH_DTYPES[dtype], shape)
+            for name, (dtype, shape) in self.described.items()
+        }
+
+    def taken_home(self, slabs: SlabPool) -> dict[str, HostTensor]:
+        """Copies in a slab; they are complete when the stream of the device has come so far."""
+        slab = slabs.take(self.buffer.nbytes)[: self.buffer.nbytes]
+        torch.frombuffer(slab, dtype=torch.uint8).copy_(self.buffer, non_blocking=True)
+        return views(slab, self.offsets, self.described)
+
+
+def is_packed(batch: Batch) -> bool:
+    """Whether its tensors are gathered in a slab; those of a large job alone stay where they lie."""
+    return len(batch.jobs) > 1 or batch.nbytes <= _PACKED_BYTES
+
+
+def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
+    """The batch's tensors, of one name one after another."""
+    first = batch.jobs[0]
+    if not is_packed(batch):
+        alone = {name: _alone(batch, name) for name in first.tensors}
+        places: dict[str, Place] = {
+            name: (index, 0, part.dtype, part.shape) for index, (name, part) in enumerate(alone.items())
+        }
+        return Parcel(list(alone.values()), places)
+    rows = sum([job.rows for job in batch.jobs])
+    wanted = {name: (tensor.dtype, shape_of(first, name, rows)) for name, tensor in first.tensors.items()}
+    slab, offsets = room_for(wanted, slabs)
+    pack(batch, slab, offsets)
+    places = {name: (0, offsets[name], TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in wanted.items()}
+    return Parcel([torch.frombuffer(slab, dtype=torch.uint8)], places)
+
+
+def pack(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
+    """Write what came to a slab: from each name's offset on its tensors one after another, of parameters one."""
+    for name in batch.jobs[0].tensors:
+        start = offsets[name]
+        for job in batch.jobs[:1] if name in PARAMETERS else batch.jobs:
+            data = _row_major(job.tensors[name])
+            slab[start : start + len(data)] = data
+            start += len(data)
+
+
+def places_of(tensors: Described) -> tuple[dict[str, int], int]:
+    """Where in a slab each of the tensors begins, and where the last one ends."""
+    offsets, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        offsets[name] = end
+        end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def room_for(tensors: Described, slabs: SlabPool) -> tuple[memoryview, dict[str, int]]:
+    """A slab for the tensors, and where in it each begins."""
+    offsets, end = places_of(tensors)
+    end = max(end, _ALIGNMENT)
+    return slabs.take(end)[:end], offsets
+
+
+def collected(outputs: Mapping[str, Tensor], slabs: SlabPool) -> dict[str, HostTensor]:
+    """Copies of the tensors in one slab; from a device, they are complete when its stream has come so far."""
+    described = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in outputs.items()}
+    slab, offsets = room_for(described, slabs)
+    for name, tensor in outputs.items():
+        if tensor.numel():
+            home = torch.frombuffer(slab, dtype=tensor.dtype, count=tensor.numel(), offset=offsets[name])
+            home.copy_(tensor.reshape(-1), non_blocking=True)
+    return views(slab, offsets, described)
+
+
+def views(slab: memoryview, offsets: Mapping[str, int], tensors: Described) -> dict[str, HostTensor]:
+    """Tensors that lie in a slab, each from its offset on."""
+    return {
+        name: HostTensor(dtype, shape, slab[offsets[name] : offsets[name] + prod(shape) * dtype.itemsize])
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
+def _alone(batch: Batch, name: str) -> Tensor:
+    return view(batch.jobs[0].tensors[name]) if name in PARAMETERS else rows_of(batch, name)[0]
+
+
+def _row_major(tensor: HostTensor) -> memoryview:
+    """A tensor's bytes, in row-major order."""
+    return view(tensor).reshape(-1).view(torch.uint8).numpy().data if tensor.fortran_order else tensor.data
+
+
+def _piece(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if buffer.dtype == dtype and buffer.shape == shape:
+        return buffer
+    return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,65 @@
+"""Pinned host memory that kernels read and write where it lies, over the bus.
+
+All pinned memory has the same address on the device as on the host (CUDA's unified virtual addressing), so a tensor
+of the device may be made of it, and a kernel takes it like any other.
+"""
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normserve.memory.slabs import Bytes
+
+
+class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """Memory of the host, and what the device sees of it.
+
+    Attributes:
+        on_device: the same bytes as a tensor of the device, for as long as the memory is there.
+        calls: launches on parts of that tensor, for whoever makes the same ones again; they go with the memory.
+    """
+
+    on_device: Tensor
+    calls: dict[Any, Any]
+
+    def piece(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A contiguous tensor of the device from byte `start` on."""
+        return self.on_device[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def pinned_memory(nbytes: int) -> Bytes:
+    """New memory for a slab, seen by the current device.
+
+    Raises:
+        MemoryError: the host has no more to pin.
+    """
+    try:
+        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        # That is no fault of the device's, though CUDA tells it so.
+        raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
+    # Whoever asks for it may do without autograd for the moment; the memory outlives that.
+    with torch.inference_mode(False):
+        return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
+
+
+def with_device_view(host: Tensor, on_device: Tensor) -> PinnedMemory:
+    """A tensor's memory, flat, that is `on_device` to the device."""
+    memory = host.numpy().view(PinnedMemory)
+    memory.on_device, memory.calls = on_device, {}
+    return memory
+
+
+class _DeviceArray:
+    """Says to torch, as libraries on CUDA tell one another, where an array lies."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (pinned.nbytes,),
+            "typestr": "|u1",
+            "data": (pinned.data_ptr(), False),
+            "version": 2,
+        }

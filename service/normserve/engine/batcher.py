@@ -1,0 +1,110 @@
+"""Which waiting jobs run next, and together.  Pure policy: no clock, no thread, no tensor.
+
+Jobs of one class (see `NormJob.batch_class`) become rows of one launch.  Nothing ever waits for company: what
+gathers is what arrived while the device was busy, and a free device takes the oldest job of a lane with its kin.
+
+Small and large jobs wait in lanes of their own, which share the device by bytes (start-time fair queueing; Goyal,
+Vin, Cheng, 1996): after one large job the small ones have its bytes' worth of turns.  So one of them waits for a
+large job at most, however many of those wait, unless small work alone takes half of the device.
+"""
+
+from collections.abc import Collection, Hashable, Iterable, Iterator
+
+from normserve.jobs.job import Batch, Lane, NormJob
+
+_LARGE_BYTES = 2**20
+
+
+class Batcher:
+    """A queue for each lane, first come, first served; whose head takes its kin along."""
+
+    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._lanes = {lane: _Queue() for lane in Lane}
+        self._taken = dict.fromkeys(Lane, 0)  # bytes, raised to the other lane's when one comes back from idling
+        self._last_start = 0
+
+    def __len__(self) -> int:
+        return sum([len(queue) for queue in self._lanes.values()])
+
+    def __contains__(self, job: NormJob) -> bool:
+        return any(job in queue for queue in self._lanes.values())
+
+    def __iter__(self) -> Iterator[NormJob]:
+        for queue in self._lanes.values():
+            yield from queue
+
+    def lane_of(self, job: NormJob) -> Lane:
+        """Where a job would wait."""
+        return Lane.SMALL if job.nbytes <= min(self._max_bytes, _LARGE_BYTES) else Lane.LARGE
+
+    def add(self, job: NormJob) -> None:
+        """Queue a job."""
+        lane = self.lane_of(job)
+        if not self._lanes[lane]:
+            self._taken[lane] = max(self._taken[lane], self._last_start)
+        self._lanes[lane].add(job, job.batch_class() if job.nbytes <= self._max_bytes else None)
+
+    def discard(self, job: NormJob) -> None:
+        """Forget a job that need not run any more; unknown ones are fine."""
+        for queue in self._lanes.values():
+            queue.discard(job)
+
+    def take(self, lanes: Collection[Lane] = tuple(Lane)) -> Batch | None:
+        """Take out the next batch for a device with room in these lanes; None where nothing waits in them."""
+        waiting = [lane for lane in Lane if lane in lanes and self._lanes[lane]]
+        if not waiting:
+            return None
+        lane = min(waiting, key=self._taken.__getitem__)
+        queue = self._lanes[lane]
+        batch = Batch(tuple(self._fitting(queue.head_and_kin())), lane)
+        for job in batch.jobs:
+            queue.discard(job)
+        self._last_start = self._taken[lane]
+        self._taken[lane] += batch.nbytes
+        return batch
+
+    def _fitting(self, members: Iterable[NormJob]) -> Iterator[NormJob]:
+        """The first members, as many as one launch takes, at least one."""
+        nbytes = 0
+        for count, job in enumerate(members):
+            nbytes += job.nbytes
+            if count and (count >= self._max_requests or nbytes > self._max_bytes):
+                return
+            yield job
+
+
+class _Queue:
+    """Jobs in order of arrival, and by class."""
+
+    def __init__(self) -> None:
+        self._classes: dict[NormJob, Hashable] = {}
+        self._members: dict[Hashable, dict[NormJob, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def __contains__(self, job: NormJob) -> bool:
+        return job in self._classes
+
+    def __iter__(self) -> Iterator[NormJob]:
+        return iter(self._classes)
+
+    def add(self, job: NormJob, kind: Hashable | None) -> None:
+        key = job if kind is None else kind
+        self._classes[job] = key
+        self._members.setdefault(key, {})[job] = None
+
+    def discard(self, job: NormJob) -> None:
+        if job not in self._classes:
+            return
+        key = self._classes.pop(job)
+        members = self._members[key]
+        del members[job]
+        if not members:
+            del self._members[key]
+
+    def head_and_kin(self) -> Iterable[NormJob]:
+        """The oldest job and all that may share a launch with it, oldest first."""
+        return self._members[self._classes[next(iter(self._classes))]]

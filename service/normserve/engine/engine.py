@@ -1,0 +1,288 @@
+"""The glue between the event loop and the device: jobs in, results out, deadlines kept, drained in the end.
+
+Everything here runs on the event loop's thread.  Jobs wait in the batcher, not in the executor, so that one
+whose deadline passed or whose client left is simply taken out and costs the device nothing.
+"""
+
+import asyncio
+import copy
+import functools
+import logging
+import time
+from collections.abc import Callable, Hashable
+from enum import Enum
+
+from normserve.engine.batcher import Batcher
+from normserve.engine.compilation import Compilation
+from normserve.engine.executor import Executor, Outcome, Reply
+from normserve.engine.progress import Progress
+from normserve.engine.waiters import Replies
+from normserve.errors import (
+    ClientLeftError,
+    DeviceFailureError,
+    DrainingError,
+    NormserveError,
+    NotReadyError,
+)
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, NormJob, NormResult, Op
+from normserve.memory.host_tensors import HostTensor
+from normserve.metrics.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """What the engine can do for a request."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Engine:
+    """Feeds one executor.
+
+    Attributes:
+        launches: what the executor's threads run and have run.
+    """
+
+    def __init__(self, executor: Executor, batcher: Batcher, compilation: Compilation, metrics: Metrics) -> None:
+        self._executor = executor
+        self._batcher = batcher
+        self._compilation = compilation
+        self._metrics = metrics
+        self._replies = Replies(self._withdraw)
+        self._arrivals: dict[NormJob, bool] = {}
+        self._running = dict.fromkeys(Lane, 0)
+        self._launched = 0
+        self.launches = Progress()
+        self._failure: NormserveError | None = None
+        self.state = State.STARTING
+        self.device: DeviceInfo | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        metrics.watch_queue(lambda: len(batcher) + len(compilation))
+
+    @property
+    def backend_name(self) -> str:
+        """The backend that runs, or an empty string before it does."""
+        return "" if self.device is None else self._executor.backend.name
+
+    async def start(self) -> DeviceInfo:
+        """Start the device; the engine still takes no jobs until `open`.
+
+        Raises:
+            NormserveError: the device cannot be used.
+        """
+        device = await self._ask(self._executor.start)
+        assert isinstance(device, DeviceInfo)
+        self.device = device
+        backend = self._executor.backend
+        self._compilation.foresee(backend.compiled or ())
+        self._metrics.watch_device(backend.name, device, backend.memory_bytes)
+        return device
+
+    def open(self) -> None:
+        """Take jobs from now on."""
+        if self.state is State.STARTING:
+            self._enter(State.READY)
+
+    def close(self) -> None:
+        """Take no more jobs; those already admitted are finished."""
+        if self.state is not State.FAILED:
+            self._enter(State.DRAINING)
+
+    def give_up(self) -> None:
+        """Tell everybody who still waits that the server ends first."""
+        self._replies.refuse_all(DrainingError("the server ends before this request was finished"))
+
+    def stop(self, timeout_s: float) -> None:
+        """End the device's thread; nothing may be submitted afterwards."""
+        self._executor.stop(timeout_s)
+
+    def require_ready(self) -> None:
+        """Refuse new work unless it can be done.
+
+        Raises:
+            NotReadyError, DrainingError: by state.
+        """
+        match self.state:
+            case State.STARTING:
+                raise NotReadyError("the server is still warming up")
+            case State.DRAINING:
+                raise DrainingError("the server is shutting down and finishes only what it has admitted")
+            case State.FAILED:
+                raise NotReadyError("the device has failed, the server is about to exit")
+
+    async def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
+        """Bring a layer's parameters to where the device wants them.
+
+        Raises:
+            NormserveError: the device could not take them.
+        """
+        return await self._ask(lambda reply: self._executor.load(op, weight, bias, reply))
+
+    async def submit(self, job: NormJob, deadline: float) -> NormResult:
+        """Run a job.  Cancelling the call takes the job out of the queue if it is still there.
+
+        Args:
+            deadline: when execution must have begun, by `time.perf_counter`.
+
+        Raises:
+            DeadlineExceededError: it had not; the job was not run.
+            NormserveError: what the device said.
+        """
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+        reply = self._replies.expect(job, deadline)
+        try:
+            is_compiled = self._is_compiled(job)
+            if not self._arrivals:
+                # When this turn of the loop ends: what else came in it shares the launch, and nobody has waited.
+                reply.get_loop().call_soon(self._admit)
+            self._arrivals[job] = is_compiled
+            return await reply
+        finally:
+            if not self._replies.forget(job):
+                self._withdraw(job)
+            # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
+            del reply
+
+    def abandon(self, job: NormJob) -> None:
+        """The client of a job has left: take it out of the queue, or drop its result."""
+        self._withdraw(job)
+        self._replies.refuse((job,), ClientLeftError("the client left before its result was ready"))
+
+    def _is_compiled(self, job: NormJob) -> bool:
+        """Whether a job may run now; if not, it will be queued once its kernels are there.
+
+        Raises:
+            OverloadedError: too much is being compiled.
+        """
+        if self._executor.backend.compiled is None:
+            return True
+        kind = job.kernel_class()
+        if kind in self._compilation:
+            return True
+        if self._compilation.wait_for(kind, job):
+            self._executor.compile(job, self._on_loop(functools.partial(self._end_compile, kind)))
+        return False
+
+    def _end_compile(self, kind: Hashable, outcome: Outcome) -> None:
+        jobs = self._compilation.end(kind, compiled=outcome.error is None)
+        if outcome.error is not None:
+            self._note_failure(outcome.error)
+            self._replies.refuse(jobs, outcome.error)
+            return
+        self._metrics.observe_compile(time.perf_counter() - outcome.started)
+        for job in jobs:
+            self._batcher.add(job)
+        self._feed()
+
+    def _admit(self) -> None:
+        """Give the device what it can take, and let the clock run for what must wait."""
+        # Some may have left since.
+        arrivals = {job: ready for job, ready in self._arrivals.items() if self._replies.is_awaited(job)}
+        self._arrivals = {}
+        if self._failure is not None:
+            self._replies.refuse(arrivals, self._failure)
+            return
+        ready = [job for job, is_compiled in arrivals.items() if is_compiled]
+        if len(ready) == 1 and not self._batcher and self._has_room(lane := self._batcher.lane_of(ready[0])):
+            self._launch(Batch((ready[0],), lane))
+        else:
+            for job in ready:
+                self._batcher.add(job)
+            self._feed()
+        for job in arrivals:
+            self._replies.keep_deadline(job)
+
+    def _feed(self) -> None:
+        while (batch := self._batcher.take(self._free_lanes())) is not None:
+            self._launch(batch)
+
+    def _launch(self, batch: Batch) -> None:
+        self._replies.note_start(batch)
+        reply = self._on_loop(functools.partial(self._finish, batch))
+        # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
+        if not self._launched and batch.nbytes <= self._executor.backend.inline_bytes:
+            outcome = self._executor.run_here(batch, reply)
+            if outcome is not None:
+                self._conclude(batch, outcome)
+                return
+        else:
+            self._executor.run(batch, reply)
+        self._running[batch.lane] += 1
+        self._launched += 1
+        self.launches.begin()
+
+    def _free_lanes(self) -> list[Lane]:
+        """Of which lanes the device would take another batch now."""
+        return [lane for lane in Lane if self._has_room(lane)]
+
+    def _has_room(self, lane: Lane) -> bool:
+        """Whether the device would take another batch of that lane now."""
+        depth = self._executor.backend.depth
+        return self._launched < depth.total and self._running[lane] < depth.lanes[lane] and self._failure is None
+
+    def _finish(self, batch: Batch, outcome: Outcome) -> None:
+        self._running[batch.lane] -= 1
+        self._launched -= 1
+        self.launches.end()
+        self._conclude(batch, outcome)
+        self._feed()
+
+    def _conclude(self, batch: Batch, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._note_failure(outcome.error)
+            self._replies.refuse(batch.jobs, outcome.error)
+            return
+        execution = outcome.value
+        assert isinstance(execution, Execution)
+        self._metrics.observe_launch(batch, execution)
+        self._replies.give(batch, execution, outcome.started)
+
+    def _note_failure(self, error: NormserveError) -> None:
+        """A failed device is of no more use: answer everybody who waits for it and tell the process."""
+        if not isinstance(error, DeviceFailureError) or self._failure is not None:
+            return
+        self._failure = copy.copy(error)
+        self._enter(State.FAILED)
+        log.critical("the device failed, the server gives up: %s", error.detail)
+        queued = (*self._batcher, *self._compilation.jobs())
+        for job in queued:
+            self._withdraw(job)
+        self._replies.refuse(queued, error)
+        self.on_failure()
+
+    def _withdraw(self, job: NormJob) -> None:
+        self._batcher.discard(job)
+        self._compilation.discard(job)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._metrics.set_ready(state is State.READY)
+
+    async def _ask(self, request: Callable[[Reply], None]) -> object:
+        """Hand something to the executor and wait for its reply."""
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        request(self._on_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
+        outcome = await future
+        if outcome.error is not None:
+            self._note_failure(outcome.error)
+            raise copy.copy(outcome.error)
+        return outcome.value
+
+    def _on_loop(self, reply: Reply) -> Reply:
+        """A reply that the device's thread may call: it runs on the loop, or not at all once that is gone."""
+        loop = asyncio.get_running_loop()
+
+        def hand_over(outcome: Outcome) -> None:
+            try:
+                loop.call_soon_threadsafe(reply, outcome)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+
+        return hand_over

@@ -1,0 +1,189 @@
+"""The one thread that owns the device, and those that wait for what it has set going."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from normserve.backends.base import Backend, InFlight
+from normserve.errors import DeviceOutOfMemoryError, NormserveError
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.memory.host_tensors import HostTensor
+
+log = logging.getLogger(__name__)
+
+# What small batches take many times over, and nobody on the event loop misses.
+_SOON_S = 1e-3
+
+
+class Outcome(NamedTuple):
+    """What became of a piece of work: a value or an error, never both.
+
+    Attributes:
+        started: when the device took it up, by `time.perf_counter`.
+    """
+
+    started: float
+    value: object = None
+    error: NormserveError | None = None
+
+
+Reply = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    do: Callable[[], object]
+    reply: Reply
+    lane: Lane
+
+
+class _Thread:
+    """Works off an inbox, one piece after another."""
+
+    def __init__(self, name: str, work: Callable[[_Work], None]) -> None:
+        self._inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._work = work
+        # A device that hangs must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, work: _Work) -> None:
+        self._inbox.put(work)
+
+    def stop(self, timeout_s: float) -> None:
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._inbox.get()) is not None:
+            try:
+                self._work(work)
+            except MemoryError:
+                _give_up(work)
+            # Whoever waits for the next piece must not keep this one's memory.
+            del work
+
+
+class Executor:
+    """Runs work on its own thread, one piece after another.
+
+    What a backend leaves in flight is waited for by a thread for each lane, so that the owner is free to set the
+    next batch going, and a small batch need not wait for a large one.  Replies are called on any of these threads.
+    """
+
+    def __init__(self, make_backend: Callable[[], Backend]) -> None:
+        self._make_backend = make_backend
+        self._backend: Backend | None = None
+        self._owner = _Thread("device-owner", self._do)
+        self._waiters = {lane: _Thread(f"device-waits-{lane.value}", self._answer) for lane in Lane}
+        self._compiler = _Thread("device-compiler", self._answer)
+        self._threads = (self._owner, *self._waiters.values(), self._compiler)
+
+    def start(self, reply: Reply) -> None:
+        """Start the thread and the device; the reply's value is a `DeviceInfo`."""
+        for thread in self._threads:
+            thread.start()
+        self._owner.put(_Work(self._start_backend, reply, Lane.SMALL))
+
+    def run(self, batch: Batch, reply: Reply) -> None:
+        """Run a batch; the reply's value is an `Execution`."""
+        self._owner.put(_Work(lambda: self.backend.run(batch), reply, batch.lane))
+
+    def run_here(self, batch: Batch, reply: Reply) -> Outcome | None:
+        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).
+
+        Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  None: it takes long, a
+        thread waits for it, and `reply` will be called.
+        """
+        outcome = self._attempt(lambda: _landed(self.backend.run(batch)))
+        if not isinstance(outcome.value, InFlight):
+            return outcome
+        self._await_landing(outcome, outcome.value, batch.lane, reply)
+        return None
+
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
+        """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
+        self._compiler.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))
+
+    def compile(self, job: NormJob, reply: Reply) -> None:
+        """Compile what the job's class runs, beside the owner's work."""
+        self._compiler.put(_Work(lambda: self.backend.compile(job), reply, Lane.SMALL))
+
+    def stop(self, timeout_s: float) -> None:
+        """End the threads once what was handed in is done, or leave them behind after `timeout_s`."""
+        give_up = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.stop(max(0.0, give_up - time.monotonic()))
+
+    @property
+    def backend(self) -> Backend:
+        """The device's driver, once it has started."""
+        if self._backend is None:
+            raise RuntimeError("the backend has not started")
+        return self._backend
+
+    def _start_backend(self) -> DeviceInfo:
+        self._backend = self._make_backend()
+        return self._backend.start()
+
+    def _do(self, work: _Work) -> None:
+        outcome = self._attempt(work.do)
+        if isinstance(outcome.value, InFlight):
+            self._await_landing(outcome, outcome.value, work.lane, work.reply)
+        else:
+            work.reply(outcome)
+
+    def _await_landing(self, outcome: Outcome, flight: InFlight, lane: Lane, reply: Reply) -> None:
+        started = outcome.started
+        self._waiters[lane].put(_Work(flight.wait, lambda done: reply(done._replace(started=started)), lane))
+
+    def _answer(self, work: _Work) -> None:
+        work.reply(self._attempt(work.do))
+
+    def _attempt(self, work: Callable[[], object]) -> Outcome:
+        started = time.perf_counter()
+        try:
+            return Outcome(started, value=work())
+        except Exception as error:
+            try:
+                return Outcome(started, error=self._translate(error))
+            except Exception:
+                # There may be no memory for the words; whoever waits must hear of it all the same.
+                return Outcome(started, error=_WORDLESS)
+
+    def _translate(self, error: Exception) -> NormserveError:
+        if isinstance(error, NormserveError):
+            return error
+        meaning = None if self._backend is None else self._backend.translate(error)
+        if meaning is None:
+            log.exception("the executor met an error that it does not know", exc_info=error)
+            return NormserveError("the server met an error of its own; its log says more")
+        log.error("%s: %s", meaning.code, error)
+        return meaning
+
+
+_WORDLESS = DeviceOutOfMemoryError("there is not enough memory for this request now")
+_PAUSE_S = 0.05
+
+
+def _give_up(work: _Work) -> None:
+    """Answer what there was no memory to answer, as soon as there is some: somebody waits for it."""
+    while True:
+        try:
+            work.reply(Outcome(time.perf_counter(), error=_WORDLESS))
+            return
+        except MemoryError:
+            time.sleep(_PAUSE_S)
+
+
+def _landed(value: Execution | InFlight) -> Execution | InFlight:
+    """What came of a batch, if that is known soon."""
+    return value.wait() if isinstance(value, InFlight) and value.lands_within(_SOON_S) else value

@@ -1,0 +1,33 @@
+"""The access log: one line, of the logger `normserve.access`, for each request at its end."""
+
+import logging
+
+from starlette.types import Scope
+
+from normserve.http.exchange import Exchange
+from normserve.http.routes.scopes import RouteScopes
+
+_log = logging.getLogger("normserve.access")
+
+
+class AccessLog:
+    """Notes requests."""
+
+    def __init__(self, scopes: RouteScopes) -> None:
+        self._scopes = scopes
+
+    def note(self, scope: Scope, exchange: Exchange) -> None:
+        """Log a request that has ended, with the template of its route: anybody can ask for any path."""
+        record = exchange.record
+        fields = {
+            "method": scope["method"],
+            "path": self._scopes.template(scope),
+            "status": record.status,
+            "key": exchange.caller.key or "-",
+            "address": exchange.caller.address,
+            "received_bytes": record.received,
+            "sent_bytes": record.sent,
+            "ms": round(record.seconds * 1000, 3),
+            "request_id": exchange.request_id,
+        }
+        _log.info("request", extra={"fields": fields})

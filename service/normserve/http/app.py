@@ -1,0 +1,302 @@
+"""The application, wired together."""
+
+import asyncio
+import contextlib
+import functools
+import gc
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
+
+from normserve import __version__
+from normserve.admission.keys import ApiKey, Keyring, KeysFile
+from normserve.admission.permits import Limits
+from normserve.backends.base import Backend
+from normserve.backends.choose import choose_backend
+from normserve.engine.batcher import Batcher
+from normserve.engine.compilation import Compilation
+from normserve.engine.engine import Engine
+from normserve.engine.executor import Executor
+from normserve.engine.progress import StallWatch
+from normserve.errors import (
+    InvalidParameterError,
+    MalformedPayloadError,
+    MethodNotAllowedError,
+    NormserveError,
+    NotFoundError,
+    TooLargeError,
+    UnauthorizedError,
+    UnsupportedMediaTypeError,
+)
+from normserve.http.access_log import AccessLog
+from normserve.http.authorisation import Authorisation
+from normserve.http.exchange import Exchange
+from normserve.http.middleware import Edge, respond_problem, unexpected
+from normserve.http.origins import Origins, hosts_of
+from normserve.http.routes.admission import Admission
+from normserve.http.routes.body import BodyReader
+from normserve.http.routes.direct import DirectPaths
+from normserve.http.routes.docs import describe
+from normserve.http.routes.layers import Layers, make_layer
+from normserve.http.routes.operations import Operations
+from normserve.http.routes.page import Page
+from normserve.http.routes.scopes import RouteScopes
+from normserve.http.routes.status import Status
+from normserve.layers.changes import FleetLayerChanges, LayerChanges
+from normserve.layers.checkpoint import register_checkpoint
+from normserve.layers.registry import LayerRegistry
+from normserve.logs import audit
+from normserve.memory.slabs import SlabPool
+from normserve.metrics.metrics import Metrics
+from normserve.peers.siblings import Siblings
+from normserve.settings import Settings
+
+# What the framework may refuse by a status.
+_FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
+    400: MalformedPayloadError,
+    401: UnauthorizedError,
+    413: TooLargeError,
+    415: UnsupportedMediaTypeError,
+    422: InvalidParameterError,
+}
+
+# How long the device's thread may take to end what it is doing once nobody waits for it any more.
+_STOP_S = 2.0
+
+
+class Service:
+    """What lives as long as the server does."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        make_backend: Callable[[], Backend] | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self.settings = settings
+        self.siblings = siblings or Siblings(None)
+        self.metrics = Metrics(self.siblings.process)
+        self.limits = Limits(
+            max_requests=settings.max_inflight_requests,
+            max_bytes=settings.max_inflight_bytes,
+            stall_s=settings.body_grace_s / 5,
+            on_revoked=self.metrics.observe_revocation,
+        )
+        self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
+        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
+        self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
+        self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
+        self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
+        batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
+        compilation = Compilation(
+            max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
+        )
+        executor = Executor(make_backend or self._choose_backend)
+        self.engine = Engine(executor, batcher, compilation, self.metrics)
+        self.stalls = StallWatch(settings.stall_s, self.engine.launches)
+        self.metrics.watch_stall(lambda: self.stalls.seconds)
+        self.changes = self._layer_changes()
+        self._keys_file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file)
+        self.keys = self._known_keys()
+
+    def _layer_changes(self) -> LayerChanges:
+        make = functools.partial(make_layer, self.engine, self.layers)
+        place = self.siblings.place
+        if place is None:
+            return LayerChanges(self.layers, self.siblings, make)
+        return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
+
+    def _known_keys(self) -> Keyring | None:
+        """The API keys that are asked for; None where none are."""
+        if self._keys_file is not None:
+            keys = Keyring(self._keys_file.read())
+        elif self.settings.api_key is not None:
+            keys = Keyring.of_one(self.settings.api_key.get_secret_value())
+        else:
+            return None
+        self.metrics.know_keys(keys.names)
+        return keys
+
+    async def watch_keys(self) -> None:
+        """Read the file of API keys again whenever it changes, until cancelled."""
+        if self._keys_file is not None:
+            await self._keys_file.watch(self._replace_keys)
+
+    def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        assert self.keys is not None
+        self.keys.replace(keys)
+        self.metrics.know_keys(self.keys.names)
+        audit.keys_loaded(self.keys.names)
+
+    def _choose_backend(self) -> Backend:
+        sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
+        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs, sizes)
+
+    async def warm_up(self) -> None:
+        """Start the device, register the checkpoint's layers, then take work.
+
+        Raises:
+            NormserveError: the device cannot be used, or the checkpoint cannot be read.
+        """
+        await self.engine.start()
+        if self.settings.checkpoint is not None:
+            await register_checkpoint(self.settings.checkpoint, self.engine, self.layers)
+        # What torch and the routes left behind stays for good: without this the first full collection walks through
+        # it under load and holds every request for a tenth of a second.
+        gc.collect()
+        gc.freeze()
+        await self.changes.join()
+        self.engine.open()
+
+
+def create_app(
+    settings: Settings, make_backend: Callable[[], Backend] | None = None, siblings: Siblings | None = None
+) -> FastAPI:
+    """The application; `app.state.entrance` is what a server calls, `app.state.service` what it works with.
+
+    Args:
+        make_backend: called on the thread that will own the device; chosen by the settings if not given.
+        siblings: the others, if this is one process of several.
+    """
+    service = Service(settings, make_backend, siblings)
+    app = FastAPI(
+        title="normserve",
+        version=__version__,
+        description="Fused LayerNorm, RMSNorm and GroupNorm as a service.",
+        lifespan=_lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={
+            HTTPException: _answer_http_exception,
+            RequestValidationError: _answer_invalid_request,
+            NormserveError: _answer_error,
+            Exception: _answer_unexpected,
+        },
+    )
+    app.state.service = service
+    routers = _routers(service)
+    app.state.routes = [route for router in routers for route in router.routes]
+    # Included routers are matched twice for each request, and FastAPI's own pages before them.
+    app.router.routes[:0] = app.state.routes
+    scopes = RouteScopes(app.router.routes, metrics_are_public=settings.api_keys_file is None)
+    app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
+    cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
+    app.state.entrance = Edge(
+        DirectPaths(app, app.state.routes),
+        service.metrics,
+        service.stalls.requests,
+        Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins),
+        None if service.keys is None else Authorisation(service.keys, scopes),
+        AccessLog(scopes) if settings.access_log else None,
+    )
+    return app
+
+
+def _routers(service: Service) -> list[APIRouter]:
+    settings = service.settings
+    bodies = BodyReader(
+        service.limits,
+        service.slabs,
+        max_body_bytes=settings.max_body_bytes,
+        pause_s=settings.body_timeout_s,
+        total_s=settings.transfer_timeout_s,
+        min_bytes_per_s=settings.min_body_bytes_per_s,
+        grace_s=settings.body_grace_s,
+    )
+    admission = Admission(service.engine, settings.max_inflight_bytes)
+    limits = settings.model_dump(
+        include={
+            "max_body_bytes",
+            "max_inflight_requests",
+            "max_inflight_bytes",
+            "max_batch_requests",
+            "max_batch_bytes",
+            "max_layers",
+            "max_layer_bytes",
+            "timeout_ms",
+        }
+    )
+    status = Status(service.engine, service.layers, service.metrics, service.siblings, service.stalls, limits)
+    status.answer_siblings()
+    return [
+        Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms).router(),
+        Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
+        status.router(),
+        Page(service.keys is not None, settings.tls_client_ca is not None).router(),
+    ]
+
+
+class ProblemResponse(Response):
+    """An error as the edge answers it."""
+
+    def __init__(self, error: NormserveError, exchange: Exchange) -> None:
+        super().__init__(status_code=500)
+        self._error, self._exchange = error, exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await respond_problem(self._error, self._exchange, send)
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    # The server listens while it warms up, and says so at /readyz.
+    warming = asyncio.create_task(service.warm_up())
+    app.state.warming = warming
+    watching = asyncio.create_task(service.watch_keys())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        service.engine.close()
+        warming.cancel()
+        # What went wrong at the start was told then.
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await warming
+        await asyncio.to_thread(service.engine.stop, _STOP_S)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework has to say: no such path or not with this method, or what is wrong with the request."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return await _answer_error(request, NotFoundError("nothing is at this path; GET /docs shows what there is"))
+    if error.status_code != 405:
+        return await _answer_error(request, _FRAMEWORKS_ERRORS.get(error.status_code, NormserveError)(error.detail))
+    allowed = _allowed_methods(request)
+    if request.method == "OPTIONS":
+        return Response(status_code=204, headers={"allow": ", ".join(allowed)})
+    return await _answer_error(request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed))
+
+
+async def _answer_invalid_request(request: Request, error: Exception) -> Response:
+    """What the framework finds wrong with parameters that a handler declares; never what came."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return await _answer_error(request, InvalidParameterError(f"{where}: {first['msg']}"))
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    """In place of the framework's bare text; the framework raises the error again, and the edge logs it."""
+    return await _answer_error(request, unexpected(error))
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Before FastAPI's own layers see it; those of direct routes come to the edge as they are."""
+    assert isinstance(error, NormserveError)
+    return ProblemResponse(error, request.state.exchange)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    methods = {"OPTIONS"}
+    for route in request.app.state.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)

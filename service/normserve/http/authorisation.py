@@ -1,0 +1,75 @@
+"""Whether a request may be served at all, by the API key that it brings and the route that it is for."""
+
+import time
+
+from starlette.types import Scope
+
+from normserve.admission.keys import Grant, Keyring
+from normserve.errors import ForbiddenError, NormserveError, UnauthorizedError
+from normserve.http.exchange import Exchange
+from normserve.http.routes.scopes import PUBLIC, Needed, RouteScopes
+from normserve.logs.audit import Refusals
+
+
+class Authorisation:
+    """Admits requests, where keys are asked for."""
+
+    def __init__(self, keys: Keyring, scopes: RouteScopes) -> None:
+        self._keys = keys
+        self._scopes = scopes
+        # Apart, so that strangers who guess do not crowd out what is told of a known key.
+        self._refused_strangers, self._refused_keys = Refusals(), Refusals()
+
+    def admit(self, scope: Scope, token: bytes | None, exchange: Exchange) -> None:
+        """Let a request through, and note in its exchange whose it is.
+
+        Args:
+            token: what it brings as its key, None if nothing.
+
+        Raises:
+            UnauthorizedError: it needs a key and brings none, one that is not known or one that has expired.
+            ForbiddenError: its key may not do this.
+            RateLimitedError: its key sent more requests a second than it may.
+        """
+        needed = self._scopes.needed(scope)
+        if needed == PUBLIC:
+            return
+        grant = None if token is None else self._keys.find(token)
+        if grant is not None:
+            exchange.caller = grant.caller(exchange.caller.address)
+            exchange.record.key = grant.key.name
+        try:
+            _require(token, grant, needed).take_request()
+        except (UnauthorizedError, ForbiddenError) as error:
+            refusals = self._refused_strangers if grant is None else self._refused_keys
+            refusals.tell(
+                _reason(error, token, grant),
+                scope["method"],
+                scope["path"],
+                key=exchange.caller.key,
+                address=exchange.caller.address,
+                request_id=exchange.request_id,
+            )
+            raise
+
+
+def _require(token: bytes | None, grant: Grant | None, needed: Needed | None) -> Grant:
+    """The grant, if it is one for this."""
+    if token is None:
+        raise UnauthorizedError("an API key must be given as Authorization: Bearer KEY")
+    if grant is None:
+        raise UnauthorizedError("the API key is not one that the server knows")
+    grant.require_valid(time.time())
+    if needed is None:
+        raise ForbiddenError("no API key may use this path")
+    if needed.isdisjoint(grant.key.scopes):
+        raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
+    return grant
+
+
+def _reason(error: NormserveError, token: bytes | None, grant: Grant | None) -> str:
+    if token is None:
+        return "absent"
+    if grant is None:
+        return "unknown"
+    return "forbidden" if isinstance(error, ForbiddenError) else "expired"

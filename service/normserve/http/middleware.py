@@ -1,0 +1,252 @@
+"""The outermost layer of the application: what holds for every request, whatever its route.
+
+It names requests, asks for the API key, turns whatever goes wrong into a problem document, closes connections
+whose body nobody will read, gives permits back and tells the metrics.
+"""
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from normserve.admission.callers import Caller
+from normserve.engine.progress import Progress
+from normserve.errors import ClientLeftError, DeviceOutOfMemoryError, NormserveError
+from normserve.http.access_log import AccessLog
+from normserve.http.authorisation import Authorisation
+from normserve.http.exchange import Exchange
+from normserve.http.layer_audit import LAYERS, note_layer_change
+from normserve.http.origins import Origins
+from normserve.http.problems import problem
+from normserve.http.transport import Buffers, Departure, Headers, Reception
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import CLIENT_LEFT, UNMATCHED, RequestRecord
+
+log = logging.getLogger(__name__)
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
+
+_names = random.Random()
+
+# An unread body up to this long is read and dropped, so that the connection can be used again.
+_SMALL_BODY_BYTES = 64 * 1024
+# After an early answer the client may be sending still; closing at once could destroy the answer on its way.
+_LINGER_S = 2.0
+_LINGER_BYTES = 64 * 2**20
+
+
+class Edge:
+    """Wraps the application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        progress: Progress,
+        origins: Origins,
+        authorisation: Authorisation | None = None,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        """Args:
+        progress: is told of the requests that have been received whole.
+        origins: which hosts and origins a request may name.
+        authorisation: where keys are asked for.
+        access_log: where one is kept.
+        """
+        self._app = app
+        self._metrics = metrics
+        self._progress = progress
+        self._origins = origins
+        self._authorisation = authorisation
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # Nothing is served on WebSockets, and nobody would be asked for a key there.
+            await send({"type": "websocket.close", "code": 1008, "reason": ""})
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        exchange = _exchange(scope, headers)
+        exchange.progress = self._progress
+        scope["state"]["exchange"] = exchange
+        incoming = _Incoming(headers, receive, exchange)
+        outgoing = _Outgoing(send, incoming, exchange)
+        exchange.respond = outgoing.respond
+        try:
+            outgoing.shared, preflight = self._origins.admit(scope, headers)
+            if preflight is None:
+                if self._authorisation is not None:
+                    self._authorisation.admit(scope, _bearer_token(headers), exchange)
+                await self._app(scope, incoming.receive, outgoing.send)
+            else:
+                exchange.record.op = "preflight"
+                await preflight(scope, incoming.receive, outgoing.send)
+        except NormserveError as error:
+            await outgoing.respond_problem(error)
+        except Exception as error:
+            fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
+            log.exception("a request met an error that nobody expected", extra={"fields": fields})
+            await outgoing.respond_problem(unexpected(error))
+        finally:
+            self._close(scope, exchange, outgoing)
+
+    def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
+        exchange.end_work()
+        if exchange.permit is not None:
+            exchange.permit.release()
+        record = exchange.record
+        record.received = exchange.reception.received
+        if outgoing.started and "kernel" in record.stages:
+            record.stages["send"] = exchange.sending.seconds
+        if record.op == UNMATCHED and record.status < 400:
+            record.op = "docs"
+        if record.op == LAYERS:
+            note_layer_change(scope, exchange)
+        if exchange.client_left or not exchange.sending.is_delivered:
+            record.status = CLIENT_LEFT
+        self._metrics.observe_request(record)
+        if self._access_log is not None:
+            self._access_log.note(scope, exchange)
+
+
+def unexpected(error: Exception) -> NormserveError:
+    """What a client hears of an error that nobody expected: nothing but whether it may pass."""
+    if isinstance(error, MemoryError):
+        return DeviceOutOfMemoryError("there is not enough memory for this request now")
+    return NormserveError("an error of the server's own")
+
+
+async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:
+    """Answer with an error's problem document."""
+    exchange.record.error = error.code
+    if isinstance(error, ClientLeftError):
+        exchange.client_left = True
+    status, headers, body = problem(error, exchange.request_id)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _Incoming:
+    """What comes of the request's body that no route has asked for."""
+
+    def __init__(self, headers: dict[bytes, bytes], receive: Receive, exchange: Exchange) -> None:
+        self._receive = receive
+        self._exchange = exchange
+        length = exchange.reception.announced
+        # A client that waits for leave sends nothing once it is refused.
+        self._awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
+        is_small = length is not None and length <= _SMALL_BODY_BYTES
+        self.is_quick_to_drop = is_small and not self._awaits_leave
+
+    @property
+    def complete(self) -> bool:
+        """There is nothing more to come."""
+        return self._exchange.reception.is_complete or self._exchange.client_left
+
+    async def receive(self) -> Message:
+        self._awaits_leave = False
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._exchange.client_left = True
+        return message
+
+    async def drop(self) -> None:
+        """Read what is still to come and forget it, within bounds."""
+        if self._awaits_leave:
+            return
+        dropped = 0
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while not self.complete and dropped < _LINGER_BYTES:
+                    dropped += len((await self.receive()).get("body", b""))
+        except TimeoutError:
+            return
+
+
+class _Outgoing:
+    """The response, with what every response carries.
+
+    Attributes:
+        shared: headers for the page that sent the request, if a page did.
+    """
+
+    def __init__(self, send: Send, incoming: _Incoming, exchange: Exchange) -> None:
+        self._send = send
+        self._incoming = incoming
+        self._exchange = exchange
+        self.started = False
+        self.shared: Headers = ()
+
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """A whole response, to a request that has been received whole."""
+        exchange = self._exchange
+        self.started = True
+        exchange.end_work()
+        exchange.record.status = status
+        exchange.record.sent = nbytes
+        named = (*headers, *self.shared, (b"x-request-id", exchange.request_id.encode()))
+        await exchange.sending.respond(status, named, buffers, nbytes)
+
+    async def respond_problem(self, error: NormserveError) -> None:
+        """Answer with an error; an answer that is on its way already is cut off by the connection's end."""
+        if not self.started:
+            await respond_problem(error, self._exchange, self.send)
+            return
+        self._exchange.record.error = error.code
+        self._exchange.client_left |= isinstance(error, ClientLeftError)
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+            return
+        self._exchange.record.sent += len(message.get("body", b""))
+        if self._incoming.complete or message.get("more_body", False):
+            await self._send(message)
+            return
+        await self._send({**message, "more_body": True})
+        await self._incoming.drop()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self, message: Message) -> None:
+        self.started = True
+        self._exchange.end_work()
+        self._exchange.record.status = message["status"]
+        named = (b"x-request-id", self._exchange.request_id.encode())
+        headers = [*message["headers"], *self.shared, named]
+        # Of a body that was cut off nobody can tell when the rest comes.
+        is_cut_off = self._exchange.reception.is_cut_off
+        if not self._incoming.complete and self._incoming.is_quick_to_drop and not is_cut_off:
+            await self._incoming.drop()
+        if not self._incoming.complete:
+            headers.append((b"connection", b"close"))
+        await self._send({**message, "headers": headers})
+
+
+def _bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """What the request gives as `Authorization: Bearer TOKEN`; None where it gives nothing of the kind."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
+
+
+def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
+    reception: Reception = scope["state"]["reception"]
+    sending: Departure = scope["state"]["sending"]
+    client = scope["client"]
+    transport = "unix" if client is None else "tcp"
+    caller = Caller("unix" if client is None else client[0])
+    record = RequestRecord(transport=transport, began=reception.began)
+    return Exchange(_request_id(headers), headers, caller, record, reception, sending)
+
+
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"")
+    if given and _SANE_ID.fullmatch(given):
+        return given.decode()
+    # Names, no secrets: the system's source of those takes a call for each.
+    return f"{_names.getrandbits(128):032x}"

@@ -1,0 +1,174 @@
+"""Which hosts a request may name, and which origins a web page may send requests from.
+
+A browser lets a page of any origin send simple requests to any server, and anybody's host name may resolve to the
+loopback address (DNS rebinding).  So a request must name a host that the server answers for; and one that names the
+origin of a page must come from the server's own, or from one that the settings allow (CORS).  Browsers send both
+headers and no page can change them.  Requests over a Unix domain socket come from no browser.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+
+from starlette.datastructures import Headers as RequestHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import Scope
+
+from normserve.errors import ForbiddenOriginError, MisdirectedRequestError
+from normserve.http.transport import Headers
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+# Kubernetes names a pod's address; these answers tell a page nothing.
+_PROBES = ("/livez", "/readyz")
+
+_METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
+_REQUEST_HEADERS = ("Authorization", "X-Request-ID")
+_EXPOSED = (
+    *("Server-Timing", "X-Kernel-Bytes", "X-Kernel-Bandwidth", "X-Batch-Size"),
+    *("X-Request-ID", "Retry-After"),
+)
+
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?(?::(\d{0,5}))?")
+_ORIGIN = re.compile(r"(https?)://(.+)")
+_PORTS = {"http": 80, "https": 443}
+# Of a name, a port and what stands between them.
+_LONGEST_AUTHORITY = 300
+_MOST_KEPT = 1024
+
+
+class Origins:
+    """Decides about the `Host` and the `Origin` of every request."""
+
+    def __init__(self, hosts: Iterable[str] | None, cors_origins: Iterable[str] = ()) -> None:
+        """Args:
+        hosts: names and addresses that the server answers for, without ports, beside those of the loopback
+            interface; None answers for any.
+        cors_origins: whose pages may send requests and read the responses, as `https://app.example`.
+        """
+        self._hosts = None if hosts is None else _LOOPBACK | {name for each in hosts if (name := _name(each))}
+        self._accepted: set[bytes] = set()
+        allowed = tuple(origin.lower() for origin in cors_origins)
+        self._cors = CORSMiddleware(
+            _nothing,
+            allow_origins=allowed,
+            allow_methods=_METHODS,
+            allow_headers=_REQUEST_HEADERS,
+            expose_headers=_EXPOSED,
+            allow_private_network=True,
+        )
+        # A response that a cache keeps must not lack what another origin needs.
+        vary = ((b"vary", b"Origin"),) if allowed else ()
+        self._plain: tuple[Headers, None] = (vary, None)
+        exposed = (b"access-control-expose-headers", ", ".join(_EXPOSED).encode())
+        self._shared: dict[bytes, Headers] = {
+            origin.encode(): ((b"access-control-allow-origin", origin.encode()), exposed, *vary)
+            for origin in allowed
+        }
+
+    def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Headers, Response | None]:
+        """The headers that the response needs besides its own; and the response, where this is a preflight request.
+
+        Raises:
+            MisdirectedRequestError: the request names a host that is not the server's.
+            ForbiddenOriginError: it comes from a page that may not send it.
+        """
+        if scope["client"] is None:
+            return (), None
+        if self._hosts is not None and (host := headers.get(b"host")) not in self._accepted and host is not None:
+            self._require_host(host, scope["path"])
+        origin = headers.get(b"origin")
+        return self._plain if origin is None else self._admit_origin(origin, scope, headers)
+
+    def _require_host(self, host: bytes, path: str) -> None:
+        assert self._hosts is not None
+        found = _authority(host.decode("latin-1"))
+        if found is not None and found[0] in self._hosts:
+            if len(self._accepted) < _MOST_KEPT:
+                self._accepted.add(host)
+        elif path not in _PROBES:
+            raise MisdirectedRequestError(
+                "Host must be a name or an address that the server answers for, it is another;"
+                " the setting --allowed-hosts lists them"
+            )
+
+    def _admit_origin(
+        self, origin: bytes, scope: Scope, headers: Mapping[bytes, bytes]
+    ) -> tuple[Headers, Response | None]:
+        shared = self._shared.get(origin)
+        if shared is None:
+            if not _is_own(origin, scope["scheme"], headers.get(b"host", b"")):
+                raise ForbiddenOriginError(
+                    "Origin must be the server's own or one of the setting --cors-origins, it is another"
+                )
+            return self._plain
+        if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
+            return shared, None
+        response = self._cors.preflight_response(RequestHeaders(scope=scope))
+        if response.status_code != 200:
+            raise ForbiddenOriginError(
+                f"a page may send {', '.join(_METHODS)} with the headers"
+                f" {', '.join((*_REQUEST_HEADERS, 'Accept', 'Content-Type'))}; it asked for others"
+            )
+        return (), response
+
+
+def hosts_of(host: str, allowed: str) -> list[str] | None:
+    """What a server answers for, as `Origins` takes it.
+
+    Args:
+        host: where it listens.
+        allowed: the setting; where it is empty, a server on a loopback address answers for that alone, since nobody
+            but this machine reaches it.
+    """
+    if allowed == "*":
+        return None
+    if allowed:
+        return allowed.split(",")
+    return [host] if _is_loopback(host) else None
+
+
+async def _nothing(*_: object) -> None:
+    """Stands for the application: the middleware is asked for its responses and wraps nothing."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _is_own(origin: bytes, scheme: str, host: bytes) -> bool:
+    """Whether a page of that origin came from this server, by whatever name.
+
+    A server that speaks plain HTTP may stand behind a proxy that speaks TLS.
+    """
+    said = _ORIGIN.fullmatch(origin.decode("latin-1").lower())
+    if said is None or (scheme == "https" and said[1] != scheme):
+        return False
+    from_page, to_server = _authority(said[2]), _authority(host.decode("latin-1"))
+    if from_page is None or to_server is None:
+        return False
+    port = _PORTS[said[1]]
+    return (from_page[0], from_page[1] or port) == (to_server[0], to_server[1] or port)
+
+
+def _name(host: str) -> str | None:
+    """A name or an address of the settings as `_authority` gives it; None where it is neither."""
+    bare = host.count(":") > 1 and not host.startswith("[")
+    found = _authority(f"[{host}]" if bare else host)
+    return None if found is None else found[0]
+
+
+def _authority(text: str) -> tuple[str, int | None] | None:
+    """Name and port of `name[:port]`, in one form for all of its spellings; None where it is no such thing."""
+    if len(text) > _LONGEST_AUTHORITY or (found := _AUTHORITY.fullmatch(text.lower())) is None:
+        return None
+    name, port = found[1], int(found[2]) if found[2] else None
+    if name.startswith("["):
+        try:
+            name = f"[{ipaddress.IPv6Address(name[1:-1]).compressed}]"
+        except ValueError:
+            return None
+    return name, port

@@ -1,0 +1,64 @@
+"""What a request takes of the server's memory is granted before it is computed, or it is refused."""
+
+from dataclasses import dataclass
+
+from normserve.engine.engine import Engine
+from normserve.errors import TooLargeError
+from normserve.http.exchange import Exchange
+from normserve.jobs.job import NormJob
+from normserve.jobs.memory_cost import MemoryCost
+
+UNCHARGED_BYTES = 64 * 1024
+"""Results and temporaries of so many bytes are bounded by the number of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Charges requests whose bodies have been admitted and received.
+
+    Attributes:
+        max_bytes: inside at once: of bodies, results and temporaries.
+    """
+
+    engine: Engine
+    max_bytes: int
+
+    def charge(self, exchange: Exchange, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
+        """Have the request's permit cover its results and temporaries, too, unless they are few.
+
+        Raises:
+            TooLargeError: it never will; it says what the request takes.
+            OverloadedError: not now.
+        """
+        if cost.results + cost.temporaries <= UNCHARGED_BYTES:
+            return
+        if job.x.fortran_order:
+            # Turned round in memory of its own.
+            cost = cost._replace(temporaries=cost.temporaries + job.x.nbytes)
+        device = self.engine.device
+        if device is not None and device.kind == "cpu":
+            nbytes = cost.on_cpu(may_overwrite=job.may_overwrite)
+        else:
+            nbytes = cost.results
+        if body_bytes + nbytes > self.max_bytes:
+            raise TooLargeError(
+                f"this request takes {body_bytes + nbytes} bytes of memory, {body_bytes} of its body and {nbytes} "
+                f"of results and temporaries; no more than {self.max_bytes} are granted"
+            )
+        if exchange.permit is not None:
+            exchange.permit.grow(nbytes)
+
+    def charge_copy(self, exchange: Exchange, body_bytes: int) -> None:
+        """Have the request's permit cover a copy of its body, too.
+
+        Raises:
+            TooLargeError: it never will.
+            OverloadedError: not now.
+        """
+        if 2 * body_bytes > self.max_bytes:
+            raise TooLargeError(
+                f"this request takes {2 * body_bytes} bytes of memory, its body and a copy; "
+                f"no more than {self.max_bytes} are granted"
+            )
+        if exchange.permit is not None:
+            exchange.permit.grow(body_bytes)

@@ -1,0 +1,150 @@
+"""Admitting a request by its header, and having its body received into a slab."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from normserve.admission.permits import Limits, Permit
+from normserve.errors import OverloadedError, TooLargeError
+from normserve.http.exchange import Exchange
+from normserve.memory.slabs import SlabPool, plain_memory
+
+# The first slab of a body whose length nobody announced.
+_FIRST_BYTES = 2**20
+# Shorter ones are packed into other memory in any case.
+_PACKED_BYTES = 256 * 1024
+# Memory for shorter ones is there in less time than another thread.
+_LONG_BYTES = 2**20
+# Bytes a second: what comes more slowly comes not at all, to those who wait for its place.
+_SLOWEST = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BodyReader:
+    """Admits requests and receives their bodies.
+
+    Attributes:
+        max_body_bytes: of one body.
+        pause_s, total_s: longest pause of a body, and longest time for all of it.
+        min_bytes_per_s, grace_s: least mean rate of a body, and after how long it counts.
+    """
+
+    limits: Limits
+    slabs: SlabPool
+    max_body_bytes: int
+    pause_s: float
+    total_s: float
+    min_bytes_per_s: float = 0.0
+    grace_s: float = 0.0
+
+    async def read(self, exchange: Exchange) -> memoryview:
+        """Take a permit, and only then let the body come.  Without a body nothing is kept of the permit.
+
+        Raises:
+            TooLargeError: it is longer than bodies may be; an announced one is refused unread.
+            OverloadedError: there is no permit or no memory for it, or others were given those that it had.
+            RequestTimeoutError: the client was too slow.
+            ClientLeftError: the client went away.
+        """
+        reception, caller = exchange.reception, exchange.caller
+        announced = reception.announced
+        self.require_short(announced or 0)
+        exchange.permit = permit = self.limits.acquire(announced or 0, caller.tenant, caller.quota)
+        room = _Room(self, permit, announced)
+        try:
+            if self.slabs.source.is_slow:
+                await room.prepare()
+            if not reception.is_complete:
+                # No slower than one that would be whole in time.
+                permit.receive(reception, max(self.min_bytes_per_s, (announced or 0) / self.total_s, _SLOWEST))
+            body = await reception.into(
+                room.make,
+                pause_s=self.pause_s,
+                total_s=self.total_s,
+                min_bytes_per_s=self.min_bytes_per_s,
+                grace_s=self.grace_s,
+            )
+            permit.complete_body()
+            if announced is None:
+                self.require_short(len(body))
+                permit.grow(max(0, len(body) - permit.nbytes))
+                body = await room.settled(body)
+        except BaseException:
+            # The error's way to a client that still sends may take a while, and it holds this frame.
+            permit.release()
+            room.slab = None
+            raise
+        return body
+
+    def require_short(self, nbytes: int) -> None:
+        """Raises: TooLargeError: no body may have so many bytes."""
+        if nbytes > self.max_body_bytes:
+            raise TooLargeError(
+                f"a body must be at most {self.max_body_bytes} bytes, {nbytes} came or are announced"
+            )
+
+
+@dataclass(slots=True)
+class _Room:
+    """The memory of one body."""
+
+    reader: BodyReader
+    permit: Permit
+    announced: int | None
+    slab: memoryview | None = None
+
+    async def prepare(self) -> None:
+        """Where memory takes long to make, have it made while the event loop serves others: pinning takes
+        milliseconds for what others wait microseconds for.
+
+        Raises:
+            OverloadedError: there is none.
+        """
+        slabs = self.reader.slabs
+        if self.announced is None or self.announced < _LONG_BYTES:
+            return
+        self.slab = slabs.take_idle(self.announced)
+        if self.slab is None:
+            self.slab = await asyncio.to_thread(self._take, self.announced)
+
+    def make(self, nbytes: int) -> memoryview:
+        """A slab for so many bytes, within the permit; with room to grow where nobody knows how long it gets."""
+        if self.slab is not None:
+            slab, self.slab = self.slab, None
+            return slab
+        if self.announced is not None:
+            return self._take(nbytes)
+        self.reader.require_short(nbytes)
+        nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
+        self.permit.grow(nbytes - self.permit.nbytes)
+        # Slow memory is made once the length is known; nobody can wait for it between two chunks.
+        return plain_memory(nbytes).data if self.reader.slabs.source.is_slow else self._take(nbytes)
+
+    async def settled(self, body: memoryview) -> memoryview:
+        """A body whose length nobody announced, in such memory as one that was announced.
+
+        Raises:
+            OverloadedError: there is none.
+        """
+        if not self.reader.slabs.source.is_slow or len(body) <= _PACKED_BYTES:
+            return body
+        self.announced = len(body)
+        await self.prepare()
+        slab = self.make(len(body))
+        if len(body) < _LONG_BYTES:
+            slab[: len(body)] = body
+        else:
+            await asyncio.to_thread(_copy, body, slab)
+        return slab[: len(body)]
+
+    def _take(self, nbytes: int) -> memoryview:
+        try:
+            return self.reader.slabs.take(nbytes)
+        except MemoryError:
+            raise OverloadedError(f"there is no memory for a body of {nbytes} bytes now") from None
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # Unlike a memoryview's own, this copy leaves Python's lock to others.
+    np.frombuffer(target, np.uint8, len(source))[:] = np.frombuffer(source, np.uint8)

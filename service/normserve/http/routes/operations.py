@@ -1,0 +1,200 @@
+"""`POST /v1/{op}` and `POST /v1/{op}/backward`."""
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from normserve.codec import npy, safetensors
+from normserve.codec.media_types import NPY, SAFETENSORS
+from normserve.engine.engine import Engine
+from normserve.errors import NotAcceptableError
+from normserve.http.exchange import Exchange
+from normserve.http.routes.admission import Admission
+from normserve.http.routes.body import BodyReader
+from normserve.http.routes.direct import DirectRoute
+from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
+from normserve.http.routes.parameters import (
+    describe,
+    make_spec,
+    operation_parameters,
+    parse_query,
+)
+from normserve.http.routes.responses import BuffersResponse
+from normserve.http.routes.tensors import describe_tensors
+from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
+from normserve.jobs.memory_cost import MemoryCost
+from normserve.jobs.validation import costed_job
+from normserve.layers.registry import LayerRegistry
+from normserve.memory.host_tensors import DType
+
+# Besides the query, what a request's head asks for.
+_ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
+# Longer heads are read anew each time.
+_LONGEST_KEPT = 1024
+
+_TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What the operations' handlers work with."""
+
+    engine: Engine
+    layers: LayerRegistry
+    bodies: BodyReader
+    admission: Admission
+    timeout_ms: float
+
+    def router(self) -> APIRouter:
+        """Every operation in both directions."""
+        router = APIRouter(tags=["operations"], route_class=DirectRoute)
+        for op in Op:
+            for direction in Pass:
+                path = f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
+                router.add_api_route(
+                    path,
+                    _Handler(self, op, direction).handle,
+                    methods=["POST"],
+                    name=f"{op.value} {direction.value}",
+                    summary=f"{op.value}, {direction.value}",
+                    description="Tensors in the body, everything else in the query.",
+                    openapi_extra=_description(op, direction),
+                )
+        return router
+
+
+@dataclass(frozen=True, slots=True)
+class _Handler:
+    """One operation in one direction."""
+
+    service: Operations
+    op: Op
+    direction: Pass
+
+    async def handle(self, request: Request) -> BuffersResponse:
+        """Read what is asked, refuse what can be refused before the body, then receive, compute and answer."""
+        exchange: Exchange = request.scope["state"]["exchange"]
+        record = exchange.record
+        record.op, record.direction = self.op.label, self.direction.label
+        head = self._read_head(request.scope["query_string"], exchange.headers)
+        layer = None if head.layer is None else self.service.layers.get(head.layer)
+        self.service.engine.require_ready()
+        body = await self.service.bodies.read(exchange)
+        exchange.begin_work()
+        parsing = time.perf_counter()
+        record.stages["recv"] = exchange.reception.seconds
+        record.waiting_in = "parse"
+        job, cost, answer_format = head.with_body(body, layer)
+        self.service.admission.charge(exchange, job, cost, len(body))
+        record.dtype = job.x.dtype.label
+        record.stages["parse"] = time.perf_counter() - parsing
+        record.waiting_in = "queue"
+        timeout_ms = self.service.timeout_ms if head.timeout_ms is None else head.timeout_ms
+        result = await self._run(exchange, job, record.began + timeout_ms / 1000)
+        return _answer(exchange, answer_format, result)
+
+    def _read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "_Head":
+        said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
+        is_kept = sum(map(len, said)) <= _LONGEST_KEPT
+        return (_known_head if is_kept else _head)(self.op, self.direction, *said)
+
+    async def _run(self, exchange: Exchange, job: NormJob, deadline: float) -> NormResult:
+        """Compute, unless the client leaves first."""
+        engine = self.service.engine
+        exchange.sending.on_departure = functools.partial(engine.abandon, job)
+        try:
+            return await engine.submit(job, deadline)
+        finally:
+            exchange.sending.on_departure = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What a request's head says, checked as far as it can be without the body.
+
+    Attributes:
+        layer: its name.
+        body_format: None where the body's first bytes decide.
+        timeout_ms: None where the server's holds.
+    """
+
+    spec: NormSpec
+    layer: str | None
+    body_format: str | None
+    accepted: Accepted
+    timeout_ms: float | None
+
+    def with_body(self, body: memoryview, layer: Layer | None) -> tuple[NormJob, MemoryCost, str]:
+        """The job, what it takes of the memory, and the format of its answer."""
+        body_format = self.body_format or sniffed_format(body)
+        answer_format = self.accepted.choose(body_format)
+        tensors = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
+        job, cost = costed_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
+        _require_expressible(answer_format, job)
+        return job, cost, answer_format
+
+
+def _head(
+    op: Op, direction: Pass, query: bytes, content_type: bytes, content_encoding: bytes, accept: bytes
+) -> _Head:
+    values = parse_query(query, operation_parameters(op, direction))
+    return _Head(
+        spec=make_spec(op, direction, values),
+        layer=values.get("layer"),
+        body_format=declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
+        accepted=Accepted(accept.decode("latin-1")),
+        timeout_ms=values.get("timeout_ms"),
+    )
+
+
+# Clients send the same few again and again.
+_known_head = functools.lru_cache(maxsize=1024)(_head)
+
+
+def _require_expressible(answer_format: str, job: NormJob) -> None:
+    """Say before the work, not after it, that the answer cannot be written down."""
+    dtype = job.spec.out_dtype or job.x.dtype
+    if answer_format == NPY and dtype is DType.BFLOAT16:
+        raise NotAcceptableError(
+            f"npy has no bfloat16: accept {SAFETENSORS}, or ask for out_dtype float32 or float16"
+        )
+
+
+def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> BuffersResponse:
+    record = exchange.record
+    began = time.perf_counter()
+    if answer_format == NPY:
+        buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
+    else:
+        buffers = safetensors.encode(result.tensors)
+    record.stages |= {
+        "queue": result.queue_s,
+        "copy_in": result.copy_in_s,
+        "kernel": result.kernel_s,
+        "copy_out": result.copy_out_s,
+    }
+    timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
+    headers = [
+        (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in timed])),
+        (b"x-kernel-bytes", b"%d" % result.kernel_bytes),
+        (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
+        (b"x-batch-size", b"%d" % result.batch_size),
+    ]
+    response = BuffersResponse(buffers, answer_format.encode(), headers)
+    record.stages["serialize"] = time.perf_counter() - began
+    record.waiting_in = "send"
+    return response
+
+
+def _description(op: Op, direction: Pass) -> dict[str, Any]:
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    content = {SAFETENSORS: binary, NPY: binary}
+    return {
+        "parameters": describe(operation_parameters(op, direction)),
+        "requestBody": {"required": True, "description": describe_tensors(op, direction), "content": content},
+        "responses": {"200": {"description": "The result.", "content": content}},
+    }

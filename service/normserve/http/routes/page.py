@@ -1,0 +1,124 @@
+"""`GET /`: a page that shows the server at work, for whoever has no Grafana at hand; and `GET /docs`: its HTTP API.
+
+They are made of the files in normserve/http/page and of Swagger UI's, read `/metrics` and `/openapi.json`, and need
+nothing from anywhere else; their Content-Security-Policy sees to that.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from fastapi import APIRouter, Request, Response
+from swagger_ui_bundle import swagger_ui_path
+
+from normserve.errors import NotFoundError
+from normserve.http.exchange import Exchange
+from normserve.http.routes.status import curl_command, curl_line
+
+_READS = ["GET", "HEAD"]
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_SOURCES = (
+    *("index.html", "live.css", "live.js", "key.js", "metrics.js", "plots.js", "units.js", "icon.svg"),
+    *("docs.html", "docs.css", "docs.js"),
+)
+_VENDORED = ("uplot/uPlot.iife.min.js", "uplot/uPlot.min.css")
+_SWAGGER = ("swagger-ui.css", "swagger-ui-bundle.js")
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# Swagger UI's style sheet holds its images.
+_DOCS_POLICY = _POLICY.replace("img-src 'self'", "img-src 'self' data:")
+
+_HEADERS = {
+    "referrer-policy": "no-referrer",
+    # To be asked for each time, and answered with 304 unless the server is another version.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the page's handlers work with.
+
+    Attributes:
+        with_key: whether the operations ask for an API key.  The page does not; where /metrics does, whoever looks
+            at the page is asked for one.
+        with_certificate: whether TLS asks clients for a certificate.
+    """
+
+    with_key: bool
+    with_certificate: bool = False
+
+    def router(self) -> APIRouter:
+        """The page and what it is made of."""
+        router = APIRouter(include_in_schema=False)
+        router.add_api_route("/", self.page, methods=_READS)
+        router.add_api_route("/docs", self.docs, methods=_READS)
+        router.add_api_route("/assets/{name}", self.asset, methods=_READS)
+        return router
+
+    async def page(self, request: Request) -> Response:
+        """The page, with lines to try that reach the server as this request did."""
+        _note(request, "page")
+        url = str(request.base_url).rstrip("/")
+        lines = commands(url, with_key=self.with_key, with_certificate=self.with_certificate)
+        shown = "".join(f"<pre><code>{escape(line)}</code></pre>\n" for line in lines)
+        text = Template(_FILES["index.html"][0].decode()).substitute(url=escape(url), commands=shown)
+        content = text.encode()
+        return _answer(request, "html", content, _tag(content))
+
+    async def docs(self, request: Request) -> Response:
+        """The HTTP API, to read and to try."""
+        _note(request, "docs")
+        return _answer(request, "html", *_FILES["docs.html"], _DOCS_POLICY)
+
+    async def asset(self, request: Request, name: str) -> Response:
+        """Style, scripts and libraries."""
+        _note(request, "asset")
+        if name.endswith(".html") or name not in _FILES:
+            raise NotFoundError("the page has no such part")
+        return _answer(request, name.rpartition(".")[2], *_FILES[name])
+
+
+def commands(url: str, *, with_key: bool, with_certificate: bool = False) -> list[str]:
+    """Lines for a shell that try the server, the first of them what its start prints."""
+    key = '-H "Authorization: Bearer $NORMSERVE_API_KEY" ' if with_key else ""
+    curl = curl_command(url, with_certificate=with_certificate)
+    sample = f"{curl} {url}/sample.npy | {curl} {key}--data-binary @- -o y.npy"
+    return [
+        curl_line(url, with_key=with_key, with_certificate=with_certificate),
+        f"{sample} '{url}/v1/group_norm?num_groups=2&activation=silu'",
+        f"for i in $(seq 500); do {sample} {url}/v1/rms_norm; done",
+        f"{curl} {key}{url}/v1/info",
+    ]
+
+
+def _answer(request: Request, kind: str, content: bytes, tag: str, policy: str = _POLICY) -> Response:
+    headers = {**_HEADERS, "content-security-policy": policy, "etag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=_TYPES[kind])
+
+
+def _tag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
+def _note(request: Request, route: str) -> None:
+    exchange: Exchange = request.state.exchange
+    exchange.record.op = route
+
+
+def _read() -> dict[str, tuple[bytes, str]]:
+    """Each file and its tag."""
+    folder = files("normserve.http") / "page"
+    own = {name.rpartition("/")[2]: (folder / name).read_bytes() for name in (*_SOURCES, *_VENDORED)}
+    swagger = {name: (swagger_ui_path / name).read_bytes() for name in _SWAGGER}
+    return {name: (content, _tag(content)) for name, content in (own | swagger).items()}
+
+
+_FILES = _read()

@@ -1,0 +1,26 @@
+"""Responses made of buffers that are never joined."""
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from normserve.http.exchange import Exchange
+from normserve.http.transport import Buffers, Headers
+
+
+class BuffersResponse(Response):
+    """A body in pieces, sent as they are; complete when the kernel has taken the last of them.
+
+    For requests whose body has come: it goes past the messages of ASGI.
+    """
+
+    def __init__(self, buffers: Buffers, media_type: bytes, headers: Headers) -> None:
+        self.status_code = 200
+        self.background = None
+        self._buffers = buffers
+        self._nbytes = sum(map(len, buffers))
+        self.raw_headers = [(b"content-type", media_type), (b"content-length", b"%d" % self._nbytes), *headers]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["state"]["exchange"]
+        buffers, self._buffers = self._buffers, ()
+        await exchange.respond(self.status_code, self.raw_headers, buffers, self._nbytes)

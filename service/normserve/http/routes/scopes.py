@@ -1,0 +1,94 @@
+"""What a key must be allowed to do for each route, in one table.
+
+What the table does not name nobody may use once keys are asked for: a route that is added without a row here is
+refused, and so is one that is mounted.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
+
+from normserve.admission.keys import KeyScope
+from normserve.jobs.job import Op, Pass
+
+#: A key with any of these will do; where there are none, so does no key at all.
+Needed = frozenset[KeyScope]
+
+PUBLIC: Needed = frozenset()
+ANY_KEY: Needed = frozenset(KeyScope)
+_INFER: Needed = frozenset([KeyScope.INFER])
+_LAYERS: Needed = frozenset([KeyScope.LAYERS])
+_METRICS: Needed = frozenset([KeyScope.METRICS])
+
+UNMATCHED = "(unmatched)"
+
+_READS = ("GET", "HEAD")
+
+
+def _rows() -> Iterator[tuple[Sequence[str], str, Needed]]:
+    """Methods, path template, what is needed."""
+    for op in Op:
+        for direction in Pass:
+            yield ("POST",), f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward"), _INFER
+    yield _READS, "/v1/layers", _INFER | _LAYERS
+    yield _READS, "/v1/layers/{name}", _INFER | _LAYERS
+    yield ("PUT", "DELETE"), "/v1/layers/{name}", _LAYERS
+    yield _READS, "/v1/info", ANY_KEY
+    yield _READS, "/metrics", _METRICS
+    for public in ("/livez", "/readyz", "/", "/assets/{name}", "/docs", "/openapi.json", "/sample.npy"):
+        yield _READS, public, PUBLIC
+
+
+DECLARED: Mapping[tuple[str, str], Needed] = {
+    (method, path): needed for methods, path, needed in _rows() for method in methods
+}
+
+
+class RouteScopes:
+    """What each request needs, by the route that will handle it.
+
+    The routes themselves say which one that is, so that no way to write a path is understood here in one way and by
+    the router in another.
+    """
+
+    def __init__(self, routes: Sequence[BaseRoute], *, metrics_are_public: bool) -> None:
+        """Args: routes: the application's own list, which may grow."""
+        self._routes = routes
+        self._declared = {**DECLARED}
+        if metrics_are_public:
+            self._declared |= {(method, "/metrics"): PUBLIC for method in _READS}
+        # A path without parameters is its own template.
+        self._exact = {place: needed for place, needed in self._declared.items() if "{" not in place[1]}
+
+    def ask_for_key(self, method: str, template: str) -> bool:
+        """Whether a route asks for a key, where keys are asked for."""
+        return self._declared.get((method, template)) != PUBLIC
+
+    def needed(self, scope: Scope) -> Needed | None:
+        """What a request needs; None where no key will do, since nobody declared what will.
+
+        What no route handles needs any key: who has none is not told which paths there are.
+        """
+        exact = self._exact.get((scope["method"], scope["path"]))
+        below = scope.get("root_path")
+        if exact is not None and not below:
+            return exact
+        route = self._route(scope)
+        needed = ANY_KEY if route is None else self._declared.get((scope["method"], getattr(route, "path", "")))
+        # Below a root path direct routes are found by the whole path, and all others by what follows the root.
+        return needed if exact is None or exact == needed else None
+
+    def template(self, scope: Scope) -> str:
+        """The path of the route that handles a request, with its parameters' names in place of their values."""
+        if not scope.get("root_path") and (scope["method"], scope["path"]) in self._exact:
+            path: str = scope["path"]
+            return path
+        return getattr(self._route(scope), "path", UNMATCHED)
+
+    def _route(self, scope: Scope) -> BaseRoute | None:
+        """The route that handles a request; None where the answer is that there is none, or not by this method."""
+        for route in self._routes:
+            if route.matches(scope)[0] is Match.FULL:
+                return route
+        return None

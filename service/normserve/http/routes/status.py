@@ -1,0 +1,154 @@
+"""Around the operations: is the process alive, can it work, what is it, and how does one try it."""
+
+import json
+import os
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from normserve import __version__
+from normserve.codec import npy
+from normserve.codec.media_types import NPY, SAFETENSORS
+from normserve.engine.engine import Engine
+from normserve.engine.progress import StallWatch
+from normserve.http.exchange import Exchange
+from normserve.jobs.job import Op
+from normserve.layers.registry import LayerRegistry
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.metrics.exposition import CONTENT_TYPE
+from normserve.metrics.metrics import Metrics
+from normserve.peers.siblings import Question, Siblings
+
+_READS = ["GET", "HEAD"]
+_SAMPLE_SHAPE = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the handlers around the operations work with.
+
+    Attributes:
+        stalls: whether anything is still finished.
+        limits: what `/v1/info` tells about them.
+    """
+
+    engine: Engine
+    layers: LayerRegistry
+    metrics: Metrics
+    siblings: Siblings
+    stalls: StallWatch
+    limits: dict[str, Any]
+
+    def router(self) -> APIRouter:
+        """Probes, metrics and information."""
+        router = APIRouter(tags=["status"])
+        router.add_api_route("/livez", self.livez, methods=_READS)
+        router.add_api_route("/readyz", self.readyz, methods=_READS)
+        router.add_api_route("/metrics", self.scrape, methods=_READS)
+        router.add_api_route("/v1/info", self.info, methods=_READS)
+        router.add_api_route("/sample.npy", self.sample, methods=_READS)
+        return router
+
+    def answer_siblings(self) -> None:
+        """Tell the other processes of the fleet what this one would be asked by clients."""
+
+        async def metrics(question: Question, at_end: AsyncExitStack) -> bytes:
+            return self.metrics.render()
+
+        async def info(question: Question, at_end: AsyncExitStack) -> bytes:
+            return json.dumps(self._process()).encode()
+
+        self.siblings.handlers |= {"metrics": metrics, "info": info}
+
+    async def livez(self, request: Request) -> Response:
+        """200 while the process is sane."""
+        _note(request, "livez")
+        return Response("ok\n", media_type="text/plain")
+
+    async def readyz(self, request: Request) -> Response:
+        """200 once warmed up and while work is taken and finished, else 503 with the reason."""
+        _note(request, "readyz")
+        self.engine.require_ready()
+        self.stalls.require_progress()
+        return Response("ready\n", media_type="text/plain")
+
+    async def scrape(self, request: Request) -> Response:
+        """Every metric, as Prometheus reads it; in a fleet, of every process."""
+        _note(request, "metrics")
+        text = await self.siblings.exposition(self.metrics.render())
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def info(self, request: Request) -> JSONResponse:
+        """Versions, backend, device, limits and the measured copy bandwidth."""
+        _note(request, "info")
+        device = self.engine.device
+        processes = await self._processes()
+        return JSONResponse(
+            {
+                "version": __version__,
+                "state": self.engine.state.value,
+                "backend": self.engine.backend_name,
+                "device": {"name": device.name, "kind": device.kind} if device else None,
+                "copy_bandwidth_bytes_per_second": device.copy_bandwidth if device else None,
+                "versions": dict(device.versions) if device else {},
+                "limits": self.limits,
+                "layers": len(self.layers),
+                "operations": [op.value for op in Op],
+                "dtypes": [dtype.value for dtype in DType],
+                "media_types": [SAFETENSORS, NPY],
+                **({} if processes is None else {"processes": processes}),
+            }
+        )
+
+    async def _processes(self) -> list[dict[str, Any]] | None:
+        """Every process of the fleet, by its index; None where there is no fleet."""
+        place = self.siblings.place
+        if place is None:
+            return None
+        answers = await self.siblings.ask("info")
+        known = {place.index: self._process()} | {index: json.loads(answer) for index, answer in answers.items()}
+        return [known.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
+
+    def _process(self) -> dict[str, Any]:
+        """This process of the fleet."""
+        place = self.siblings.place
+        assert place is not None
+        return {
+            "index": place.index,
+            "device": place.device,
+            "pid": os.getpid(),
+            "restarts": place.restarts,
+            "state": self.engine.state.value,
+        }
+
+    async def sample(self, request: Request) -> Response:
+        """A small npy array to try the operations with, for whoever has nothing but curl."""
+        _note(request, "sample")
+        rows, cols = _SAMPLE_SHAPE
+        values = memoryview(bytearray(rows * cols * 4)).cast("f")
+        for index in range(rows * cols):
+            values[index] = float((index * 7) % 11 - 5)
+        tensor = HostTensor(DType.FLOAT32, _SAMPLE_SHAPE, values.cast("B"))
+        return Response(b"".join(npy.encode(tensor)), media_type=NPY)
+
+
+def curl_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
+    """A line that normalises the sample with nothing but curl and a shell."""
+    curl = curl_command(url, with_certificate=with_certificate)
+    key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
+    return f"{curl} {url}/sample.npy | {curl}{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
+
+
+def curl_command(url: str, *, with_certificate: bool) -> str:
+    """curl with the files that TLS needs: of the server's authority, and a client's certificate with its key."""
+    if not url.startswith("https:"):
+        return "curl -s"
+    return "curl -s --cacert ca.pem" + (" --cert client.pem" if with_certificate else "")
+
+
+def _note(request: Request, route: str) -> None:
+    exchange: Exchange = request.state.exchange
+    exchange.record.op = route

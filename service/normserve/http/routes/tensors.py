@@ -1,0 +1,30 @@
+"""The tensors of a request as OpenAPI describes them."""
+
+from normserve.jobs.job import Op, Pass
+from normserve.jobs.validation import tensor_names
+
+_DOCS = {
+    "x": "the tensor to normalise, `[..., N]`",
+    "weight": "optional, `[N]`: multiplies what is normalised",
+    "bias": "optional, `[N]`: is added after weight",
+    "scale": "optional, `[B, C]` in either layout: each sample's own; `1 + scale` multiplies after weight and bias",
+    "shift": "optional, `[B, C]` in either layout: each sample's own; is added after scale",
+    "residual": "optional, as x: `x + residual` is normalised, and forward returns it as residual_out",
+    "dy": "required, as x: the gradient of y",
+    "mean": "optional, float32, together with rstd: what forward returned with stats",
+    "rstd": "optional, float32: what forward returned with stats",
+    "dresidual_out": "optional, as x: a gradient that reached residual_out from elsewhere, added to dx",
+}
+_DOCS_OF_GROUPS = {
+    "x": "the tensor to normalise, `[B, C, *spatial]`, or `[B, *spatial, C]` with layout=nhwc",
+    "weight": "optional, `[C]`: multiplies what is normalised",
+    "bias": "optional, `[C]`: is added after weight",
+}
+
+
+def describe_tensors(op: Op, direction: Pass) -> str:
+    """What a body of one operation may carry, as Markdown."""
+    docs = _DOCS | _DOCS_OF_GROUPS if op is Op.GROUP_NORM else _DOCS
+    lines = [f"- `{name}`: {docs[name]}" for name in tensor_names(op, direction)]
+    or_npy = ", or npy of x alone" if direction is Pass.FORWARD else ""
+    return "\n".join([f"Safetensors of these by their names{or_npy}:", "", *lines])

@@ -1,0 +1,78 @@
+"""A connection: whose memory the next bytes belong to."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from normserve.http.transport.http import HEAD_BYTES, HttpProtocol, Manners
+from normserve.http.transport.reception import Reception
+
+# Of a chunked or an unwanted body.
+_PIECE_BYTES = 256 * 1024
+# Chunks of one byte take a microsecond each, and everybody waits while those of one read are looked at.
+_TINY_CHUNKS_BYTES = 32 * 1024
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Receives into the memory that a request's body is meant for, else into scratch memory that the parser reads.
+
+    An idle connection owns no memory: between asking for a buffer and telling that it was written to, the event
+    loop does nothing else, so all connections of a loop share the scratch.
+
+    uvicorn's protocol is held and not inherited from, because an event loop hands `bytes` to whatever is an
+    `asyncio.Protocol`.
+
+    Attributes:
+        on_lost: called when the connection has ended.
+    """
+
+    def __init__(self, manners: Manners, scratch: memoryview, **of_uvicorn: Any) -> None:
+        self._http = HttpProtocol(manners, **of_uvicorn)
+        self._scratch = scratch
+        self._filling: Reception | None = None
+        self.on_lost: Callable[[], None] | None = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        http = self._http
+        self._filling = http.filling
+        if self._filling is not None:
+            return self._filling.room()
+        if http.unparsed:
+            return self._scratch[: http.unparsed]
+        if http.chunks is not None:
+            return self._scratch[: max(_TINY_CHUNKS_BYTES, http.chunks.remaining)]
+        return self._scratch[:HEAD_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._filling is not None:
+            self._filling = None
+            self._http.filled(nbytes)
+        else:
+            self._http.data_received(self._scratch[:nbytes])
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._http.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def eof_received(self) -> bool:
+        return self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+def listen(manners: Manners) -> Callable[..., Connection]:
+    """What uvicorn calls for each connection that it accepts."""
+    scratch = memoryview(bytearray(_PIECE_BYTES))
+
+    def accept(**of_uvicorn: Any) -> Connection:
+        return Connection(manners, scratch, **of_uvicorn)
+
+    return accept

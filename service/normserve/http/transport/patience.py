@@ -1,0 +1,104 @@
+"""How long a connection waits for its client."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from normserve.http.transport.pace import Pace, PaceWatch
+from normserve.http.transport.sending import Sending
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """The limits, in seconds and bytes.
+
+    Attributes:
+        header_s: for a complete header, from its first byte or from the connection's start.
+        send_s: for a client that reads nothing of its response.
+        transfer_s: for a response that the kernel could not take at once, however steadily it is read.
+        min_bytes_per_s: least mean rate at which such a response leaves from then on; 0 for none.
+        grace_s: after which that rate counts.
+    """
+
+    header_s: float
+    send_s: float
+    transfer_s: float
+    min_bytes_per_s: float = 0.0
+    grace_s: float = 0.0
+
+
+class HeaderWatch:
+    """Calls when a header is late."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, patience: Patience, on_late: Callable[[], None]) -> None:
+        self._loop = loop
+        self._patience = patience
+        self._on_late = on_late
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._timer is not None
+
+    def start(self) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(self._patience.header_s, self._on_late)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class SendWatch:
+    """Aborts a transport whose client reads too slowly."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        patience: Patience,
+        transport: asyncio.Transport,
+        *,
+        unseen_bytes: int = 0,
+    ) -> None:
+        """Args: unseen_bytes: so many may leave before the transport says so."""
+        self._loop = loop
+        self._patience = patience
+        self._transport = transport
+        self._unseen_bytes = unseen_bytes
+        self._watch: PaceWatch | None = None
+
+    def start(self, response: Sending | None) -> None:
+        """The kernel takes no more for now.
+
+        Args: response: whose bytes it does not take; None for the last of one that is complete.
+        """
+        self.stop()
+        unsent = self._transport.get_write_buffer_size
+        if response is None:
+            whole = unsent()
+            self._watch = PaceWatch(self._loop, self._pace(), lambda: whole - unsent(), self._abort)
+            return
+        if response.pace is None:
+            response.pace, response.unfinished = self._pace(), unsent()
+        self._watch = PaceWatch(self._loop, response.pace, lambda: response.unfinished - unsent(), self._abort)
+
+    def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def _pace(self) -> Pace:
+        limits = self._patience
+        return Pace(
+            time.perf_counter(),
+            limits.send_s,
+            limits.transfer_s,
+            limits.min_bytes_per_s,
+            limits.grace_s,
+            self._unseen_bytes,
+        )
+
+    def _abort(self, fault: str) -> None:
+        self._transport.abort()

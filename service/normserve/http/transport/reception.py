@@ -1,0 +1,164 @@
+"""One request's body on its way into memory."""
+
+import asyncio
+import copy
+import time
+from collections.abc import Callable, Iterable
+
+from normserve.errors import NormserveError, RequestTimeoutError
+from normserve.http.transport.pace import Pace, PaceWatch
+
+
+class Reception:
+    """Between the connection, which has bytes, and the route, which has memory for them.
+
+    A body that nobody asks for here stays with uvicorn, as any ASGI application expects it.
+
+    Attributes:
+        announced: its length in bytes; None when it is chunked, 0 when there is none.
+        began: when its header was complete, by `time.perf_counter`.
+        received: bytes that have come into the route's memory.
+        is_complete: its last byte has come.
+        is_filling: bytes are for `room` and `append` here, not for uvicorn.
+    """
+
+    def __init__(self, announced: int | None, begin: Callable[[], bytearray]) -> None:
+        """Args: begin: lets the body come, and returns what came already."""
+        self.announced = announced
+        self.began = time.perf_counter()
+        self.received = 0
+        self.is_complete = False
+        self.is_filling = False
+        self._ended = self.began
+        self._begin = begin
+        self._memory = memoryview(b"")
+        self._make_room: Callable[[int], memoryview] | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        self._failure: NormserveError | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From the header to the last byte that came."""
+        return self._ended - self.began
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The rest will not come, or is not wanted."""
+        return self._failure is not None
+
+    async def into(
+        self,
+        make_room: Callable[[int], memoryview],
+        *,
+        pause_s: float,
+        total_s: float,
+        min_bytes_per_s: float = 0.0,
+        grace_s: float = 0.0,
+    ) -> memoryview:
+        """Receive the whole body.
+
+        A body that came in one piece with its header is returned where it lies, without asking for memory.
+
+        Args:
+            make_room: gives memory of at least so many bytes; called again when a chunked body outgrows it, with
+                whatever errors that may raise.
+            pause_s: longest pause of the client.
+            total_s: longest time for all of it.
+            min_bytes_per_s: least mean rate, once `grace_s` are over; 0 for none.
+
+        Raises:
+            RequestTimeoutError: the client was too slow.
+            ClientLeftError: it went away.
+            NormserveError: what `fail` was called with.
+        """
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+        early = self._begin()
+        if self.is_complete:
+            self.received = len(early)
+            return memoryview(early)
+        self._make_room = make_room
+        if self.announced is not None:
+            self._memory = make_room(self.announced)
+        self.is_filling = True
+        try:
+            self._take(early)
+            pace = Pace(time.perf_counter(), pause_s, total_s, min_bytes_per_s, grace_s)
+            await self._completion(pace)
+            return self._memory[: self.received]
+        finally:
+            self._let_go()
+
+    def room(self) -> memoryview:
+        """Where the next bytes of an announced body belong."""
+        return self._memory[self.received : self.announced]
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes were written to `room`."""
+        self.received += nbytes
+
+    def append(self, data: bytes) -> None:
+        """The next piece of a chunked body."""
+        try:
+            self._take(data)
+        except NormserveError as error:
+            self.fail(error)
+
+    def complete(self) -> None:
+        """The last byte has come."""
+        self.is_complete = True
+        self._ended = time.perf_counter()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def fail(self, error: NormserveError) -> None:
+        """The rest will not come, or is not wanted: what still comes is uvicorn's again."""
+        self.is_filling = False
+        # One that is never raised: a traceback would hold whoever waits for this body, and through him this.
+        self._failure = copy.copy(error)
+        if not self.is_complete:
+            # Others may be waiting for it; one that is whole belongs to the route, which has not run yet.
+            self._memory = memoryview(b"")
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_exception(error)
+
+    def _take(self, data: bytes | bytearray) -> None:
+        if not data:
+            return
+        end = self.received + len(data)
+        if end > len(self._memory):
+            assert self._make_room is not None
+            larger = self._make_room(end)
+            larger[: self.received] = self._memory[: self.received]
+            self._memory = larger
+        self._memory[self.received : end] = data
+        self.received = end
+
+    async def _completion(self, pace: Pace) -> None:
+        loop = asyncio.get_running_loop()
+        self._arrival = loop.create_future()
+        watch = PaceWatch(loop, pace, lambda: self.received, self._end)
+        try:
+            await self._arrival
+        finally:
+            watch.stop()
+
+    def _end(self, fault: str) -> None:
+        self.fail(RequestTimeoutError(fault))
+
+    def _let_go(self) -> None:
+        """The slab must not live as long as the connection."""
+        self.is_filling = False
+        self._memory = memoryview(b"")
+        self._make_room = self._arrival = None
+
+
+def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """A body's length as its header says; the parser has refused what contradicts itself."""
+    length = 0
+    for name, value in headers:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            return None
+    return length

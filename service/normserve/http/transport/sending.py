@@ -1,0 +1,211 @@
+"""One response on its way out."""
+
+import asyncio
+import fcntl
+import struct
+import termios
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from normserve.http.transport.half_closed import PROBE
+from normserve.http.transport.pace import Pace
+
+Headers = Sequence[tuple[bytes, bytes]]
+Buffers = Sequence[bytes | memoryview]
+
+# Up to here one write with a copy is cheaper than a gathering one.
+_JOIN_BYTES = 16 * 1024
+# Of a write: to a client that reads as fast the kernel takes 16 MiB in one call of 5 ms, and everybody waits.
+_PORTION_BYTES = 2 * 2**20
+# TLS encrypts a portion at once, and its progress shows in whole portions.
+TLS_PORTION_BYTES = 256 * 2**10
+
+
+class Departure(ABC):
+    """A response on its way, as the routes see it.
+
+    Attributes:
+        on_departure: called if the client leaves before its response is complete.
+        is_delivered: the last byte was taken while the client was there; None until one or the other.
+    """
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._ended = 0.0
+        self.on_departure: Callable[[], None] | None = None
+        self.is_delivered: bool | None = None
+
+    @abstractmethod
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """Send a response at once; over when the last byte was taken.
+
+        Args:
+            headers: all of them, but those that every response carries; content-length is `nbytes`.
+            buffers: the body in pieces, which are not joined where copying them would cost more.
+        """
+
+    @property
+    def seconds(self) -> float:
+        """From the first byte of the response to the moment when the last one was taken."""
+        return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
+
+
+class Sending(Departure):
+    """Takes the transport's place in uvicorn's cycle and gathers what it writes: header and body leave together.
+
+    The kernel takes the bytes.
+
+    Attributes:
+        pace: how fast it leaves, since the kernel could take no more for the first time.
+        unfinished: bytes that were unsent then, and those that came after them.
+    """
+
+    # Of the class, for small responses need neither.
+    pace: Pace | None = None
+    unfinished = 0
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        cycle: RequestResponseCycle,
+        *,
+        is_encrypted: bool = False,
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._portion_bytes = TLS_PORTION_BYTES if is_encrypted else _PORTION_BYTES
+        self._loop = loop
+        self._cycle: RequestResponseCycle | None = cycle
+        self._is_probed = False
+        self._was_closing = False
+        self._is_closed = False
+        self._held: list[bytes | memoryview] = []
+        self._held_bytes = 0
+
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """What uvicorn's cycle does for a response that comes in messages, in one step."""
+        cycle = self._cycle
+        if cycle is None or not await self._can_write(cycle):
+            return
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        head = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        if not cycle.keep_alive:
+            head.append(b"connection: close\r\n")
+        whole = [self._begin_with(STATUS_LINE[status]), *head, b"\r\n"]
+        if nbytes <= _JOIN_BYTES:
+            self._transport.write(b"".join([*whole, *buffers]))
+        else:
+            for number, portion in enumerate(_portions([b"".join(whole), *buffers], self._portion_bytes)):
+                # Others have their turn between, though the kernel took all of it.  None after the last: the client
+                # may read it and leave before this goes on.
+                if number:
+                    await asyncio.sleep(0)
+                    if cycle.disconnected:
+                        return
+                self.unfinished += sum(map(len, portion))
+                self._transport.writelines(portion)
+                if not await self._can_write(cycle):
+                    return
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.close()
+        cycle.on_response()
+
+    async def _can_write(self, cycle: RequestResponseCycle) -> bool:
+        """Whether the client is there, once the kernel has taken what was written before."""
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        return not cycle.disconnected
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send, or hold for what follows; nothing is held longer than the running step of the loop."""
+        if not self._began:
+            data = self._begin_with(data)
+        if not len(data):
+            return
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > _JOIN_BYTES:
+            self.flush()
+        elif len(self._held) == 1:
+            self._loop.call_soon(self.flush)
+
+    def probe(self) -> None:
+        """Send the response's first bytes ahead of it, if it has not begun: a client that has gone resets them."""
+        if not self._began:
+            self._is_probed = True
+            self._transport.write(PROBE)
+
+    def _begin_with(self, data: bytes | memoryview) -> bytes | memoryview:
+        """The first of the response that is still to be sent."""
+        self._began = time.perf_counter()
+        return data[len(PROBE) :] if self._is_probed else data
+
+    def flush(self) -> None:
+        """Send what is held."""
+        held, nbytes = self._held, self._held_bytes
+        if not nbytes:
+            return
+        self._held, self._held_bytes = [], 0
+        if nbytes > _JOIN_BYTES:
+            self.unfinished += nbytes
+            self._transport.writelines(held)
+        else:
+            self._transport.write(b"".join(held))
+
+    def finish(self) -> None:
+        """The response is complete, and all but what is held has been taken by the kernel."""
+        self.flush()
+        if self.is_delivered is None:
+            was_closing = self._was_closing if self._is_closed else self._transport.is_closing()
+            self.is_delivered = not was_closing
+            self._ended = time.perf_counter()
+        self._cycle = None
+
+    def depart(self) -> None:
+        """The client has gone."""
+        self._cycle = None
+        self._held, self._held_bytes = [], 0
+        if self.is_delivered is None:
+            self.is_delivered = False
+            if self.on_departure is not None:
+                self.on_departure()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    async def cut_off(self) -> None:
+        """Give no answer at all, where there is no memory for one: the client sees the connection end."""
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Called by uvicorn's cycle just before the end of a connection's last response, or instead of its rest."""
+        self.flush()
+        self._was_closing, self._is_closed = self._transport.is_closing(), True
+        self._transport.close()
+
+
+def _portions(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:
+    """The buffers in order, so many bytes of them at a time."""
+    portion: list[bytes | memoryview] = []
+    room = portion_bytes
+    for buffer in buffers:
+        start = 0
+        while len(buffer) - start > room:
+            yield [*portion, buffer[start : start + room]]
+            start += room
+            portion, room = [], portion_bytes
+        portion.append(buffer[start:] if start else buffer)
+        room -= len(buffer) - start
+    yield portion
+
+
+def unread_bytes(transport: asyncio.Transport) -> int:
+    """Bytes that went to the kernel and that the client's side has not acknowledged."""
+    answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return int(struct.unpack("i", answer)[0])

@@ -1,0 +1,242 @@
+"""What is to be computed: frozen descriptions that walk from the routes to the device and back."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import NamedTuple
+
+from normserve.memory.host_tensors import DType, HostTensor
+
+# Parameters that came with a request are compared byte by byte to find jobs that share a launch; longer ones
+# would cost more than the launch they save.
+_MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
+
+
+class Op(Enum):
+    """The operations; the value is the name in URLs and metrics."""
+
+    LAYER_NORM = "layer_norm"
+    RMS_NORM = "rms_norm"
+    GROUP_NORM = "group_norm"
+
+    label: str
+    """The value; as quick to read as any attribute, which `value` is not."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, name: str) -> None:
+        self.label = name
+
+
+class Pass(Enum):
+    """Which way through the operation."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+    label: str
+    """The value; as quick to read as any attribute, which `value` is not."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, name: str) -> None:
+        self.label = name
+
+
+class Layout(Enum):
+    """Where GroupNorm's channels lie: [B, C, *spatial] or [B, *spatial, C]."""
+
+    NCHW = "nchw"
+    NHWC = "nhwc"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """Every parameter of one operation, defaults already filled in.
+
+    Attributes:
+        num_groups: of GroupNorm, 0 elsewhere.
+        seed: of the dropout mask; None without dropout.
+        out_dtype: of y; None means x's.
+        stats: whether forward returns the statistics.
+    """
+
+    op: Op
+    direction: Pass
+    eps: float
+    num_groups: int = 0
+    layout: Layout = Layout.NCHW
+    activation: str = "none"
+    dropout: float = 0.0
+    seed: int | None = None
+    out_dtype: DType | None = None
+    stats: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every request looks things up by its spec.
+        said = (self.op, self.direction, self.eps, self.num_groups, self.layout, self.activation)
+        object.__setattr__(self, "_hash", hash((*said, self.dropout, self.seed, self.out_dtype, self.stats)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """Parameters registered under a name, and what else a request that names it no longer says.
+
+    Attributes:
+        size: N, or C of GroupNorm.
+        nbytes: of the parameters.
+        resident: the parameters where the backend wants them; opaque here, freed with the last job of it.
+    """
+
+    name: str
+    op: Op
+    eps: float
+    num_groups: int
+    activation: str
+    size: int
+    dtype: DType
+    has_bias: bool
+    nbytes: int
+    resident: object = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormJob:
+    """One request's work, checked: the tensors fit the spec and one another.
+
+    Attributes:
+        tensors: by their names in the API; with a layer, neither weight nor bias.
+        layer: the registered parameters, if the request named some.
+        may_overwrite: nobody reads the tensors after the job; results may be written over them.
+        nbytes: of all tensors that came with the request.
+        rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
+    """
+
+    spec: NormSpec
+    tensors: Mapping[str, HostTensor]
+    layer: Layer | None = None
+    may_overwrite: bool = False
+    nbytes: int = field(init=False)
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.x.shape
+        object.__setattr__(self, "nbytes", sum([len(tensor.data) for tensor in self.tensors.values()]))
+        object.__setattr__(self, "rows", shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1]))
+
+    @property
+    def x(self) -> HostTensor:
+        """The tensor to normalise."""
+        return self.tensors["x"]
+
+    def batch_class(self) -> Hashable | None:
+        """Jobs of equal class may be rows of one launch; None: this job runs alone.
+
+        Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so neither
+        survives company.  GroupNorm's scale and shift belong to the samples and go along with them.
+        """
+        has_parameters = self.layer is not None or "weight" in self.tensors or "bias" in self.tensors
+        if self.spec.dropout or (self.spec.direction is Pass.BACKWARD and has_parameters):
+            return None
+        members: list[Hashable] = []
+        for name, tensor in sorted(self.tensors.items()):
+            if tensor.fortran_order:
+                return None
+            if name not in ("weight", "bias"):
+                members.append((name, tensor.dtype))
+            elif tensor.nbytes > _MAX_COMPARED_PARAMETER_BYTES:
+                return None
+            else:
+                members.append((name, tensor.dtype, bytes(tensor.data)))
+        return (self.spec, self._unit, self.layer, *members)
+
+    def kernel_class(self) -> Hashable:
+        """Jobs of equal class run the same compiled kernels, however many rows they bring."""
+        spec, layer = self.spec, self.layer
+        return (
+            (spec.op, spec.direction, spec.num_groups, spec.layout, spec.activation, spec.dropout > 0),
+            (spec.out_dtype, spec.stats, self._unit, None if layer is None else (layer.dtype, layer.has_bias)),
+            *((name, tensor.dtype) for name, tensor in sorted(self.tensors.items())),
+        )
+
+    @property
+    def _unit(self) -> tuple[int, ...]:
+        """The shape of what is normalised by itself: a row, or a sample of GroupNorm."""
+        return self.x.shape[1:] if self.spec.op is Op.GROUP_NORM else self.x.shape[-1:]
+
+
+class Lane(Enum):
+    """The two queues before a device: what is small overtakes what is large, and neither starves."""
+
+    SMALL = "small"
+    LARGE = "large"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Jobs of one class, run as one launch.
+
+    Attributes:
+        nbytes: of all tensors that came with it.
+    """
+
+    jobs: tuple[NormJob, ...]
+    lane: Lane = Lane.SMALL
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum([job.nbytes for job in self.jobs]))
+
+
+class Execution(NamedTuple):
+    """What a backend gives back for a batch: for each job its outputs, and where the launch's time went.
+
+    Attributes:
+        outputs: one mapping a job, in the batch's order, by the names of the API.
+        copy_in_s: from the request's memory to where the kernel reads.
+        kernel_s: device time of the kernels.
+        copy_out_s: back into host memory.
+        kernel_bytes: for each job, the fewest bytes that its share of the launch must move on the device.
+    """
+
+    outputs: tuple[Mapping[str, HostTensor], ...]
+    kernel_bytes: tuple[int, ...]
+    copy_in_s: float
+    kernel_s: float
+    copy_out_s: float
+
+
+class NormResult(NamedTuple):
+    """What one request gets back.
+
+    Attributes:
+        tensors: the outputs, by their names in the API.
+        queue_s: from submission to the start of execution.
+        copy_in_s, kernel_s, copy_out_s: of the whole launch.
+        kernel_bytes: the fewest bytes that this request's share must move.
+        launch_bytes: the same for the whole launch.
+        batch_size: requests in the launch.
+    """
+
+    tensors: Mapping[str, HostTensor]
+    queue_s: float
+    copy_in_s: float
+    kernel_s: float
+    copy_out_s: float
+    kernel_bytes: int
+    launch_bytes: int
+    batch_size: int
+
+    @property
+    def kernel_bandwidth(self) -> float:
+        """Bytes a second of the launch; 0 when nothing was launched."""
+        return self.launch_bytes / self.kernel_s if self.kernel_s > 0 else 0.0

@@ -1,0 +1,124 @@
+"""How much of the host's memory an operation takes beside the tensors that came.
+
+Results are counted to the byte.  What is needed meanwhile is bounded for most shapes, since the CPU backend works
+in pieces; only of a row or a group that is longer than a piece do the float32 copies grow with it.  A test holds
+this model against measured peaks: they are never more than `SCRATCH_BYTES` above it.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+from normserve.jobs.job import Layout, NormSpec, Op, Pass
+from normserve.jobs.results import OF_SAMPLES, PARAMETERS, Described, Registered, results_of
+from normserve.memory.host_tensors import DType
+
+PIECE_ELEMENTS = 128 * 1024
+"""Elements that the CPU backend computes at once, so that its float32 intermediates stay in a core's cache."""
+
+REUSED_ELEMENTS = 256 * 1024
+"""A y of more elements is written over x on the CPU, where it is as large and nobody reads x any more."""
+
+SCRATCH_BYTES = 64 * 2**20
+"""Of the CPU backend, which computes one batch at a time: pieces, small results, and what malloc keeps of them."""
+
+
+class MemoryCost(NamedTuple):
+    """Bytes of the host's memory.
+
+    Attributes:
+        results: what goes back to the client.
+        temporaries: what the CPU backend needs meanwhile, beyond `SCRATCH_BYTES`.
+        reusable: of the results, what the CPU backend may write over the tensors that came.
+    """
+
+    results: int = 0
+    temporaries: int = 0
+    reusable: int = 0
+
+    def on_cpu(self, *, may_overwrite: bool) -> int:
+        """What the CPU backend takes beside the tensors that came."""
+        return self.results + self.temporaries - (self.reusable if may_overwrite else 0)
+
+
+def memory_cost(spec: NormSpec, given: Described, layer: Registered | None) -> MemoryCost:
+    """What an operation takes beside the tensors that came.
+
+    Args:
+        given: the tensors that came, in shapes that fit the spec and one another.
+        layer: whose parameters are used, if any.
+    """
+    results = results_of(spec, given, layer)
+    nbytes = {name: _nbytes(*described) for name, described in results.items()}
+    is_rows = spec.op is not Op.GROUP_NORM
+    temporaries = _of_rows(spec, given, layer) if is_rows else _of_groups(spec, given, layer)
+    dtype, shape = given["x"]
+    is_reused = is_rows and spec.direction is Pass.FORWARD and spec.out_dtype in (None, dtype)
+    reusable = nbytes["y"] if is_reused and prod(shape) > REUSED_ELEMENTS else 0
+    return MemoryCost(sum(nbytes.values()), temporaries, reusable)
+
+
+def parameter_bytes(size: int, dtype: DType, bias: DType | None) -> int:
+    """Of a registered layer's parameters, wherever they stay."""
+    return size * (dtype.itemsize + (0 if bias is None else bias.itemsize))
+
+
+def _nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * prod(shape)
+
+
+def _of_rows(spec: NormSpec, given: Described, layer: Registered | None) -> int:
+    """Temporaries of LayerNorm and RMSNorm."""
+    dtype, shape = given["x"]
+    cols = shape[-1]
+    if cols <= PIECE_ELEMENTS or not prod(shape):
+        return 0
+    narrow = _narrow_parameters(given, layer)
+    if spec.direction is Pass.FORWARD:
+        # The sum in float32, and what is normalised of it.
+        floats = 1 + _is_copied(dtype, given) + narrow
+    else:
+        # The sum, dz and dx, and what RMSNorm's mean of a row takes; parameters and their gradients once more.
+        has_weight = layer is not None or "weight" in given
+        floats = (3 if spec.op is Op.LAYER_NORM else 4 + has_weight) + 2 * narrow
+    return 4 * cols * floats + (cols if spec.dropout else 0)
+
+
+def _of_groups(spec: NormSpec, given: Described, layer: Registered | None) -> int:
+    """Temporaries of GroupNorm."""
+    dtype, shape = given["x"]
+    is_last = spec.layout is Layout.NHWC
+    channels = shape[-1] if is_last else shape[1]
+    sample = prod(shape[1:])
+    if sample <= PIECE_ELEMENTS or not shape[0]:
+        return 0
+    positions = sample // channels
+    group = sample // spec.num_groups
+    # Dropout's mask of channels that lie side by side is made for a whole sample.
+    mask = sample if spec.dropout and is_last else 0
+    # Those of one value a channel, which are many where there are few positions.
+    of_channels = 4 * channels * _narrow_parameters(given, layer)
+    if spec.direction is Pass.BACKWARD:
+        of_channels += 4 * channels * (2 + 4 * (layer is not None or any(name in given for name in PARAMETERS)))
+    if group <= PIECE_ELEMENTS:
+        return mask + of_channels
+    modulations = sum(name in given for name in OF_SAMPLES)
+    if spec.direction is Pass.FORWARD:
+        floats = 1 + (is_last or _is_copied(dtype, given))
+    else:
+        # The sum, z, dy and dz; z once more where it is modulated, and what its sums over positions take.
+        floats = 4 + (0 if not modulations else 2 if positions > PIECE_ELEMENTS else 1)
+    mask += group if spec.dropout else 0
+    return 4 * group * floats + mask + of_channels + 8 * modulations * (group // positions)
+
+
+def _is_copied(dtype: DType, given: Described) -> bool:
+    """Whether the float32 sum of x and residual is not x itself."""
+    return dtype is not DType.FLOAT32 or "residual" in given
+
+
+def _narrow_parameters(given: Described, layer: Registered | None) -> int:
+    """How many parameters are widened to float32."""
+    dtypes = [given[name][0] for name in PARAMETERS if name in given]
+    if layer is not None:
+        dtypes = [layer.dtype] * (1 + layer.has_bias)
+    return sum(dtype is not DType.FLOAT32 for dtype in dtypes)

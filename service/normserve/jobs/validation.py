@@ -1,0 +1,173 @@
+"""The input contract of a job, once: which tensors, of which shapes and types, belong to which operation."""
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from normserve.errors import (
+    InvalidParameterError,
+    InvalidShapeError,
+    MissingTensorError,
+    UnexpectedTensorError,
+    UnsupportedDtypeError,
+)
+from normserve.jobs.job import Layer, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.memory_cost import MemoryCost, memory_cost
+from normserve.jobs.results import Described
+from normserve.memory.host_tensors import DType, HostTensor
+
+
+def make_job(
+    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
+) -> NormJob:
+    """Check that tensors, spec and layer fit one another, and make them one job.
+
+    Args: may_overwrite: the tensors' memory is the job's own.
+
+    Raises:
+        InvalidRequestError: by what does not fit; the detail says what was expected and what came.
+    """
+    return costed_job(spec, tensors, layer, may_overwrite=may_overwrite)[0]
+
+
+def costed_job(
+    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
+) -> tuple[NormJob, MemoryCost]:
+    """`make_job`, and what the job takes of the host's memory beside its tensors."""
+    of_layer = None if layer is None else _layer_facts(layer)
+    described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
+    spec, cost = _checked(spec, of_layer, described)
+    return NormJob(spec, dict(tensors), layer, may_overwrite), cost
+
+
+class _LayerFacts(NamedTuple):
+    """What is checked of a layer, without its parameters."""
+
+    name: str
+    op: Op
+    eps: float
+    num_groups: int
+    activation: str
+    size: int
+    dtype: DType
+    has_bias: bool
+
+
+def _layer_facts(layer: Layer) -> _LayerFacts:
+    checked = (layer.name, layer.op, layer.eps, layer.num_groups, layer.activation)
+    return _LayerFacts(*checked, layer.size, layer.dtype, layer.has_bias)
+
+
+@functools.lru_cache(maxsize=1024)
+def _checked(
+    spec: NormSpec, layer: _LayerFacts | None, described: tuple[tuple[str, DType, tuple[int, ...]], ...]
+) -> tuple[NormSpec, MemoryCost]:
+    """The spec with what the layer says, once all fits, and the cost.  Clients send the like again and again."""
+    tensors = {name: (dtype, shape) for name, dtype, shape in described}
+    if layer is not None:
+        spec = _with_layer(spec, layer)
+    _check_names(spec, tensors, with_layer=layer is not None)
+    _, x_shape = tensors["x"]
+    size = _check_x(spec, x_shape)
+    if layer is not None and layer.size != size:
+        raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
+    for name in ("residual", "dy", "dresidual_out"):
+        _check_shape(name, tensors, x_shape)
+    for name in ("weight", "bias"):
+        _check_shape(name, tensors, (size,))
+    for name in ("scale", "shift"):
+        _check_shape(name, tensors, (x_shape[0], size))
+    for name in ("mean", "rstd"):
+        _check_statistics(name, tensors, spec, x_shape)
+    return spec, memory_cost(spec, tensors, layer)
+
+
+def tensor_names(op: Op, direction: Pass, *, with_layer: bool = False) -> tuple[str, ...]:
+    """The tensors that an operation takes, without those that a registered layer has in their place."""
+    rms = op is Op.RMS_NORM
+    parameters = () if with_layer else ("weight",) if rms else ("weight", "bias")
+    of_samples = ("scale", "shift") if op is Op.GROUP_NORM else ()
+    names = ("x", *parameters, *of_samples, "residual")
+    if direction is Pass.FORWARD:
+        return names
+    return (*names, "dy", *(("rstd",) if rms else ("mean", "rstd")), "dresidual_out")
+
+
+def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
+    """The weight and the bias of a layer to be registered.
+
+    Raises:
+        InvalidRequestError: they are not what a layer of this operation has.
+    """
+    known = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
+    _check_known(tensors, known, f"a layer of {op.value}")
+    if "weight" not in tensors:
+        raise MissingTensorError("a layer must have a weight, none came")
+    weight, bias = tensors["weight"], tensors.get("bias")
+    if len(weight.shape) != 1 or weight.shape[0] < 1:
+        raise InvalidShapeError(f"weight must be [N] with N >= 1, got {list(weight.shape)}")
+    if bias is not None:
+        _check_shape("bias", {"bias": (bias.dtype, bias.shape)}, weight.shape)
+    return weight, bias
+
+
+def check_group_count(num_groups: int, channels: int) -> None:
+    """Refuse groups that do not come out even.
+
+    Raises:
+        InvalidParameterError: num_groups does not divide the channels.
+    """
+    if channels % num_groups:
+        raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}")
+
+
+def _with_layer(spec: NormSpec, layer: _LayerFacts) -> NormSpec:
+    if layer.op is not spec.op:
+        raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, not of {spec.op.value}")
+    return replace(spec, eps=layer.eps, num_groups=layer.num_groups, activation=layer.activation)
+
+
+def _check_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
+    backward = spec.direction is Pass.BACKWARD
+    known = tensor_names(spec.op, spec.direction, with_layer=with_layer)
+    beside = " with a registered layer" if with_layer else ""
+    _check_known(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
+    for name in ("x", "dy") if backward else ("x",):
+        if name not in tensors:
+            raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
+    if backward and spec.op is not Op.RMS_NORM and ("mean" in tensors) != ("rstd" in tensors):
+        raise MissingTensorError("mean and rstd must come together or not at all")
+
+
+def _check_known(tensors: Collection[str], known: tuple[str, ...], what: str) -> None:
+    for name in tensors:
+        if name not in known:
+            raise UnexpectedTensorError(f"{what} takes {', '.join(known)}, got {name[:64]!r}")
+
+
+def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
+    """The length of a parameter vector, once x has the rank and the sizes that the operation needs."""
+    if spec.op is not Op.GROUP_NORM:
+        if not shape or shape[-1] < 1:
+            raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
+        return shape[-1]
+    last = spec.layout is Layout.NHWC
+    form = "[B, *spatial, C]" if last else "[B, C, *spatial]"
+    if len(shape) < 2 or 0 in shape[1:]:
+        raise InvalidShapeError(f"x must be {form} with no empty axis but B, got {list(shape)}")
+    channels = shape[-1] if last else shape[1]
+    check_group_count(spec.num_groups, channels)
+    return channels
+
+
+def _check_shape(name: str, tensors: Described, shape: tuple[int, ...]) -> None:
+    if name in tensors and tensors[name][1] != shape:
+        raise InvalidShapeError(f"{name} must be {list(shape)}, got {list(tensors[name][1])}")
+
+
+def _check_statistics(name: str, tensors: Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:
+    shape = (x_shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x_shape[:-1]
+    _check_shape(name, tensors, shape)
+    if name in tensors and tensors[name][0] is not DType.FLOAT32:
+        raise UnsupportedDtypeError(f"{name} must be float32, got {tensors[name][0].value}")

@@ -1,0 +1,1 @@
+"""Registered layers: parameters that stay on the device, the same in every process."""

@@ -1,0 +1,88 @@
+"""Registering the norm layers of a safetensors checkpoint."""
+
+import asyncio
+import json
+import logging
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from normserve.codec.safetensors import CHECKPOINT_LIMITS, Entry, read_entries
+from normserve.engine.engine import Engine
+from normserve.errors import MalformedPayloadError, NormserveError
+from normserve.jobs.job import Layer, Op
+from normserve.layers.registry import LayerRegistry, is_layer_name
+from normserve.memory.host_tensors import HostTensor
+
+log = logging.getLogger(__name__)
+
+# `ln` as a word of its own: ln_1, ln_f, attn.ln, ln2; not the middle of another word.
+_NAMES_A_NORM = re.compile(r"norm|(?:^|[._])ln(?:$|[._\d])", re.IGNORECASE)
+_DEFAULT_EPS = 1e-5
+# What the configurations beside published checkpoints call it.
+_EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+
+
+async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry) -> None:
+    """Register every pair NAME.weight, NAME.bias of rank 1 whose name says norm or ln, as LayerNorm NAME.
+
+    Their eps is the one that a `config.json` beside the file names, 1e-5 where none does.
+
+    Raises:
+        NormserveError: the file cannot be read, its parameters are of no use, or they are more than may be kept.
+    """
+    try:
+        found = await asyncio.to_thread(_read_pairs, path)
+        eps = await asyncio.to_thread(eps_beside, path)
+    except OSError as error:
+        raise NormserveError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    except NormserveError as error:
+        raise type(error)(f"the checkpoint {path}: {error.detail}") from error
+    for name, weight, bias in found:
+        nbytes = weight.nbytes + bias.nbytes
+        with layers.expecting(name, nbytes):
+            resident = await engine.load(Op.LAYER_NORM, weight, bias)
+        size, dtype = weight.shape[0], weight.dtype
+        layers.put(Layer(name, Op.LAYER_NORM, eps, 0, "none", size, dtype, True, nbytes, resident))
+    log.info("registered %d layers from %s with eps %g", len(layers), path, eps)
+
+
+def _read_pairs(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            raise MalformedPayloadError("the file is empty")
+        # Copy on write: torch wants memory that it could write to.
+        body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    entries = {entry.name: entry for entry in read_entries(body, CHECKPOINT_LIMITS)}
+    return [(name, weight.tensor(body), bias.tensor(body)) for name, weight, bias in _norm_pairs(entries)]
+
+
+def eps_beside(path: Path) -> float:
+    """The eps that a `config.json` beside the checkpoint names, 1e-5 where there is none or it does not say.
+
+    Raises:
+        MalformedPayloadError: it names no number in (0, 1).
+    """
+    try:
+        config = json.loads((path.parent / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return _DEFAULT_EPS
+    named = [config[key] for key in _EPS_KEYS if key in config] if isinstance(config, dict) else []
+    if not named:
+        return _DEFAULT_EPS
+    if not isinstance(named[0], float) or not 0.0 < named[0] < 1.0:
+        raise MalformedPayloadError(f"config.json beside it has the eps {named[0]!r}, expected a number in (0, 1)")
+    return named[0]
+
+
+def _norm_pairs(entries: dict[str, Entry]) -> Iterator[tuple[str, Entry, Entry]]:
+    for key, weight in entries.items():
+        name = key.removesuffix(".weight")
+        bias = entries.get(f"{name}.bias")
+        # A running mean makes it a BatchNorm, which is another operation.
+        if name == key or bias is None or f"{name}.running_mean" in entries:
+            continue
+        is_pair = len(weight.shape) == 1 and weight.shape == bias.shape and weight.shape[0] > 0
+        if is_pair and _NAMES_A_NORM.search(name) and is_layer_name(name):
+            yield name, weight, bias

@@ -1,0 +1,114 @@
+"""The layers that are registered: parameters by name."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from normserve.errors import TooLargeError, UnknownLayerError
+from normserve.jobs.job import Layer
+
+# In a URL, `.` and `..` name other resources.
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}", re.ASCII)
+LAYER_NAMES = "1 to 128 of the characters A-Z a-z 0-9 . _ - and neither . nor .."
+
+
+def is_layer_name(text: str) -> bool:
+    """Whether a layer may be called so; `LAYER_NAMES` says which names may be."""
+    return _NAME.fullmatch(text) is not None
+
+
+class LayerRegistry:
+    """Layers by name.  A replaced or removed layer lives on in the jobs that already hold it."""
+
+    def __init__(self, *, max_layers: int, max_bytes: int) -> None:
+        """Args: max_bytes: of all layers' parameters, wherever the backend keeps them."""
+        self._max_layers = max_layers
+        self._max_bytes = max_bytes
+        self._layers: dict[str, Layer] = {}
+        self._nbytes = 0
+        self._coming: dict[object, tuple[str, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._layers
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers' parameters."""
+        return self._nbytes
+
+    @contextlib.contextmanager
+    def expecting(self, name: str, nbytes: int) -> Iterator[None]:
+        """Keep room for a layer of so many bytes while its parameters are brought to the device.
+
+        Raises:
+            TooLargeError: there are as many layers, or bytes, as may be.
+        """
+        self.require_room(name, nbytes)
+        coming = object()
+        self._coming[coming] = name, nbytes
+        try:
+            yield
+        finally:
+            del self._coming[coming]
+
+    def put(self, layer: Layer) -> bool:
+        """Register a layer; whether it replaced one, whose bytes it takes over.
+
+        Raises:
+            TooLargeError: there are as many layers, or bytes, as may be.
+        """
+        name = layer.name
+        self.require_room(name, layer.nbytes)
+        replaced = name in self._layers
+        self._nbytes += layer.nbytes - self._bytes_of(name)
+        self._layers[name] = layer
+        return replaced
+
+    def require_room(self, name: str, nbytes: int) -> None:
+        """Refuse a layer of so many bytes that could not be registered now.
+
+        Raises:
+            TooLargeError: there are as many layers, or bytes, as may be.
+        """
+        coming = dict(self._coming.values())
+        names = self._layers.keys() | coming.keys()
+        if name not in names and len(names) >= self._max_layers:
+            raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
+        there = self._nbytes - self._bytes_of(name)
+        there += sum([of - self._bytes_of(other) for other, of in coming.items() if other != name])
+        if there + nbytes > self._max_bytes:
+            raise TooLargeError(
+                f"the layer's parameters take {nbytes} bytes beside {there} of the layers that are there, "
+                f"no more than {self._max_bytes} are kept"
+            )
+
+    def get(self, name: str) -> Layer:
+        """The layer of that name.
+
+        Raises:
+            UnknownLayerError: there is none.
+        """
+        try:
+            return self._layers[name]
+        except KeyError:
+            raise UnknownLayerError("no layer of that name is registered") from None
+
+    def remove(self, name: str) -> None:
+        """Forget a layer.
+
+        Raises:
+            UnknownLayerError: there is none.
+        """
+        self._nbytes -= self.get(name).nbytes
+        del self._layers[name]
+
+    def all(self) -> list[Layer]:
+        """Every layer, by name."""
+        return [self._layers[name] for name in sorted(self._layers)]
+
+    def _bytes_of(self, name: str) -> int:
+        """What a layer of that name would replace."""
+        return self._layers[name].nbytes if name in self._layers else 0

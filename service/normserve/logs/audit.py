@@ -1,0 +1,79 @@
+"""The audit trail: one line, of the logger `normserve.audit`, for each event that somebody may have to account for.
+
+Layers that are changed, keys that are refused, keys that are read again, the start, the drain and the end of the
+process.  A line names the event and has fields; never a key, nor anything else that is secret.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+_log = logging.getLogger("normserve.audit")
+
+# A stranger who tries keys shall not fill the log.
+_REFUSALS_A_SECOND = 10
+_LONGEST_PATH = 200
+
+
+def started(version: str, settings: Mapping[str, object]) -> None:
+    """The process serves from now on; `settings` without secrets."""
+    _note("start", version=version, settings=dict(settings))
+
+
+def draining() -> None:
+    """The process was told to end: it finishes what it has admitted."""
+    _note("drain")
+
+
+def ended(exit_code: int) -> None:
+    """The process has served its last request."""
+    _note("end", exit_code=exit_code)
+
+
+def keys_loaded(names: Sequence[str]) -> None:
+    """These keys are known from now on, and no others."""
+    _note("keys_loaded", count=len(names), names=list(names))
+
+
+def layer_changed(method: str, path: str, result: str, **who: str | None) -> None:
+    """Somebody asked to register or to remove a layer; `result` is what became of that."""
+    _note("layer_change", method=method, path=path[:_LONGEST_PATH], result=result, **who)
+
+
+class Refusals:
+    """Tells of requests that were refused for want of a key: so many a second, and of the others how many."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._second = clock()
+        self._told = 0
+        self._left_out = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def tell(self, reason: str, method: str, path: str, **who: str | None) -> None:
+        """A request was refused."""
+        now = self._clock()
+        if now - self._second >= 1:
+            self.tell_count()
+            self._second, self._told = now, 0
+        if self._told < _REFUSALS_A_SECOND:
+            self._told += 1
+            _note("key_refused", reason=reason, method=method, path=path[:_LONGEST_PATH], **who)
+            return
+        self._left_out += 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(1, self.tell_count)
+
+    def tell_count(self) -> None:
+        """How many were left out since it was told last, if any were."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._left_out:
+            _note("keys_refused", count=self._left_out)
+            self._left_out = 0
+
+
+def _note(event: str, **fields: object) -> None:
+    _log.info(event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})

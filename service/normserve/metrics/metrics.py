@@ -1,0 +1,101 @@
+"""Every metric of the server, and the one place that increments them.
+
+Units are base units, label sets are closed: never a shape, an id, a layer's name, a raw path or anything else
+that a client chose.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from normserve import __version__
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution
+from normserve.metrics.exposition import Exposition
+from normserve.metrics.launches import Launches
+from normserve.metrics.registrar import Registrar
+from normserve.metrics.requests import RequestRecord, Requests
+from normserve.metrics.state import State
+
+
+class Metrics:
+    """The server's metrics."""
+
+    def __init__(self, process: str | None = None) -> None:
+        """Args: process: its name, where there are several; a label of every series."""
+        make = Registrar()
+        self._requests = Requests(make)
+        self._launches = Launches(make)
+        self._state = State(make)
+        self.catalogue = tuple(make.families)
+        self._exposition = Exposition(self.catalogue, {} if process is None else {"process": process})
+
+    def watch_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report what has been admitted; asked at each scrape."""
+        self._state.watched += [(self._state.inflight_requests(), requests), (self._state.inflight_bytes(), nbytes)]
+
+    def watch_connections(self, count: Callable[[], int]) -> None:
+        """Report how many connections are open; asked at each scrape."""
+        self._state.watched.append((self._state.connections(), count))
+
+    def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
+        """Report the memory of the slabs; asked at each scrape."""
+        slabs = self._state.slab_bytes
+        self._state.watched += [(slabs("used"), used_bytes), (slabs("idle"), idle_bytes)]
+
+    def watch_layers(self, count: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report the registered layers; asked at each scrape."""
+        self._state.watched.append((self._state.layers(), count))
+        self._state.read_layer_bytes = nbytes
+
+    def watch_queue(self, length: Callable[[], int]) -> None:
+        """Report how many jobs wait; asked at each scrape."""
+        self._state.watched.append((self._state.queue_requests(), length))
+
+    def watch_stall(self, seconds: Callable[[], float]) -> None:
+        """Report for how long nothing has been finished; asked at each scrape."""
+        self._state.watched.append((self._state.stall_seconds(), seconds))
+
+    def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Report what runs, its roof and its memory."""
+        self._state.build_info(__version__, backend, device.name).set(1)
+        self._state.copy_bandwidth(device.name).set(device.copy_bandwidth)
+        self._state.read_device_memory = memory_bytes
+        self._state.layers_are_kept_on = "host" if device.kind == "cpu" else "device"
+
+    def set_ready(self, ready: bool) -> None:
+        """Report whether the server takes work."""
+        self._state.ready().set(ready)
+
+    def know_keys(self, names: Iterable[str]) -> None:
+        """Show the series of API keys of these names from now on."""
+        self._requests.know_keys(names)
+
+    def observe_launch(self, batch: Batch, execution: Execution) -> None:
+        """Count one launch."""
+        self._launches.observe(batch, execution)
+
+    def observe_compile(self, seconds: float) -> None:
+        """Count a class whose kernels were compiled beside the work."""
+        self._launches.observe_compile(seconds)
+
+    def observe_refused_connection(self, reason: str) -> None:
+        """Count a connection that was refused; `reason` names the setting."""
+        self._requests.refused_connections(reason).inc()
+
+    def observe_late_departure(self) -> None:
+        """Count a client that left after the kernel had its whole response, and before it had read that."""
+        self._requests.cancelled("send").inc()
+
+    def observe_revocation(self, reason: str) -> None:
+        """Count a body that was cut off so that others could come in, by one of `revocation.REASONS`."""
+        self._requests.revoked(reason).inc()
+
+    def observe_request(self, record: RequestRecord) -> None:
+        """Count one request, at its very end."""
+        self._requests.observe(record)
+
+    def render(self) -> bytes:
+        """The Prometheus text of everything."""
+        self._requests.settle()
+        self._launches.settle()
+        self._state.refresh()
+        return self._exposition.render()

@@ -1,0 +1,123 @@
+"""The same application in several processes that somebody else starts, ends and sends requests to.
+
+Such replicas know neither how many they are nor how to reach one another; what they share is a `Board`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from normserve.errors import MethodNotAllowedError
+from normserve.metrics.exposition import merged
+from normserve.peers.siblings import Siblings
+from normserve.settings import Settings
+
+# How old the metrics of others may be that one scrape shows.
+_POST_S = 2.0
+# Who has said nothing for so long is gone.
+_FRESH_S = 10.0
+_ANSWER_S = 2.0
+
+#: Notes a process's text on the board, under a number that grows; what all have there comes back.
+BoardCall = Callable[[str, int, bytes], Awaitable[Mapping[str, bytes]]]
+
+
+class Scale(BaseModel):
+    """How many replicas there may be, and what each of them gets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Literal["cpu", "gpu"] = "cpu"
+    cpus_per_replica: float = Field(1.0, gt=0)
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(1, ge=1)
+    target_ongoing_requests: float = Field(16.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "Scale":
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas must be at least min_replicas, got {self.max_replicas}")
+        return self
+
+    def settings_of_replica(self, settings: Settings) -> Settings:
+        """What one replica is told: its device, and no more threads than cores are its own."""
+        backend = "triton" if self.device == "gpu" else "torch"
+        threads = settings.cpu_threads or max(1, int(self.cpus_per_replica))
+        own = {"backend": backend, "cpu_threads": threads, "uds": None, "devices": ""}
+        # Where Ray's proxy listens is nothing that the settings say.
+        own["allowed_hosts"] = settings.allowed_hosts or "*"
+        return settings.model_copy(update=own)
+
+    def deployment_options(self, settings: Settings) -> dict[str, Any]:
+        """What Ray Serve is told about the deployment."""
+        return {
+            "ray_actor_options": {"num_cpus": self.cpus_per_replica, "num_gpus": int(self.device == "gpu")},
+            "autoscaling_config": {
+                "min_replicas": self.min_replicas,
+                "max_replicas": self.max_replicas,
+                "target_ongoing_requests": self.target_ongoing_requests,
+            },
+            # Beyond what a replica admits, so that it is the one that refuses, with its own error.
+            "max_ongoing_requests": 2 * settings.max_inflight_requests,
+            "graceful_shutdown_timeout_s": settings.drain_s,
+            "health_check_period_s": 2.0,
+        }
+
+
+class Board:
+    """What each replica last said of itself, as Prometheus' text."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._notes: dict[str, tuple[int, float, bytes]] = {}
+
+    def exchange(self, process: str, number: int, text: bytes) -> dict[str, bytes]:
+        """Note a text unless a later one of the same process is there; give those of all that still speak."""
+        now = self._clock()
+        if process not in self._notes or self._notes[process][0] < number:
+            self._notes[process] = (number, now, text)
+        self._notes = {name: note for name, note in self._notes.items() if now - note[1] <= _FRESH_S}
+        return {name: kept for name, (_, _, kept) in self._notes.items()}
+
+
+class Replicas(Siblings):
+    """The others, as one replica sees them: on the board, where each has a name that labels its metrics, too."""
+
+    def __init__(self, name: str, exchange: BoardCall) -> None:
+        super().__init__(None)
+        self.process = self._name = name
+        self._exchange = exchange
+        self._number = 0
+
+    async def exposition(self, own: bytes) -> bytes:
+        """The text of all that speak; of this one alone while the board does not answer.
+
+        Whoever is asked next shows no less of this one than is shown now, so that no counter seems to fall.
+        """
+        texts = dict(await self._post(own))
+        texts[self._name] = own
+        return merged(texts, texts)
+
+    async def keep_posted(self, render: Callable[[], bytes]) -> None:
+        """Tell the board of oneself until cancelled."""
+        while True:
+            await self._post(render())
+            await asyncio.sleep(_POST_S)
+
+    async def _post(self, text: bytes) -> Mapping[str, bytes]:
+        self._number += 1
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            return await asyncio.wait_for(self._exchange(self._name, self._number, text), _ANSWER_S)
+        return {}
+
+    def require_changeable(self) -> NoReturn:
+        """Raises: MethodNotAllowedError: a replica that is started later would not know of the change."""
+        raise MethodNotAllowedError(
+            "layers are those of the checkpoint here: replicas come and go, and one registered by a request "
+            "would be known to one of them only",
+            ("GET", "HEAD", "OPTIONS"),
+        )

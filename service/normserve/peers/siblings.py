@@ -1,0 +1,233 @@
+"""The processes of one fleet, as each of them sees the others.
+
+Every process owns a device and its own copy of the registered layers.  They reach one another by Unix domain
+sockets in a folder that only this user may enter, and speak frames there that no HTTP server reads: no client's
+request can pass for a sibling's, whatever it says and wherever it comes from.
+
+A frame is its length in four bytes, then so many bytes.  A question is a JSON object of strings, what is asked
+under "do"; an answer is one byte, `+` or `-`, and its content.  A connection may carry many, one after another.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from normserve.errors import NormserveError
+from normserve.metrics.exposition import merged
+
+log = logging.getLogger(__name__)
+
+Question = Mapping[str, str]
+
+#: Answers a question; what it pushes is called when the connection ends, however it does.
+Handler = Callable[[Question, contextlib.AsyncExitStack], Awaitable[bytes]]
+
+# One that starts or hangs must not hold up a scrape for longer than Prometheus waits.
+_ANSWER_S = 2.0
+_LENGTH = struct.Struct(">I")
+_PEER = struct.Struct("3i")
+_QUESTION_BYTES = 64 * 1024
+_ANSWER_BYTES = 64 * 2**20
+_GOOD, _BAD = b"+", b"-"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which process of a fleet this one is.
+
+    Attributes:
+        index, count: this one among all.
+        device: what it owns, as `--devices` names it.
+        restarts: how often one in this place has ended before it was to.
+        folder: of the fleet's sockets and registered layers.
+    """
+
+    index: int
+    count: int
+    device: str
+    restarts: int
+    folder: Path
+
+    def socket_of(self, index: int) -> Path:
+        """Where the sibling of that index listens."""
+        return self.folder / f"{index}.sock"
+
+
+class RefusedError(Exception):
+    """A sibling answered that it cannot."""
+
+
+class Link:
+    """A connection to one sibling.
+
+    Attributes:
+        index: the sibling's.
+    """
+
+    def __init__(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.index = index
+        self._reader, self._writer = reader, writer
+
+    async def ask(self, question: Question, timeout_s: float) -> bytes:
+        """What the sibling answers.
+
+        Raises:
+            RefusedError: it said why it cannot, or what is no answer.
+            ConnectionError: it is gone.
+            TimeoutError: it said nothing in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            await _send(self._writer, json.dumps(question).encode())
+            answer = await _receive(self._reader, _ANSWER_BYTES)
+        if answer is None:
+            raise ConnectionResetError("the sibling is gone")
+        if answer[:1] == _GOOD:
+            return answer[1:]
+        if answer[:1] == _BAD:
+            raise RefusedError(answer[1:].decode(errors="replace"))
+        # It is there, and must not count as gone.
+        raise RefusedError("its answer is none")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._writer.close()
+
+
+class Siblings:
+    """The other processes; none where there is no fleet.
+
+    Attributes:
+        process: what this one's metrics are labelled with.
+        handlers: what this one answers to each question.
+    """
+
+    def __init__(self, place: Place | None) -> None:
+        self.place = place
+        self.process: str | None = None if place is None else str(place.index)
+        self.handlers: dict[str, Handler] = {}
+        self._served: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> asyncio.Server | None:
+        """Answer the siblings' questions from now on; a socket that an earlier process left is replaced."""
+        if self.place is None:
+            return None
+
+        def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # Of a task of its own, the stream would tell the loop that it was cancelled at the loop's end.
+            task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+            self._served.add(task)
+            task.add_done_callback(self._served.discard)
+
+        return await asyncio.start_unix_server(serve, self.place.socket_of(self.place.index))
+
+    def require_changeable(self) -> None:
+        """Raises: NormserveError: layers cannot be registered or removed here."""
+
+    async def ask(self, what: str) -> dict[int, bytes]:
+        """What the others answer, by index; without those that do not."""
+
+        async def answer(index: int) -> bytes | None:
+            try:
+                async with asyncio.timeout(_ANSWER_S), self._linked(index) as link:
+                    return await link.ask({"do": what}, _ANSWER_S)
+            except (OSError, TimeoutError, RefusedError):
+                return None
+
+        others = self._others()
+        answers = await asyncio.gather(*(answer(index) for index in others))
+        return {index: content for index, content in zip(others, answers, strict=True) if content is not None}
+
+    async def exposition(self, own: bytes) -> bytes:
+        """The metrics' text that answers a scrape: of every process."""
+        if self.place is None:
+            return own
+        texts = {str(index): text for index, text in (await self.ask("metrics")).items()}
+        return merged({str(self.place.index): own} | texts, [str(index) for index in range(self.place.count)])
+
+    @contextlib.asynccontextmanager
+    async def linked(self) -> AsyncIterator[list[Link]]:
+        """Connections to all siblings that are there.
+
+        Raises:
+            OSError: this process cannot make them: descriptors may be exhausted.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            links = []
+            for index in self._others():
+                # Nobody listens where no process is: not yet, or not any more.
+                with contextlib.suppress(FileNotFoundError, ConnectionError):
+                    links.append(await stack.enter_async_context(self._linked(index)))
+            yield links
+
+    @contextlib.asynccontextmanager
+    async def _linked(self, index: int) -> AsyncIterator[Link]:
+        assert self.place is not None
+        link = Link(index, *await asyncio.open_unix_connection(self.place.socket_of(index)))
+        try:
+            yield link
+        finally:
+            link.close()
+
+    def _others(self) -> list[int]:
+        place = self.place
+        return [] if place is None else [index for index in range(place.count) if index != place.index]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection's questions until it ends."""
+        try:
+            if not _is_of_this_user(writer):
+                log.warning("somebody else's process tried to pass for one of the fleet")
+                return
+            async with contextlib.AsyncExitStack() as at_end:
+                with contextlib.suppress(ConnectionError):
+                    while (frame := await _receive(reader, _QUESTION_BYTES)) is not None:
+                        await _send(writer, await self._answer(frame, at_end))
+        finally:
+            writer.close()
+
+    async def _answer(self, frame: bytes, at_end: contextlib.AsyncExitStack) -> bytes:
+        try:
+            question = json.loads(frame)
+            return _GOOD + await self.handlers[question["do"]](question, at_end)
+        except NormserveError as error:
+            return _BAD + error.detail.encode()
+        except Exception:
+            log.exception("a sibling's question met an error that nobody expected")
+            return _BAD + b"an error of its own"
+
+
+def _is_of_this_user(writer: asyncio.StreamWriter) -> bool:
+    """Whether the process at the other end is this user's: the folder lets no other in, and this asks again."""
+    connected = writer.get_extra_info("socket")
+    _, user, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(user == os.getuid())
+
+
+async def _send(writer: asyncio.StreamWriter, content: bytes) -> None:
+    writer.write(_LENGTH.pack(len(content)) + content)
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader, at_most: int) -> bytes | None:
+    """The next frame; None once there are no more.
+
+    Raises:
+        ConnectionError: the connection broke within it, or it is longer than any may be.
+    """
+    length = 0
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > at_most:
+            raise ConnectionAbortedError(f"a frame of {length} bytes came, at most {at_most} are taken")
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        if error.partial or length:
+            raise ConnectionResetError("the connection broke within a frame") from None
+        return None

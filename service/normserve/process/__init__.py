@@ -1,0 +1,1 @@
+"""Processes: how one starts, listens, serves and ends, and who supervises several."""

@@ -1,0 +1,146 @@
+"""How many connections may be open, from all addresses and from one; the others are refused as they are accepted.
+
+Whoever accepts counts: the server itself, or where there are several processes the one that hands them connections.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from normserve.errors import TooManyConnectionsError
+from normserve.http.problems import render
+from normserve.logs.configuration import Throttled
+
+log = logging.getLogger(__name__)
+
+Reason = Literal["max_connections", "max_connections_per_address"]
+
+# What the server has open beside its clients' connections: sockets of its own, files, the device's libraries.
+_OTHER_DESCRIPTORS = 256
+# A refused client may still be sending its request: closing at once would reset what it has to read.
+_LINGER_S = 1.0
+_MAX_LINGERING = 64
+_PAUSE_S = 0.1
+
+
+class ConnectionLimits:
+    """Counts connections and refuses those that are too many.
+
+    Attributes:
+        open: connections that were admitted and have not ended.
+        max_all: how many there may be.
+    """
+
+    def __init__(self, *, max_all: int, max_per_address: int, on_refused: Callable[[Reason], None]) -> None:
+        self.open = 0
+        self.max_all = max_all
+        self._max_per_address = max_per_address
+        self._on_refused = on_refused
+        self._by_address: dict[str, int] = {}
+        self._lingering = 0
+        self._refused_log, self._failed_log = Throttled(log), Throttled(log)
+
+    def admit(self, connection: socket.socket) -> str | None:
+        """Count a connection that was accepted: its address for `release`; None if it was refused and is closed."""
+        address = address_of(connection)
+        of_address = self._by_address.get(address, 0)
+        if self.open >= self.max_all:
+            self._refuse(connection, "max_connections", self.max_all)
+            return None
+        if of_address >= self._max_per_address:
+            self._refuse(connection, "max_connections_per_address", self._max_per_address)
+            return None
+        self.open += 1
+        self._by_address[address] = of_address + 1
+        return address
+
+    def release(self, address: str) -> None:
+        """A connection from there has ended."""
+        self.open -= 1
+        left = self._by_address[address] - 1
+        if left:
+            self._by_address[address] = left
+        else:
+            del self._by_address[address]
+
+    async def accept(self, listener: socket.socket, take: Callable[[socket.socket, str], Awaitable[None]]) -> None:
+        """Accept until cancelled; `take` owns each connection and sees to the release of its address."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, for one: connections wait in the kernel until some are given back.
+                self._failed_log.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            connection.setblocking(False)
+            address = self.admit(connection)
+            if address is not None:
+                if connection.family != socket.AF_UNIX:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await take(connection, address)
+            # What waits already is accepted without a turn of the loop: others shall have theirs.
+            await asyncio.sleep(0)
+
+    def _refuse(self, connection: socket.socket, reason: Reason, limit: int) -> None:
+        self._on_refused(reason)
+        self._refused_log.warning("a connection was refused: %s is %d", reason, limit)
+        with contextlib.suppress(OSError):
+            connection.send(render(TooManyConnectionsError(f"{reason} are open already")))
+            connection.shutdown(socket.SHUT_WR)
+        if self._lingering >= _MAX_LINGERING:
+            _close(connection)
+            return
+        self._lingering += 1
+        asyncio.get_running_loop().call_later(_LINGER_S, self._end_lingering, connection)
+
+    def _end_lingering(self, connection: socket.socket) -> None:
+        self._lingering -= 1
+        _close(connection)
+
+
+def _close(connection: socket.socket) -> None:
+    """Close what has been answered: unread bytes would make the kernel reset it."""
+    with connection, contextlib.suppress(OSError):
+        connection.recv(65536)
+
+
+def address_of(connection: socket.socket) -> str:
+    """Whose it is: an IPv4 address, an IPv6 network of 64 bits, or the user at the other end of a Unix socket."""
+    try:
+        if connection.family == socket.AF_UNIX:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return f"uid {struct.unpack('3i', credentials)[1]}"
+        peer = connection.getpeername()[0]
+    except OSError:
+        return "gone"
+    if ":" not in peer:
+        return str(peer)
+    address = ipaddress.IPv6Address(peer.partition("%")[0])
+    # One host is given at least so many addresses.
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+
+
+def connections_for_descriptors(wanted: int) -> int:
+    """How many connections the process may hold: `wanted`, or fewer where the system's hard limit is lower.
+
+    Raises the soft limit of descriptors as far as needed.
+    """
+    available, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_DESCRIPTORS
+    if available == resource.RLIM_INFINITY:
+        available = needed
+    elif available < needed and available != hard:
+        available = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (available, hard))
+    possible = available - min(_OTHER_DESCRIPTORS, available // 2)
+    if possible < wanted:
+        log.warning("%d connections are served at once: the limit of descriptors allows no more", possible)
+    return min(wanted, possible)

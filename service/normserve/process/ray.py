@@ -1,0 +1,108 @@
+"""The application on Ray Serve: `serve run normserve.process.ray:build`, or `docker/ray/serve.yaml`."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Mapping
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from normserve.engine.engine import State
+from normserve.errors import NormserveError
+from normserve.http.app import Service, create_app
+from normserve.http.transport import PlainAsgi
+from normserve.peers.replicas import Board, Replicas, Scale
+from normserve.settings import Settings
+
+# One line a request costs more than a small request.
+_QUIET = {"enable_access_log": False}
+
+
+class Replica:
+    """One process that owns one device; Ray Serve makes and ends it."""
+
+    def __init__(self, settings: Settings, board: DeploymentHandle) -> None:
+        self._board = board
+        self._replicas = Replicas(serve.get_replica_context().replica_id.unique_id, self._exchange)
+        self._app = create_app(settings, siblings=self._replicas)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Ray Serve on the event loop that will serve."""
+        return _WarmApplication(self._app, self._replicas)
+
+    def check_health(self) -> None:
+        """Raises: RuntimeError: the device has failed, and another process must take this one's place."""
+        service: Service = self._app.state.service
+        if service.engine.state is State.FAILED:
+            raise RuntimeError("the device has failed")
+
+    async def _exchange(self, process: str, number: int, text: bytes) -> Mapping[str, bytes]:
+        try:
+            texts: Mapping[str, bytes] = await self._board.exchange.remote(process, number, text)
+        except (RayError, RayServeException) as error:
+            raise ConnectionError("the board does not answer") from error
+        return texts
+
+
+class _WarmApplication:
+    """Has started only once it is warm: Ray Serve sends requests from then on."""
+
+    def __init__(self, app: FastAPI, replicas: Replicas) -> None:
+        self._app, self._replicas = app, replicas
+        self._entrance = PlainAsgi(app.state.entrance)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._entrance(scope, receive, functools.partial(_send_without_id, send))
+            return
+        posting: asyncio.Task[None] | None = None
+
+        async def send_when_warm(message: Message) -> None:
+            nonlocal posting
+            if message["type"] == "lifespan.startup.complete":
+                service: Service = self._app.state.service
+                try:
+                    await self._app.state.warming
+                except NormserveError as error:
+                    message = {"type": "lifespan.startup.failed", "message": error.detail}
+                else:
+                    posting = asyncio.create_task(self._replicas.keep_posted(service.metrics.render))
+            await send(message)
+
+        try:
+            await self._entrance(scope, receive, send_when_warm)
+        finally:
+            if posting is not None:
+                posting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await posting
+
+
+async def _send_without_id(send: Send, message: Message) -> None:
+    """Ray Serve names every response itself, by the id that it gave the request or found there."""
+    if message["type"] == "http.response.start":
+        headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
+        message = {**message, "headers": headers}
+    await send(message)
+
+
+def build(scale: Scale) -> serve.Application:
+    """The Serve application; settings are those of the environment that it is built in.
+
+    Args:
+        scale: Serve's `args`.
+    """
+    settings = scale.settings_of_replica(Settings(**{}))
+    board = serve.deployment(Board, name="board", ray_actor_options={"num_cpus": 0}, logging_config=_QUIET)
+    ingress = serve.deployment(
+        serve.ingress()(Replica),
+        name="normserve",
+        logging_config=_QUIET,
+        **scale.deployment_options(settings),
+    )
+    return ingress.bind(settings, board.bind())

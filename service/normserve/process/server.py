@@ -1,0 +1,329 @@
+"""The life of the process: listen, announce, drain, exit."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from normserve import __version__
+from normserve.errors import NormserveError
+from normserve.http.app import Service, create_app
+from normserve.http.problems import NO_SNIFFING, render, status_of
+from normserve.http.routes.status import curl_line
+from normserve.http.transport import Connection, Manners, Patience, listen
+from normserve.logs import audit
+from normserve.logs.configuration import Throttled
+from normserve.metrics.requests import RequestRecord
+from normserve.process.connections import ConnectionLimits, connections_for_descriptors
+from normserve.process.handover import BEAT_S, NOT_READY, READY, REFUSED, Reports, receive
+from normserve.process.listeners import listening, url_of
+from normserve.process.tls import TlsContext, TlsFileError, TlsFiles
+from normserve.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.02
+# Once admitted work is drained, connections have this long to close.
+_CLOSE_S = 3
+# Answers that say that it is over may still leave.
+_FAREWELL_S = 0.3
+# A thread that compiles runs Python for a second on end, and whoever wants Python's lock meanwhile waits so long
+# for it: at the default of 5 ms a server answers a tenth as often as else, at this two fifths.
+_SWITCH_S = 0.0005
+
+_REASONS = {number: reason for reason, number in REFUSED.items()}
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that finishes what it admitted before it stops, and exits with a meaning."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: FastAPI,
+        listeners: Sequence[socket.socket],
+        stop_listening: Callable[[], None],
+        channel: socket.socket | None,
+        tls: TlsContext | None,
+    ) -> None:
+        """Args: listeners, channel: where connections come from, the one or the other."""
+        super().__init__(config)
+        self._listeners = listeners
+        self._stop_listening = stop_listening
+        self._accepting: list[asyncio.Task[None]] = []
+        self._is_failing = False
+        self._channel = channel
+        self._reports = None if channel is None else Reports(channel)
+        self._tls = tls
+        self._app = app
+        self._service: Service = app.state.service
+        settings = self._service.settings
+        self._limits = ConnectionLimits(
+            max_all=connections_for_descriptors(settings.max_connections),
+            max_per_address=settings.max_connections_per_address,
+            on_refused=self._service.metrics.observe_refused_connection,
+        )
+        self._service.metrics.watch_connections(lambda: len(self.server_state.connections))
+        self._lost_log = Throttled(log)
+        self._service.engine.on_failure = self._fail
+        self._service.changes.on_divergence = self._drain_once
+        self._is_ready = False
+        self._background: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self.exit_code = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        asyncio.get_running_loop().set_exception_handler(self._note_error_of_loop)
+        if (server := await self._service.siblings.listen()) is not None:
+            self.servers.append(server)
+        if self._channel is not None:
+            asyncio.get_running_loop().add_reader(self._channel, self._receive_connection)
+            self._beat()
+        for listener in self._listeners:
+            accepting = self._limits.accept(listener, self._take_connection)
+            self._accepting.append(asyncio.get_running_loop().create_task(accepting))
+        self._spawn(self._announce())
+
+    def _note_error_of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What a callback raised.  One that found no memory may have left somebody waiting for ever."""
+        if not isinstance(context.get("exception"), MemoryError):
+            loop.default_exception_handler(context)
+        elif not self._is_failing:
+            log.critical("there is no memory left to go on with: the server ends")
+            self._fail()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain on the first signal, stop at once on the second."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        if self._tls is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._read_certificate_again)
+        yield
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._draining:
+            self.exit_code = 1
+            self.should_exit = self.force_exit = True
+            return
+        self._drain_once()
+
+    def _drain_once(self) -> None:
+        """Begin to drain, unless that has begun."""
+        if self._draining:
+            return
+        self._draining = True
+        self._tell(ready=False)
+        audit.draining()
+        log.info("draining: admitted work is finished, new work refused")
+        self._service.engine.close()
+        self._spawn(self._drain())
+
+    def _read_certificate_again(self) -> None:
+        assert self._tls is not None
+        try:
+            self._tls.reload()
+        except TlsFileError as error:
+            log.error("the TLS files stay as they were read before: %s", error)
+        else:
+            log.info("the TLS files are read again: new connections use them")
+
+    async def _drain(self) -> None:
+        give_up = time.monotonic() + self._service.settings.drain_s
+        while self._service.limits.requests and time.monotonic() < give_up:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if self._service.limits.requests:
+            log.warning("%d requests were not finished in time", self._service.limits.requests)
+            self._service.engine.give_up()
+            await asyncio.sleep(_FAREWELL_S)
+        self.should_exit = True
+
+    def _protocol(self) -> Connection:
+        factory: Any = self.config.http_protocol_class
+        protocol: Connection = factory(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    async def _take_connection(self, connection: socket.socket, address: str) -> None:
+        """This process accepted it."""
+        self._spawn(self._serve_connection(connection, functools.partial(self._limits.release, address)))
+
+    def _receive_connection(self) -> None:
+        """Another process accepted it; when that one is gone, this one ends as well."""
+        assert self._channel is not None
+        assert self._reports is not None
+        try:
+            received = receive(self._channel)
+        except BlockingIOError:
+            return
+        if received is None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._drain_once()
+            return
+        number, descriptors = received
+        if (reason := _REASONS.get(number)) is not None:
+            self._service.metrics.observe_refused_connection(reason)
+        elif not descriptors:
+            self._lost_log.warning("a connection was lost: no descriptor is free")
+            self._reports.send(number)
+        for descriptor in descriptors:
+            connection = socket.socket(fileno=descriptor)
+            connection.setblocking(False)
+            self._spawn(self._serve_connection(connection, functools.partial(self._reports.send, number)))
+
+    async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+        protocol = self._protocol()
+        protocol.on_lost = on_end
+        handshake = {} if connection.family == socket.AF_UNIX else self._handshake()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
+        except OSError:
+            # Gone before it was a connection, or without a handshake, of which TLS has told it why.
+            connection.close()
+            on_end()
+
+    def _handshake(self) -> dict[str, Any]:
+        """What the event loop is told about TLS; nothing where there is none."""
+        if self._tls is None:
+            return {}
+        settings = self._service.settings
+        return {
+            "ssl": self._tls,
+            "ssl_handshake_timeout": settings.header_timeout_s,
+            # The rest of a response may leave until then.
+            "ssl_shutdown_timeout": settings.send_timeout_s,
+        }
+
+    def _tell(self, *, ready: bool) -> None:
+        """Let the process that accepts connections know, now and with every beat."""
+        self._is_ready = ready
+        self._say()
+
+    def _beat(self) -> None:
+        """Give a sign: the event loop turns."""
+        if self._reports is not None and not self._reports.is_behind:
+            self._say()
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _say(self) -> None:
+        if self._reports is not None:
+            self._reports.send(READY if self._is_ready and not self._service.stalls.is_stalled else NOT_READY)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        self._stop_listening()
+        await super().shutdown(sockets)
+
+    async def _announce(self) -> None:
+        try:
+            await self._app.state.warming
+        except NormserveError as error:
+            log.critical("the server cannot start: %s", error.detail)
+            self._fail()
+            return
+        except Exception:
+            log.critical("the server cannot start", exc_info=True)
+            self._fail()
+            return
+        engine = self._service.engine
+        assert engine.device is not None
+        log.info(
+            "backend %s on %s, device copy %.1f GB/s",
+            engine.backend_name,
+            engine.device.name,
+            engine.device.copy_bandwidth / 1e9,
+        )
+        if self._channel is not None:
+            self._tell(ready=True)
+            return
+        settings = self._service.settings
+        url = url_of(self._listeners[0], encrypted=self._tls is not None)
+        log.info("ready on %s", url)
+        if settings.log_format == "json":
+            # Whoever reads lines of JSON is to get nothing else.
+            return
+        with_certificate = settings.tls_client_ca is not None
+        example = curl_line(url, with_key=self._service.keys is not None, with_certificate=with_certificate)
+        print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)
+
+    def _fail(self) -> None:
+        self._is_failing = True
+        self.exit_code = 1
+        self._tell(ready=False)
+        asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:
+    """Run the server until it is told to stop; the process's exit code.
+
+    Args:
+        channel: where connections come from that another process accepts, in place of a port.
+    """
+    app = app or create_app(settings)
+    service: Service = app.state.service
+
+    def refuse(error: NormserveError) -> bytes:
+        service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
+        return render(error)
+
+    patience = Patience(
+        header_s=settings.header_timeout_s,
+        send_s=settings.send_timeout_s,
+        transfer_s=settings.transfer_timeout_s,
+        min_bytes_per_s=settings.min_body_bytes_per_s,
+        grace_s=settings.body_grace_s,
+    )
+    http: Any = listen(Manners(patience, refuse, service.metrics.observe_late_departure))
+    config = uvicorn.Config(
+        app.state.entrance,
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http=http,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        headers=[(name.decode(), value.decode()) for name, value in (NO_SNIFFING,)],
+        proxy_headers=False,
+        timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+        timeout_graceful_shutdown=_CLOSE_S,
+    )
+    sys.setswitchinterval(_SWITCH_S)
+    with contextlib.ExitStack() as stack:
+        try:
+            listeners = stack.enter_context(listening(settings)) if channel is None else []
+        except OSError as error:
+            log.critical("the server cannot listen: %s", error)
+            return 1
+        files = TlsFiles.of(settings)
+        tls = None if files is None else TlsContext(files)
+        server = Server(config, app, listeners, stack.close, channel, tls)
+        audit.started(__version__, settings.shown())
+        if service.keys is not None:
+            audit.keys_loaded(service.keys.names)
+        server.run()
+        audit.ended(server.exit_code)
+    return server.exit_code

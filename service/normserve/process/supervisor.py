@@ -1,0 +1,279 @@
+"""`--devices`: a process for each device, behind one port.
+
+This process owns the listening sockets and no device.  It accepts connections and hands each to the next process
+that is ready, so that connections are spread evenly, none is lost with a process that dies before it had any, and
+one that starts gets none until it can serve.  What a connection says is between its client and that process.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from normserve.peers.siblings import Place
+from normserve.process.connections import ConnectionLimits, connections_for_descriptors
+from normserve.process.handover import BEAT_S, NOT_READY, READY, REFUSED, Heard, hand_over
+from normserve.process.listeners import listening, url_of
+from normserve.settings import Settings, environment_of
+
+log = logging.getLogger(__name__)
+
+# Who has given no sign for so long gets no new connections.
+_QUIET_S = 3.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
+# One that ran so long did not fail at its start.
+_STEADY_S = 60.0
+
+
+class Process:
+    """One place of the fleet, and the process that is in it now."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: int,
+        devices: list[str],
+        folder: Path,
+        on_connection_end: Callable[[str], None],
+    ) -> None:
+        """Args: on_connection_end: told the address of each connection that has ended."""
+        self._settings = _settings_of(settings, devices[index], len(devices))
+        self._index, self._devices, self._folder = index, devices, folder
+        self._on_connection_end = on_connection_end
+        # Addresses of the connections that the process has, by their numbers.
+        self._held: dict[int, str] = {}
+        self._channel: socket.socket | None = None
+        self._running: asyncio.subprocess.Process | None = None
+        # Before it has said anything, a SIGHUP would end it.
+        self._minds_signals = self._reloads_late = False
+        self.restarts = 0
+        self.was_ready = asyncio.Event()
+        self._says_ready = False
+        # Whether this one, of all that have been in this place, has been ready.
+        self._has_served = False
+        self._silence_s = 0.0
+
+    @property
+    def is_there(self) -> bool:
+        """It can be handed connections, be it that it answers that it is not ready."""
+        return self._channel is not None and self._silence_s < _QUIET_S
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes work."""
+        return self._says_ready and self.is_there
+
+    async def run(self) -> int:
+        """Start the process and wait for its end; its exit code."""
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        place = Place(self._index, len(self._devices), self._devices[self._index], self.restarts, self._folder)
+        with there:
+            self._running = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "normserve.process.worker", str(there.fileno())),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=[there.fileno()],
+                env=environment_of(place.device),
+                # A terminal's interrupt is for this process, which tells the others.
+                start_new_session=True,
+            )
+        self._channel, self._has_served, self._silence_s = here, False, 0.0
+        loop = asyncio.get_running_loop()
+        loop.add_reader(here, self._hear, here, Heard())
+        assert self._running.stdin is not None
+        self._running.stdin.write(pickle.dumps((self._settings, place)))
+        self._running.stdin.close()
+        try:
+            return await self._running.wait()
+        finally:
+            loop.remove_reader(here)
+            here.close()
+            self._channel, self._says_ready, self._minds_signals = None, False, False
+            for address in self._held.values():
+                self._on_connection_end(address)
+            self._held.clear()
+
+    def take(self, connection: socket.socket, number: int, address: str) -> bool:
+        """Give it a connection; whether it took it."""
+        if self._channel is None or not hand_over(self._channel, number, connection):
+            return False
+        self._held[number] = address
+        return True
+
+    def tell(self, number: int) -> bool:
+        """Give it a message; whether it took it."""
+        return self._channel is not None and hand_over(self._channel, number)
+
+    def signal(self) -> None:
+        """Have it drain, or stop at once if it does."""
+        if self._running is not None and self._running.returncode is None:
+            self._running.send_signal(signal.SIGTERM)
+
+    def reload(self) -> None:
+        """Have it read the TLS files again, as soon as it minds the signal that says so."""
+        if self._minds_signals and self._running is not None and self._running.returncode is None:
+            self._running.send_signal(signal.SIGHUP)
+        else:
+            self._reloads_late = True
+
+    def note_silence(self, seconds: float) -> None:
+        """So much time has passed; a process that has been ready and gives no sign for long is killed."""
+        # One that starts loads libraries, and says nothing for long.
+        if not self._has_served or self._running is None or self._running.returncode is not None:
+            return
+        before, self._silence_s = self._silence_s, self._silence_s + seconds
+        if before < _QUIET_S <= self._silence_s:
+            log.warning("process %d gives no sign and gets no new connections", self._index)
+        if before < self._settings.hang_s <= self._silence_s:
+            log.error("process %d has given no sign for %.1f s and is killed", self._index, self._silence_s)
+            self._running.kill()
+
+    def _hear(self, channel: socket.socket, heard: Heard) -> None:
+        try:
+            said = channel.recv(4096)
+        except OSError:
+            said = b""
+        if not said:
+            asyncio.get_running_loop().remove_reader(channel)
+            self._says_ready = False
+            return
+        self._minds_signals = True
+        if self._reloads_late:
+            self._reloads_late = False
+            self.reload()
+        if self._silence_s >= _QUIET_S:
+            log.info("process %d gives signs again", self._index)
+        self._silence_s = 0.0
+        for number in heard.feed(said):
+            if (address := self._held.pop(number, None)) is not None:
+                self._on_connection_end(address)
+            elif number in (READY, NOT_READY):
+                self._says_ready = number == READY
+        if self._says_ready:
+            self._has_served = True
+            self.was_ready.set()
+
+
+class Fleet:
+    """Every process, and the sockets that they serve."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings = settings
+        devices = settings.devices.split(",")
+        self._limits = ConnectionLimits(
+            max_all=connections_for_descriptors(settings.max_connections),
+            max_per_address=settings.max_connections_per_address,
+            on_refused=self._count_refused,
+        )
+        self._processes = [
+            Process(settings, index, devices, folder, self._limits.release) for index in range(len(devices))
+        ]
+        self._numbers = itertools.count()
+        self._turns = itertools.cycle(range(len(devices)))
+        self._ending = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        """Serve until told to stop; the exit code."""
+        loop = asyncio.get_running_loop()
+        with listening(self._settings) as listeners:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._end)
+            if self._settings.tls_cert is not None:
+                loop.add_signal_handler(signal.SIGHUP, self._reload)
+            beside = [asyncio.create_task(work) for work in (self._announce(listeners[0]), self._watch())]
+            accepting = [
+                asyncio.create_task(self._limits.accept(listener, self._hand_over)) for listener in listeners
+            ]
+            await asyncio.gather(*(self._keep(process) for process in self._processes))
+            for task in (*beside, *accepting):
+                task.cancel()
+        return self._exit_code
+
+    async def _keep(self, process: Process) -> None:
+        """Run a process again when it ends before it is to."""
+        pause = _FIRST_PAUSE_S
+        while not self._ending.is_set():
+            began = time.monotonic()
+            code = await process.run()
+            if self._ending.is_set() or not process.was_ready.is_set():
+                # What cannot even start will not the next time; the others are not kept for it.
+                self._exit_code = self._exit_code or int(code != 0)
+                if not self._ending.is_set():
+                    log.critical("a process ended with %d before it was ready", code)
+                    self._end()
+                return
+            process.restarts += 1
+            pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
+            log.error("a process ended with %d and is started again in %.1f s", code, pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
+
+    async def _watch(self) -> None:
+        """Count the time in which processes give no sign.
+
+        Never more at once than what was slept for: a while in which this process itself was stopped, or the whole
+        machine, is nobody's silence.
+        """
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for process in self._processes:
+                process.note_silence(BEAT_S)
+
+    def _end(self) -> None:
+        self._ending.set()
+        for process in self._processes:
+            process.signal()
+
+    def _reload(self) -> None:
+        for process in self._processes:
+            process.reload()
+
+    async def _hand_over(self, connection: socket.socket, address: str) -> None:
+        """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
+        number = next(self._numbers)
+        with connection:
+            while True:
+                in_turn = [self._processes[next(self._turns)] for _ in self._processes]
+                next(self._turns)
+                willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
+                if any(process.take(connection, number, address) for process in willing):
+                    return
+                await asyncio.sleep(0.05)
+
+    def _count_refused(self, reason: str) -> None:
+        any(process.tell(REFUSED[reason]) for process in self._processes)
+
+    async def _announce(self, listener: socket.socket) -> None:
+        for process in self._processes:
+            await process.was_ready.wait()
+        url = url_of(listener, encrypted=self._settings.tls_cert is not None)
+        log.info("%d processes on %s are ready on %s", len(self._processes), self._settings.devices, url)
+        if self._settings.log_format == "text":
+            print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
+
+
+def _settings_of(settings: Settings, device: str, count: int) -> Settings:
+    """What one process is told."""
+    threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
+    own = {"backend": "torch" if device == "cpu" else "triton", "cpu_threads": threads, "uds": None, "devices": ""}
+    return settings.model_copy(update=own)
+
+
+def serve_fleet(settings: Settings) -> int:
+    """Run a process for each of `settings.devices` until told to stop; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="normserve-") as folder:
+
+        async def run() -> int:
+            return await Fleet(settings, Path(folder)).run()
+
+        return asyncio.run(run())
