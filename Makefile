@@ -43,8 +43,8 @@ check: .venv/.dev
 ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
-	$(ON_GPU) pytest tests/kernels tests/service/test_triton_backend.py \
-		tests/service/test_replays_gpu.py tests/integration/test_gpu.py
+	$(ON_GPU) pytest tests/kernels tests/service/backends/cuda/test_backend.py \
+		tests/service/backends/cuda/test_replays_gpu.py tests/integration/api/test_gpu.py
 
 .venv/ray/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv/ray
@@ -56,7 +56,7 @@ test-gpu:
 # nobody else's, which root may make.
 test-ray: .venv/ray/.done
 	unshare --net --pid --fork --mount-proc --kill-child sh -c 'ip link set lo up && exec "$$@"' sh \
-		.venv/ray/bin/python -m pytest tests/integration/test_ray.py
+		.venv/ray/bin/python -m pytest tests/integration/fleet/test_ray.py
 
 SUITE ?= first
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.load import GOOD
+from tests.integration.observability.load import GOOD
 
 from .conftest import IMAGE
 from .engine import podman

@@ -1,6 +1,6 @@
 """The dashboard is what its source makes, what Grafana takes, and asks for what the server exposes.
 
-That every query has an answer is for tests/integration/test_prometheus.py.
+That every query has an answer is for tests/integration/observability/test_prometheus.py.
 """
 
 import importlib.util

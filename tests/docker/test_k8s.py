@@ -1,7 +1,7 @@
 """The manifests, as kustomize renders them, are valid, and what they say about the server is true of it.
 
-What the probes are answered is in tests/integration/test_kubernetes.py.  No cluster runs here: what its scheduler
-and its controllers make of the manifests is not tested.
+What the probes are answered is in tests/integration/process/test_kubernetes.py.  No cluster runs here: what its
+scheduler and its controllers make of the manifests is not tested.
 """
 
 import json

@@ -25,7 +25,7 @@ from normserve.jobs.job import Op, Pass
 from normserve.peers import siblings
 from normserve.peers.siblings import Link, RefusedError
 
-from tests.service.transport.drive import Answer, drive
+from tests.service.http.transport.drive import Answer, drive
 
 _NUMPY_HEADER_BYTES = 10_000
 _CUTS = struct.Struct(">B4H")

@@ -1,5 +1,5 @@
 """Every test here may use a real server process."""
 
-from .servers import api, launched, server, shared_stage, stage, stage_of, start_server, until
+from tests.integration.servers import api, launched, server, shared_stage, stage, stage_of, start_server, until
 
 __all__ = ["api", "launched", "server", "shared_stage", "stage", "stage_of", "start_server", "until"]

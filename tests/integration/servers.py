@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import httpx
 import pytest
 
-from .preloaded import PreloadedProcess
-from .stage import Stage, stage_on
+from tests.integration.preloaded import PreloadedProcess
+from tests.integration.stage import Stage, stage_on
 
 _START_S = 60
 _LISTENING = re.compile(r'ready on (https?://[^\s"]+)')

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from .misbehaving_server import WAITS
-from .wire import npy
+from tests.integration.misbehaving_server import WAITS
+from tests.integration.wire import npy
 
 SCRIPT = str(Path(__file__).with_name("misbehaving_server.py"))
 

@@ -1,0 +1,62 @@
+"""The load-test harness against a real server: every answer is right, and both count the same."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.integration.observability.test_metrics import scrape, value
+
+SCENARIO = """
+connections = 24
+warmup_s = 0.2
+
+[workload]
+max_mib = 0.25
+pool = 100
+
+[capacity]
+connections = 2
+duration_s = 0.5
+
+[[phases]]
+name = "calm"
+arrivals = "poisson"
+rate = "30%"
+duration_s = 1.0
+
+[[phases]]
+name = "too much"
+arrivals = "constant"
+rate = "400%"
+duration_s = 1.0
+"""
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+
+
+@pytest.fixture(scope="module")
+def tight(launched):
+    """A server that refuses early, and that nobody else asks."""
+    return launched("--max-inflight-requests", "4")
+
+
+def test_every_answer_is_right_and_every_request_counted(tight, tmp_path):
+    (tmp_path / "own.toml").write_text(SCENARIO)
+    command = [sys.executable, "-m", "normload", "run", str(tmp_path / "own.toml"), "--url", tight.url, "--verify"]
+    options = ["--processes", "2", "--json", str(tmp_path / "a.json")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "a.json").read_text())
+    sent = {status: count for status, count in document["summary"]["sent_by_status"].items() if status != "0"}
+    assert (document["checked"], document["wrong"]) == (sent["200"], 0)
+    assert sent["429"] > 0
+    with tight.client() as http:
+        samples = scrape(http)
+    counted = Counter()
+    for status in {dict(labels)["code"] for name, labels in samples if name == "normserve_requests_total"}:
+        for op in OPERATIONS:
+            counted[status] += int(value(samples, "normserve_requests_total", op=op, code=status))
+    assert +counted == Counter(sent)
+    assert value(samples, "normserve_rejected_total", reason="overloaded") == sent["429"]

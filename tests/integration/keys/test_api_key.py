@@ -1,0 +1,44 @@
+"""The optional API key."""
+
+import httpx
+import pytest
+
+from tests.integration.wire import X, assert_alive, assert_problem, npy
+
+WRONG = (None, "Bearer wrong", "s3cret-key", "Basic s3cret-key", "Bearer", "Bearer s3cret-ke\xff")
+
+
+@pytest.fixture(scope="module")
+def locked(launched):
+    return launched(env={"NORMSERVE_API_KEY": "s3cret-key"})
+
+
+@pytest.fixture(scope="module")
+def stranger(locked):
+    with locked.client() as http:
+        yield http
+
+
+@pytest.mark.parametrize("given", WRONG)
+@pytest.mark.parametrize("path", ["/v1/layer_norm", "/v1/layers", "/v1/info", "/v1/nope"])
+def test_wrong_or_no_key_is_401(stranger, given, path):
+    headers = {} if given is None else {"authorization": given.encode("latin-1")}
+    response = stranger.post(path, content=npy(X), headers=headers)
+    assert_problem(response, 401, "unauthorized")
+    assert response.headers["www-authenticate"].startswith("Bearer")
+    assert "s3cret" not in response.text
+
+
+def test_right_key_opens(locked):
+    with httpx.Client(base_url=locked.url, headers={"authorization": "Bearer s3cret-key"}) as api:
+        assert_alive(api)
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics", "/", "/docs"])
+def test_probes_and_metrics_need_none(stranger, path):
+    assert stranger.get(path).status_code == 200
+
+
+def test_key_is_not_told(locked):
+    assert "s3cret" not in locked.log
+    assert "$NORMSERVE_API_KEY" in locked.log

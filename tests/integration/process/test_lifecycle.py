@@ -1,0 +1,109 @@
+"""What happens when the server starts and stops, and when its device fails."""
+
+import socket
+from concurrent.futures import Future
+
+import httpx
+
+from tests.integration.misbehaving_server import FAILS
+from tests.integration.raw import Connection
+from tests.integration.stage import SCRIPT
+from tests.integration.wire import X, assert_alive, assert_problem, npy
+
+
+def test_sigterm_finishes_what_was_admitted_and_refuses_the_rest(stage_of):
+    stage = stage_of()
+    running, queued = stage.occupy_device(), stage.post_later(8)
+    stage.wait_for_queue(1)
+    stage.server.terminate()
+    stage.until(lambda: "draining" in stage.server.log)
+    assert_problem(stage.http.get("/readyz"), 503, "draining")
+    assert stage.http.get("/livez").status_code == 200
+    refused = stage.post(8)
+    assert_problem(refused, 503, "draining")
+    assert refused.headers["connection"] == "close"
+    assert "retry-after" in refused.headers
+    stage.open_gate()
+    assert running.result().status_code == queued.result().status_code == 200
+    assert stage.server.wait() == 0
+
+
+def test_what_is_not_finished_in_the_grace_time_is_told_so(stage_of):
+    stage = stage_of("--drain-s", "0.5")
+    running, queued = stage.occupy_device(), stage.post_later(8)
+    stage.wait_for_queue(1)
+    stage.server.terminate()
+    for refused in (running, queued):
+        assert_problem(refused.result(), 503, "draining")
+        assert refused.result().headers["connection"] == "close"
+    assert stage.server.wait() == 0
+
+
+def test_sigterm_of_an_idle_server(start_server):
+    server = start_server()
+    with Connection(server.address) as idle:
+        server.terminate()
+        assert server.wait() == 0
+        assert idle.everything() == b""
+
+
+def answered_well(running: "Future[httpx.Response]") -> bool:
+    try:
+        return running.result().status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_second_signal_stops_at_once(stage_of):
+    stage = stage_of()
+    running = stage.occupy_device()
+    stage.server.terminate()
+    stage.until(lambda: "draining" in stage.server.log)
+    stage.server.terminate()
+    assert stage.server.wait() == 1
+    assert not answered_well(running)
+
+
+def test_device_failure_ends_the_process(stage_of):
+    stage = stage_of()
+    running, doomed = stage.occupy_device(), stage.post_later(FAILS)
+    stage.wait_for_queue(1)
+    behind = stage.post_later(FAILS, rows=2, dropout=0.5, seed=1)
+    stage.wait_for_queue(2)
+    stage.open_gate()
+    assert running.result().status_code == 200
+    assert_problem(doomed.result(), 500, "device_failure")
+    assert_problem(behind.result(), 500, "device_failure")
+    assert stage.server.wait() == 1
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def is_up(http: httpx.Client) -> bool:
+    try:
+        return http.get("/livez").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_not_ready_before_the_device_is(start_server, tmp_path, until):
+    gate = tmp_path / "gate"
+    port = free_port()
+    options = ("--port", str(port))
+    server = start_server(*options, env={"GATE": str(gate), "WAIT_AT_START": "1"}, script=SCRIPT, wait=False)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        until(lambda: is_up(http))
+        assert_problem(http.get("/readyz"), 503, "not_ready")
+        refused = http.post("/v1/layer_norm", content=npy(X))
+        assert_problem(refused, 503, "not_ready")
+        assert "retry-after" in refused.headers
+        assert http.get("/v1/info").json()["state"] == "starting"
+        assert http.get("/").status_code == 200
+        gate.touch()
+        server.wait_until_ready()
+        assert http.get("/readyz").status_code == 200
+        assert_alive(http)

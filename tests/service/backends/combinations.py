@@ -1,0 +1,123 @@
+"""Every combination of what is optional in a request, with the oracle's answer in float64."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from fusednorm import reference
+from normserve.jobs.job import Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType
+
+from tests.service.backends.answers import assert_right
+from tests.service.host_tensors import DTYPES, back, host
+
+GROUPS = 2
+EPILOGUES = (
+    {},
+    {"activation": "silu"},
+    {"dropout": 0.4, "seed": 5},
+    {"activation": "gelu", "dropout": 0.4, "seed": -3},
+)
+
+#: Operation, pass, dtype and layout: what `combinations` takes.
+KINDS = [
+    (op, direction, dtype, layout)
+    for op, direction, dtype in product(Op, Pass, DTYPES)
+    for layout in (Layout if op is Op.GROUP_NORM else (Layout.NCHW,))
+]
+
+
+class Combination(NamedTuple):
+    """A request and what is right.
+
+    Attributes:
+        given: names of the optional tensors that came, and what else was asked for.
+    """
+
+    given: str
+    job: NormJob
+    want: reference.Forward | reference.Backward
+
+
+def combinations(op: Op, direction: Pass, dtype: torch.dtype, layout: Layout) -> Iterator[Combination]:
+    """Each subset of the optional tensors with each choice of statistics and out_dtype, the epilogues in turn."""
+    parameters = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
+    of_samples = ("scale", "shift") if op is Op.GROUP_NORM else ()
+    statistics = ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
+    optional: list[tuple[str, ...]] = [(name,) for name in (*parameters, *of_samples, "residual")]
+    options: list[dict[str, object]] = [{}]
+    if direction is Pass.BACKWARD:
+        optional += [statistics, ("dresidual_out",)]
+    else:
+        other = DType.BFLOAT16 if dtype is torch.float32 else DType.FLOAT32
+        options = [{"stats": stats, "out_dtype": out} for stats, out in product((False, True), (None, other))]
+    chosen = product(*[((), names) for names in optional])
+    for number, (names, asked) in enumerate(product([sum(each, ()) for each in chosen], options)):
+        # The number's own digits would pair each epilogue with the same tensors again and again.
+        epilogue = EPILOGUES[number.bit_count() % len(EPILOGUES)]
+        yield _combination(NormSpec(op, direction, 1e-3, *_form(op, layout), **asked, **epilogue), names, dtype)
+
+
+def assert_all_right(answers: Iterator[tuple[Combination, dict[str, torch.Tensor]]]) -> int:
+    """How many there were."""
+    count = 0
+    for combination, got in answers:
+        try:
+            # Of 16-bit x GroupNorm takes the hardware's tanh, which gradients of float32 parameters see.
+            least = (
+                2**-12 if combination.job.spec.op is Op.GROUP_NORM and combination.job.x.dtype.itemsize == 2 else 0
+            )
+            assert_right(got, combination.want, combination.job.spec.layout is Layout.NHWC, least)
+        except AssertionError as error:
+            raise AssertionError(f"{combination.given}: {error}") from error
+        count += 1
+    return count
+
+
+def answer(backend, combination: Combination) -> dict[str, torch.Tensor]:
+    """What a backend makes of it."""
+    execution = backend(combination.job)
+    return {name: back(tensor) for name, tensor in execution.outputs[0].items()}
+
+
+def _form(op: Op, layout: Layout) -> tuple[int, Layout]:
+    return (GROUPS if op is Op.GROUP_NORM else 0), layout
+
+
+def _combination(spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype) -> Combination:
+    grouped, moved = spec.op is Op.GROUP_NORM, spec.layout is Layout.NHWC
+    shape = (2, 4, 3, 2) if grouped else (3, 6)
+    size = shape[1] if grouped else shape[-1]
+
+    def like_x() -> torch.Tensor:
+        tensor = torch.randn(shape).to(dtype)
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if moved else tensor
+
+    tensors = {"x": like_x()} | ({"dy": like_x()} if spec.direction is Pass.BACKWARD else {})
+    tensors |= {name: like_x() for name in ("residual", "dresidual_out") if name in names}
+    # Parameters are of another type than x, and of one another's.
+    others = {"weight": torch.float32, "bias": torch.bfloat16, "scale": torch.float16, "shift": torch.float32}
+    for name in ("weight", "bias", "scale", "shift"):
+        if name in names:
+            of = (size,) if name in ("weight", "bias") else (shape[0], size)
+            tensors[name] = torch.randn(of).to(others[name])
+    function = f"{spec.op.value}_"
+    options = {name: tensor for name, tensor in tensors.items() if name not in ("x", "dy")}
+    options |= {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
+    groups = [spec.num_groups] if grouped else []
+    if "rstd" in names:
+        saved = {"residual": tensors["residual"]} if "residual" in names else {}
+        said = getattr(reference, function + "forward")(tensors["x"], *groups, eps=spec.eps, stats=True, **saved)
+        tensors |= {name: getattr(said, name) for name in ("mean", "rstd") if name in names}
+    if spec.direction is Pass.FORWARD:
+        out = {value: key for key, value in DTYPES.items()}.get(spec.out_dtype)
+        right = getattr(reference, function + "forward")
+        want = right(tensors["x"], *groups, **options, out_dtype=out, stats=spec.stats, precision=torch.float64)
+    else:
+        right = getattr(reference, function + "backward")
+        want = right(tensors["dy"], tensors["x"], *groups, **options, precision=torch.float64)
+    laid_out = {n: t.movedim(1, -1) if moved and t.dim() > 2 else t for n, t in tensors.items()}
+    job = NormJob(spec, {name: host(tensor) for name, tensor in laid_out.items()})
+    given = f"{', '.join(names) or 'nothing'}; {spec.activation}, p {spec.dropout}, {spec.out_dtype}, {spec.stats}"
+    return Combination(given, job, want)

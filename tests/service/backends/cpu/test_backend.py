@@ -1,0 +1,332 @@
+"""The CPU backend: right against the oracle, the same bits in any company, and one call for every shape."""
+
+import pytest
+import torch
+from fusednorm import reference
+from normserve.backends import cpu
+from normserve.backends.choose import choose_backend
+from normserve.backends.cpu import pieces, rows
+from normserve.backends.cpu.backend import TorchBackend
+from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
+from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import SlabPool
+
+from tests.service.fake_jobs import layer
+from tests.service.host_tensors import DTYPES, back, host
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+OPS = ("layer_norm", "rms_norm", "group_norm")
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def backend(request):
+    before = torch.get_num_threads()
+    made = TorchBackend(threads=request.param)
+    made.start()
+    yield made
+    torch.set_num_threads(before)
+
+
+def assert_right(got, want) -> None:
+    for name, right in want._asdict().items():
+        found = getattr(got, name)
+        assert (found is None) == (right is None), name
+        if right is None:
+            continue
+        assert found.shape == right.shape
+        assert found.stride() == right.stride()
+        dtype = torch.float32 if name in ("mean", "rstd") else right.dtype
+        assert found.dtype == dtype
+        scale = right.double().abs().max().clamp(min=1)
+        assert (found.double() - right.double()).abs().max() / scale <= TOLERANCES[dtype], name
+
+
+SHAPES = {
+    "layer_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (70, 4096)],
+    "rms_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (70, 4096)],
+    "group_norm": [(3, 8, 4, 5), (2, 16), (1, 8, 33), (2, 40, 1, 1)],
+}
+CASES = [
+    (op, shape, channels_last)
+    for op in OPS
+    for shape in SHAPES[op]
+    for channels_last in ((False, True) if len(shape) > 2 else (False,))
+]
+
+
+class TestKernels:
+    @pytest.mark.parametrize(("op", "shape", "channels_last"), CASES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("mean", [0.0, 30.0])
+    def test_both_directions_with_everything(self, op, shape, channels_last, dtype, mean):
+        self.check_both_directions(op, shape, channels_last, dtype, mean, "silu")
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("channels_last", [False, True])
+    @pytest.mark.parametrize("op", OPS)
+    def test_every_activation(self, op, channels_last, activation):
+        shape = (3, 8, 4, 5) if op == "group_norm" else (7, 64)
+        self.check_both_directions(op, shape, channels_last and op == "group_norm", torch.float32, 0.0, activation)
+
+    def check_both_directions(self, op, shape, channels_last, dtype, mean, activation):
+        def like_x(shift: float = 0.0) -> torch.Tensor:
+            t = (torch.randn(shape) + shift).to(dtype)
+            return t.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else t
+
+        x, residual, dy, outside = like_x(mean), like_x(), like_x(), like_x()
+        size = shape[1]
+        options = {"weight": torch.randn(size), "residual": residual, "activation": activation, "eps": 1e-3}
+        if op != "rms_norm":
+            options["bias"] = torch.randn(size).bfloat16()
+        if op == "group_norm":
+            options |= {"scale": torch.randn(shape[:2]).half(), "shift": torch.randn(shape[:2])}
+        groups = [4] if op == "group_norm" else []
+        forward, backward = f"{op}_forward", f"{op}_backward"
+        asked = options | {"stats": True, "out_dtype": torch.float32}
+        said = getattr(cpu, forward)(x, *groups, **asked)
+        assert_right(said, getattr(reference, forward)(x, *groups, **asked, precision=torch.float64))
+        asked = options | {"dresidual_out": outside}
+        right = getattr(reference, backward)(dy, x, *groups, **asked, precision=torch.float64)
+        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked), right)
+        saved = {"rstd": said.rstd} if op == "rms_norm" else {"mean": said.mean, "rstd": said.rstd}
+        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked, **saved), right)
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.4])
+    @pytest.mark.parametrize("channels_last", [False, True])
+    @pytest.mark.parametrize("given", [("scale",), ("shift",), ("scale", "shift")])
+    def test_scale_and_shift_need_nothing_beside_them(self, given, channels_last, dropout):
+        x, dy = torch.randn(3, 8, 4, 5), torch.randn(3, 8, 4, 5)
+        if channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        options = {name: torch.randn(3, 8) for name in given}
+        options |= {"activation": "gelu", "dropout": dropout, "seed": 3}
+        right = reference.group_norm_forward(x, 4, **options, precision=torch.float64)
+        assert_right(cpu.group_norm_forward(x, 4, **options), right)
+        right = reference.group_norm_backward(dy, x, 4, **options, precision=torch.float64)
+        assert_right(cpu.group_norm_backward(dy, x, 4, **options), right)
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_large_mean_does_not_cancel(self, op):
+        x = torch.randn(4, 16, 8, 8) + 1e4 if op == "group_norm" else torch.randn(4, 1000) + 1e4
+        groups = [4] if op == "group_norm" else []
+        weight = torch.ones(x.shape[1])
+        dy = torch.randn_like(x)
+        layouts = [x, x.contiguous(memory_format=torch.channels_last)] if groups else [x]
+        for t in layouts:
+            right = getattr(reference, f"{op}_backward")(dy, t, *groups, weight, precision=torch.float64)
+            got = getattr(cpu, f"{op}_backward")(dy, t, *groups, weight)
+            for name in ("dx", "dweight"):
+                error = (getattr(got, name) - getattr(right, name)).abs().max()
+                assert error <= 2e-3 * getattr(right, name).abs().max().clamp(min=1), name
+
+
+def row_jobs(
+    op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[int], activation: str = "gelu"
+) -> list[NormJob]:
+    spec = NormSpec(op, direction, eps=1e-5, activation=activation, stats=direction is Pass.FORWARD)
+    names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy")
+    return [NormJob(spec, {name: host(torch.randn(count, cols).to(dtype)) for name in names}) for count in rows]
+
+
+def sample_jobs(
+    direction: Pass, layout: Layout, dtype: torch.dtype, shape: tuple[int, ...], activation: str, groups: int
+) -> list[NormJob]:
+    """One, two and three samples of [C, *spatial], each with a scale and a shift."""
+    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, groups, layout, activation, stats=direction is Pass.FORWARD)
+    names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy", "dresidual_out")
+    sample = shape if layout is Layout.NCHW else (*shape[1:], shape[0])
+    jobs = []
+    for count in (1, 2, 3):
+        tensors = {name: host(torch.randn(count, *sample).to(dtype)) for name in names}
+        tensors["scale"] = host(torch.randn(count, shape[0]).half())
+        tensors["shift"] = host(torch.randn(count, shape[0]))
+        jobs.append(NormJob(spec, tensors))
+    return jobs
+
+
+def assert_same_bits_alone(backend: TorchBackend, jobs: list[NormJob]) -> None:
+    together = backend.run(Batch(tuple(jobs)))
+    for job, outputs in zip(jobs, together.outputs, strict=True):
+        (alone,) = backend.run(Batch((job,))).outputs
+        assert alone.keys() == outputs.keys()
+        for name in alone:
+            assert alone[name].shape == outputs[name].shape
+            assert bytes(alone[name].data) == bytes(outputs[name].data), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_sum_has_xs_dtype_whatever_the_residuals(backend, op):
+    shape = (3, 8, 5) if op == "group_norm" else (3, 8)
+    x, residual = torch.randn(shape).bfloat16(), torch.randn(shape).half()
+    tensors = {"x": host(x), "residual": host(residual)}
+    forward = NormSpec(Op(op), Pass.FORWARD, eps=1e-5, num_groups=2)
+    (outputs,) = backend.run(Batch((NormJob(forward, tensors),))).outputs
+    assert torch.equal(back(outputs["residual_out"]), (x.float() + residual.float()).bfloat16())
+    backward = NormSpec(Op(op), Pass.BACKWARD, eps=1e-5, num_groups=2)
+    (outputs,) = backend.run(Batch((NormJob(backward, tensors | {"dy": host(x)}),))).outputs
+    assert outputs.keys() == {"dx"}
+    assert back(outputs["dx"]).dtype == torch.bfloat16
+
+
+class TestCompany:
+    @pytest.mark.parametrize("cols", [1, 7, 1000, 70_000])
+    @pytest.mark.parametrize("direction", Pass)
+    @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_rows_have_the_same_bits_alone_and_together(self, backend, op, direction, dtype, cols):
+        assert_same_bits_alone(backend, row_jobs(op, direction, dtype, cols, [1, 2, 5]))
+
+    @pytest.mark.parametrize("layout", Layout)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("direction", Pass)
+    @pytest.mark.parametrize("shape", [(8, 40, 3), (8, 5), (4, 30_011), (1, 70_001), (1, 1)])
+    def test_samples_have_the_same_bits_alone_and_together(self, backend, shape, direction, dtype, layout):
+        groups = min(4, shape[0])
+        assert_same_bits_alone(backend, sample_jobs(direction, layout, dtype, shape, "silu", groups))
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("direction", Pass)
+    def test_no_activation_tells_where_an_element_lies(self, backend, direction, activation):
+        for cols in (1, 37, 40_003):
+            jobs = row_jobs(Op.LAYER_NORM, direction, torch.float32, cols, [1, 2, 5], activation)
+            assert_same_bits_alone(backend, jobs)
+        for shape in ((6, 5), (6, 40_003)):
+            jobs = sample_jobs(direction, Layout.NCHW, torch.float32, shape, activation, 3)
+            assert_same_bits_alone(backend, jobs)
+
+    def test_each_sample_keeps_its_own_scale_and_shift(self, backend):
+        jobs = sample_jobs(Pass.FORWARD, Layout.NHWC, torch.float32, (6, 2, 5), "none", 3)
+        for job, outputs in zip(jobs, backend.run(Batch(tuple(jobs))).outputs, strict=True):
+            given = {name: back(tensor) for name, tensor in job.tensors.items()}
+            h = (given["x"] + given["residual"]).movedim(-1, 1)
+            z = torch.nn.functional.group_norm(h, 3).movedim(1, -1)
+            of_positions = (slice(None), None, None)
+            right = z * (1 + given["scale"].float()[of_positions]) + given["shift"][of_positions]
+            torch.testing.assert_close(back(outputs["y"]), right, atol=1e-5, rtol=1e-5)
+
+    def test_each_gets_its_own_bytes_counted(self, backend):
+        jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.float32, 8, [1, 2])
+        assert backend.run(Batch(tuple(jobs))).kernel_bytes == (4 * 32, 4 * 64)
+
+    def test_scale_and_shift_are_counted_with_their_samples(self, backend):
+        for direction, passes in ((Pass.FORWARD, 1), (Pass.BACKWARD, 2)):
+            jobs = sample_jobs(direction, Layout.NCHW, torch.float32, (4, 3), "none", 2)
+            counted = backend.run(Batch(tuple(jobs))).kernel_bytes
+            of_samples = passes * 4 * (2 + 4)
+            assert counted == tuple(count * (4 * 12 * 4 + of_samples) for count in (1, 2, 3))
+
+
+class TestBackend:
+    def test_column_major_is_turned_round(self, backend):
+        x = torch.randn(3, 5, 4)
+        columns = HostTensor(DType.FLOAT32, (3, 5, 4), host(x.permute(2, 1, 0)).data, fortran_order=True)
+        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
+        (outputs,) = backend.run(Batch((NormJob(spec, {"x": columns}),))).outputs
+        torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (4,)))
+
+    def test_layers_parameters_are_a_copy(self, backend):
+        sent = host(torch.full((4,), 2.0))
+        resident = backend.load(Op.RMS_NORM, sent, None)
+        sent.data[:] = bytes(16)
+        x = torch.randn(3, 4)
+        job = NormJob(
+            NormSpec(Op.RMS_NORM, Pass.FORWARD, eps=1e-6),
+            {"x": host(x)},
+            layer(op=Op.RMS_NORM, resident=resident),
+        )
+        (outputs,) = backend.run(Batch((job,))).outputs
+        expected = torch.nn.functional.rms_norm(x, (4,), torch.full((4,), 2.0), 1e-6)
+        torch.testing.assert_close(back(outputs["y"]), expected)
+
+    def test_times_and_device_are_told(self, backend):
+        execution = backend.run(Batch(tuple(row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.float32, 8, [1]))))
+        assert min(execution.copy_in_s, execution.kernel_s, execution.copy_out_s) >= 0
+        device = backend.start()
+        assert (backend.name, device.kind) == ("torch", "cpu")
+        assert device.copy_bandwidth > 1e8
+        assert device.versions["torch"] == torch.__version__
+
+    @pytest.mark.parametrize("stats", [False, True])
+    def test_large_results_are_written_by_pieces_into_given_memory(self, stats, monkeypatch):
+        x, memory = torch.randn(7, 24), torch.empty(7, 24)
+        whole = cpu.layer_norm_forward(x, activation="silu", stats=stats)
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
+        written = cpu.layer_norm_forward(x, activation="silu", stats=stats, memory_like=lambda _: memory)
+        assert written.y.data_ptr() == memory.data_ptr()
+        for got, want in zip(written, whole, strict=True):
+            assert (got is None) == (want is None)
+            assert got is None or torch.equal(got, want)
+
+    @pytest.mark.parametrize("has_residual", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+    def test_large_results_are_written_over_what_came_where_that_is_allowed(
+        self, backend, op, dtype, has_residual, monkeypatch
+    ):
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
+        sent = torch.randn(7, 24).to(dtype)
+        names = ("x", "residual") if has_residual else ("x",)
+        results = {}
+        for may_overwrite in (False, True):
+            tensors = {name: host(sent) for name in names}
+            job = NormJob(NormSpec(op, Pass.FORWARD, eps=1e-5), tensors, None, may_overwrite)
+            (results[may_overwrite],) = backend.run(Batch((job,))).outputs
+            y = results[may_overwrite]["y"]
+            assert (bytes(tensors["x"].data) == bytes(y.data)) == may_overwrite
+            assert torch.equal(back(tensors["x"]), sent) == (not may_overwrite)
+        assert results[False].keys() == results[True].keys()
+        for name, kept in results[False].items():
+            assert bytes(kept.data) == bytes(results[True][name].data)
+
+    @pytest.mark.parametrize("scratch_bytes", [0, 2**20])
+    def test_many_rows_are_gathered_in_a_slab_that_goes_home(self, scratch_bytes, monkeypatch):
+        monkeypatch.setattr("normserve.backends.cpu.backend._SCRATCH_BYTES", scratch_bytes)
+        monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 0)
+        slabs = SlabPool(max_idle_bytes=0)
+        jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.bfloat16, 8, [1, 2, 5])
+        backend = TorchBackend(1, slabs)
+        together = backend.run(Batch(tuple(jobs)))
+        assert (slabs.used_bytes > 0) == (scratch_bytes == 0)
+        for job, outputs in zip(jobs, together.outputs, strict=True):
+            (alone,) = backend.run(Batch((job,))).outputs
+            assert bytes(outputs["y"].data) == bytes(alone["y"].data)
+        del together, outputs, alone
+        assert slabs.used_bytes == 0
+
+    def test_more_is_computed_where_it_came_in_when_there_is_one_core(self, monkeypatch):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+        several = TorchBackend().inline_bytes
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+        assert 0 < several < TorchBackend().inline_bytes
+
+    @pytest.mark.parametrize(
+        ("error", "meaning"),
+        [
+            (MemoryError(), DeviceOutOfMemoryError),
+            (RuntimeError("DefaultCPUAllocator: can't allocate memory"), DeviceOutOfMemoryError),
+            (reference.KernelInputError("odd"), InvalidShapeError),
+            (RuntimeError("anything else"), type(None)),
+        ],
+    )
+    def test_errors_have_a_meaning(self, backend, error, meaning):
+        assert type(backend.translate(error)) is meaning
+
+
+class TestChoice:
+    def test_torch_by_name(self):
+        assert choose_backend("torch", 1).name == "torch"
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_no_device_means_the_cpu_and_is_an_error_for_triton(self):
+        assert choose_backend("auto", 1).name == "torch"
+        with pytest.raises(DeviceFailureError, match="CUDA"):
+            choose_backend("triton", 1)

@@ -1,0 +1,322 @@
+"""The CUDA backend against the oracle, and its rows alone and in company; needs a GPU."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from fusednorm import reference
+from fusednorm.errors import KernelInputError
+from normserve.backends.cuda import in_place
+from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import SlabPool
+from triton import knobs
+
+from tests.service.backends.answers import assert_right
+from tests.service.fake_jobs import layer
+from tests.service.host_tensors import DTYPES, back, host
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def backend():
+    from normserve.backends.cuda.backend import TritonBackend
+
+    made = TritonBackend(SlabPool(max_idle_bytes=2**26))
+    device = made.start()
+    assert device.kind == "cuda"
+    assert device.copy_bandwidth > 1e11
+    return made
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+
+
+def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
+    execution = backend.run(Batch(jobs)).wait()
+    assert execution.kernel_s > 0
+    return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.outputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize(("op", "layout"), [*((op, Layout.NCHW) for op in Op), (Op.GROUP_NORM, Layout.NHWC)])
+def test_every_operation(backend, op, direction, layout, dtype):
+    moved = layout is Layout.NHWC
+    shape = (2, 12, 10, 64) if moved else (2, 64, 12, 10) if op is Op.GROUP_NORM else (37, 1536)
+    size = 64 if op is Op.GROUP_NORM else 1536
+    groups = [8] if op is Op.GROUP_NORM else []
+    names = ["x", "residual"] + (["dy", "dresidual_out"] if direction is Pass.BACKWARD else [])
+    tensors = {name: torch.randn(shape).to(dtype) for name in names}
+    tensors["weight"] = torch.randn(size)
+    if op is not Op.RMS_NORM:
+        tensors["bias"] = torch.randn(size)
+    if op is Op.GROUP_NORM:
+        tensors |= {"scale": torch.randn(2, size).to(dtype), "shift": torch.randn(2, size)}
+    forward = direction is Pass.FORWARD
+    spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, "silu", stats=forward)
+    (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.movedim(-1, 1) if moved and tensor.dim() > 2 else tensor
+
+    options = {name: first(tensor) for name, tensor in tensors.items() if name not in ("x", "dy")}
+    options |= {"eps": 1e-5, "activation": "silu", "precision": torch.float64}
+    leading = [first(tensors[name]) for name in (("x",) if forward else ("dy", "x"))]
+    if forward:
+        options["stats"] = True
+    want = getattr(reference, f"{op.value}_{direction.value}")(*leading, *groups, **options)
+    assert_right(got, want, moved)
+
+
+@pytest.mark.parametrize("cols", [1, 100, 4096, 40_000])
+def test_rows_have_the_same_bits_alone_and_together(backend, cols):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    jobs = [NormJob(spec, {"x": host(torch.randn(rows, cols))}) for rows in (1, 2, 33)]
+    together = run(backend, *jobs)
+    for job, outputs in zip(jobs, together, strict=True):
+        (alone,) = run(backend, job)
+        for name in alone:
+            assert torch.equal(alone[name], outputs[name]), name
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("shape", [(320, 8, 8), (320, 64, 64), (128, 300, 300), (6, 31), (4, 1)])
+def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction, layout):
+    forward = direction is Pass.FORWARD
+    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, "silu", stats=forward)
+    sample = (*shape[1:], shape[0]) if layout is Layout.NHWC else shape
+    jobs = []
+    for samples in (1, 2, 5):
+        names = ("x", "residual") if forward else ("x", "dy")
+        tensors = {name: host(torch.randn(samples, *sample).bfloat16()) for name in names}
+        tensors |= {name: host(torch.randn(samples, shape[0])) for name in ("scale", "shift")}
+        jobs.append(NormJob(spec, tensors))
+    together = run(backend, *jobs)
+    for job, outputs in zip(jobs, together, strict=True):
+        (alone,) = run(backend, job)
+        assert alone.keys() == outputs.keys()
+        for name in alone:
+            assert torch.equal(alone[name], outputs[name]), name
+
+
+def in_and_out(op: Op, direction: Pass, layout: Layout, dtype: torch.dtype) -> list[NormJob]:
+    """Jobs of one and of three rows or samples, small enough to be computed in place."""
+    forward, grouped = direction is Pass.FORWARD, op is Op.GROUP_NORM
+    jobs = []
+    parameters = {} if grouped or not forward else {"weight": torch.randn(640)}
+    for count in (1, 3):
+        shape = (count, 640) if not grouped else (count, 7, 5, 64) if layout is Layout.NHWC else (count, 64, 7, 5)
+        names = ("x", "residual") if forward else ("x", "dy", "dresidual_out")
+        tensors = {name: torch.randn(shape).to(dtype) for name in names} | parameters
+        if grouped:
+            tensors |= {"scale": torch.randn(count, 64), "shift": torch.randn(count, 64).to(dtype)}
+        spec = NormSpec(op, direction, 1e-5, 8 if grouped else 0, layout, "silu", stats=forward)
+        jobs.append(NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
+    return jobs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize(("op", "layout"), [*((op, Layout.NCHW) for op in Op), (Op.GROUP_NORM, Layout.NHWC)])
+def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, dtype, monkeypatch):
+    jobs = in_and_out(op, direction, layout, dtype)
+    assert backend._workplaces.prepare(Batch(tuple(jobs))) is not None
+    together = run(backend, *jobs)
+    alone = [run(backend, job)[0] for job in jobs]
+    monkeypatch.setattr(in_place, "MOST_BYTES", 0)
+    copied = run(backend, *jobs)
+    for one, other, third in zip(together, alone, copied, strict=True):
+        assert one.keys() == other.keys() == third.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+            assert torch.equal(tensor, third[name]), name
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("cols", [1, 100, 4096, 12_289])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_any_length_in_place(backend, rows, cols, dtype):
+    x, residual = torch.randn(2, rows, cols).to(dtype)
+    weight, bias = torch.randn(2, cols)
+    resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    tensors = {"x": host(x), "residual": host(residual)}
+    (got,) = run(backend, NormJob(spec, tensors, layer(size=cols, resident=resident)))
+    want = reference.layer_norm_forward(
+        x, weight, bias, residual=residual, eps=1e-5, stats=True, precision=torch.float64
+    )
+    assert_right(got, want, moved=False)
+
+
+def test_gradients_of_parameters_in_place(backend):
+    weight, bias = torch.randn(2, 300)
+    resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+    x, dy = torch.randn(2, 9, 300)
+    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    job = NormJob(spec, {"x": host(x), "dy": host(dy)}, layer(size=300, resident=resident))
+    (got,) = run(backend, job)
+    assert_right(got, reference.layer_norm_backward(dy, x, weight, bias, eps=1e-5, precision=torch.float64), False)
+
+
+def test_device_sees_pinned_memory_where_it_lies():
+    from normserve.backends.cuda.pinned import pinned_memory
+
+    with torch.inference_mode():
+        memory = pinned_memory(1 << 16)
+    assert not memory.on_device.is_inference()
+    assert memory.on_device.is_cuda
+    assert memory.on_device.data_ptr() == memory.ctypes.data
+    memory[:] = torch.arange(1 << 16).to(torch.uint8).numpy()
+    assert torch.equal(memory.on_device.cpu(), torch.arange(1 << 16).to(torch.uint8))
+    memory.on_device[100:200] = 7
+    torch.cuda.synchronize()
+    assert set(memory[100:200].tolist()) == {7}
+
+
+def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
+    (job, _) = in_and_out(Op.RMS_NORM, Pass.FORWARD, Layout.NCHW, torch.float32)
+    (want,) = run(backend, job)
+    monkeypatch.setattr(backend._workplaces, "_slabs", SlabPool(max_idle_bytes=0))
+    assert backend._workplaces.prepare(Batch((job,))) is None
+    (got,) = run(backend, job)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_flight_says_when_it_has_landed(backend):
+    (job, _) = in_and_out(Op.LAYER_NORM, Pass.FORWARD, Layout.NCHW, torch.bfloat16)
+    flight = backend.run(Batch((job,)))
+    assert flight.lands_within(10)
+    assert flight.wait().copy_out_s == 0
+
+
+def test_threads_take_turns_on_a_lane(backend):
+    """The event loop's thread and the owner's launch on the same stream, one after the other."""
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+
+    def one_of(number: int) -> None:
+        lane = Lane.LARGE if number % 5 == 0 else Lane.SMALL
+        x = torch.randn(700 if lane is Lane.LARGE else 2, 1024)
+        (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane)).wait().outputs
+        torch.testing.assert_close(
+            back(outputs["y"]), torch.nn.functional.layer_norm(x, (1024,)), rtol=0, atol=3e-5
+        )
+
+    with ThreadPoolExecutor(1) as other:
+        for number in range(40):
+            other.submit(one_of, number).result()
+            one_of(number + 1)
+
+
+def test_no_rows(backend):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    job = NormJob(spec, {"x": host(torch.empty(0, 8))})
+    assert backend.run(Batch((job,))).wait().outputs[0]["y"].shape == (0, 8)
+
+
+def test_layers_parameters_stay_on_the_device(backend):
+    weight = torch.randn(256)
+    resident = backend.load(Op.RMS_NORM, host(weight), None)
+    x = torch.randn(5, 256)
+    registered = layer(op=Op.RMS_NORM, resident=resident)
+    (got,) = run(backend, NormJob(NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-6), {"x": host(x)}, registered))
+    torch.testing.assert_close(got["y"], torch.nn.functional.rms_norm(x, (256,), weight, 1e-6))
+
+
+@pytest.mark.parametrize(("op", "bias"), [(Op.LAYER_NORM, torch.randn(1111)), (Op.RMS_NORM, None)])
+def test_a_layers_rows_compile_nothing_once_it_is_loaded(op, bias, backend, monkeypatch):
+    parameters = torch.randn(1111), bias
+    resident = backend.load(op, *(None if p is None else host(p) for p in parameters))
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
+    for rows in (1, 7, 500):
+        x = {"x": host(torch.randn(rows, 1111))}
+        run(backend, NormJob(NormSpec(op, Pass.FORWARD, 1e-6), x, layer(op=op, resident=resident)))
+    assert compiled == []
+
+
+def test_out_of_memory_is_survived(backend):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert isinstance(backend.translate(caught.value), DeviceOutOfMemoryError)
+    test_no_rows(backend)
+
+
+def test_errors_have_a_meaning(backend):
+    assert isinstance(backend.translate(KernelInputError("odd")), InvalidShapeError)
+    dry = RuntimeError("CUDA error: out of memory")
+    assert isinstance(backend.translate(dry), DeviceOutOfMemoryError)
+    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert isinstance(backend.translate(broken), DeviceFailureError)
+    assert backend.translate(ValueError("anything else")) is None
+
+
+def test_memory_is_told(backend):
+    memory = backend.memory_bytes()
+    assert memory["allocated"] <= memory["reserved"] <= memory["total"]
+
+
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("op", Op)
+def test_a_compiled_classes_jobs_compile_nothing(op, direction, backend, monkeypatch):
+    shape = (64, 7, 3) if op is Op.GROUP_NORM else (1377,)
+    parameters = {"weight": torch.randn(shape[0] if op is Op.GROUP_NORM else shape[-1])}
+
+    def asked(rows: int) -> NormJob:
+        names = ("x", "dy") if direction is Pass.BACKWARD else ("x", "residual")
+        tensors = {name: torch.randn(rows, *shape) for name in names} | parameters
+        spec = NormSpec(op, direction, 1e-5, 8 if op is Op.GROUP_NORM else 0, activation="silu")
+        return NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()})
+
+    backend.compile(asked(3))
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
+    for rows in (1, 2, 100):
+        run(backend, asked(rows))
+    assert compiled == []
+
+
+def test_batches_overlap_and_stay_apart(backend):
+    """Several in flight at once, in both lanes, each with its own numbers."""
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    flights = []
+    for number in range(12):
+        x = torch.randn(8192 if number % 2 else 3, 1024)
+        lane = Lane.LARGE if number % 2 else Lane.SMALL
+        flights.append((x, backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane))))
+    for x, flight in flights:
+        (outputs,) = flight.wait().outputs
+        torch.testing.assert_close(
+            back(outputs["y"]), torch.nn.functional.layer_norm(x, (1024,)), rtol=0, atol=3e-5
+        )
+
+
+def test_slabs_are_pinned_and_come_home(backend):
+    slabs = backend._slabs
+    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5)
+    slab = torch.frombuffer(slabs.take(2**22), dtype=torch.float32)
+    assert slab.is_pinned()
+    x = HostTensor(DType.FLOAT32, (1024, 1024), slab.view(torch.uint8).numpy().data)
+    execution = backend.run(Batch((NormJob(spec, {"x": x}),), Lane.LARGE)).wait()
+    assert torch.frombuffer(execution.outputs[0]["y"].data, dtype=torch.float32).is_pinned()
+    del x, slab, execution
+    assert slabs.used_bytes == 0
+
+
+def test_small_batches_run_on_whatever_thread_they_come_from(backend):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    given = [torch.randn(rows, 4096) for rows in (1, 3)]
+    batch = Batch(tuple(NormJob(spec, {"x": host(x)}) for x in given))
+    assert batch.nbytes <= backend.inline_bytes
+    with ThreadPoolExecutor(1) as elsewhere:
+        executions = [elsewhere.submit(lambda: backend.run(batch).wait()).result(), backend.run(batch).wait()]
+    for execution in executions:
+        assert min(execution.copy_in_s, execution.kernel_s) > 0
+        for x, outputs in zip(given, execution.outputs, strict=True):
+            want = torch.nn.functional.layer_norm(x, (4096,))
+            torch.testing.assert_close(back(outputs["y"]), want, rtol=0, atol=3e-5)

@@ -1,0 +1,305 @@
+"""The CUDA backend's way through its stages, with the CPU's kernels in place of a device's and no real streams."""
+
+import contextlib
+import gc
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from normserve.backends import cpu
+from normserve.backends.cuda import backend as triton
+from normserve.backends.cuda import replays
+from normserve.backends.cuda.pinned import with_device_view
+from normserve.backends.tensors import channels_first, payload_order
+from normserve.errors import DeviceOutOfMemoryError
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import PLAIN, SlabPool
+
+from tests.service.backends.fake_graphs import FakeGraphs
+from tests.service.fake_jobs import layer
+from tests.service.host_tensors import DTYPES, back
+from tests.service.host_tensors import host as in_no_slab
+
+
+class Instant:
+    """An event and a stream on which everything has happened as soon as it is put there."""
+
+    def record(self, stream):
+        self.at = time.perf_counter()
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1000 * (end.at - self.at)
+
+    def wait_event(self, event):
+        pass
+
+
+class HostStreams:
+    def __init__(self, *, urgent):
+        pass
+
+    def stream(self):
+        return Instant()
+
+    def event(self):
+        return Instant()
+
+    def use(self, stream):
+        return contextlib.nullcontext()
+
+
+class Writing:
+    """The CPU's functions, which write their results where the caller wants them.
+
+    Attributes:
+        written: the pieces of memory that the results of each call went to.
+    """
+
+    def __init__(self) -> None:
+        self.written: list[set[int]] = []
+
+    def __getattr__(self, name):
+        function = getattr(cpu, name)
+
+        def write(*leading, out=None, **options):
+            result = function(*leading, **options)
+            if out is None:
+                return result
+            given = [there for there in out if there is not None]
+            self.written.append({there.untyped_storage().data_ptr() for there in given})
+            for here, there in zip(result, out, strict=True):
+                if there is not None:
+                    there.copy_(here)
+            return out
+
+        return write
+
+
+def memory_of_both_sides(nbytes):
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    return with_device_view(memory, memory)
+
+
+@pytest.fixture(params=["in place", "copied"])
+def slabs(request):
+    pool = SlabPool(max_idle_bytes=0)
+    if request.param == "in place":
+        pool.source = replace(PLAIN, allocate=memory_of_both_sides)
+    return pool
+
+
+@pytest.fixture
+def library():
+    return Writing()
+
+
+@pytest.fixture
+def graphs():
+    return FakeGraphs()
+
+
+@pytest.fixture
+def backend(slabs, library, graphs, monkeypatch):
+    monkeypatch.setattr(triton, "_DEVICE", "cpu")
+    monkeypatch.setattr(triton, "_CudaStreams", HostStreams)
+    monkeypatch.setattr(triton, "CudaGraphs", lambda: graphs)
+    monkeypatch.setattr(triton, "fusednorm", library)
+    made = triton.TritonBackend(slabs)
+    made._pipelines = {lane: triton.Pipeline(HostStreams(urgent=False)) for lane in Lane}
+    return made
+
+
+def host(tensor: torch.Tensor, slabs: SlabPool) -> HostTensor:
+    slab = slabs.take(tensor.nbytes)[: tensor.nbytes]
+    slab[:] = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), slab)
+
+
+FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+
+
+@pytest.mark.parametrize(("rows", "lane"), [((3,), Lane.SMALL), ((1, 2, 5), Lane.SMALL), ((1100,), Lane.LARGE)])
+def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library, rows, lane):
+    given = [torch.randn(count, 128).bfloat16() for count in rows]
+    weight = torch.randn(128)
+    jobs = tuple(NormJob(FORWARD, {"x": host(x, slabs), "weight": host(weight, slabs)}) for x in given)
+    execution = backend.run(Batch(jobs, lane)).wait()
+    # The three results lie in one piece of memory, from where one copy takes them.
+    assert [len(pieces) for pieces in library.written] == [1]
+    assert len(execution.outputs) == len(execution.kernel_bytes) == len(rows)
+    assert min(execution.copy_in_s, execution.kernel_s, execution.copy_out_s) >= 0
+    for x, outputs in zip(given, execution.outputs, strict=True):
+        right = cpu.layer_norm_forward(x, weight, eps=1e-5, stats=True)
+        for name in ("y", "mean", "rstd"):
+            assert torch.equal(back(outputs[name]), getattr(right, name)), name
+    assert slabs.used_bytes > 0
+    del jobs, execution, outputs
+    assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_one_result_is_written_in_place_or_where_the_library_likes(backend, slabs, library, lane):
+    home = host(torch.randn(3 if lane is Lane.SMALL else 1100, 128), slabs)
+    spec = replace(FORWARD, stats=False)
+    (outputs,) = backend.run(Batch((NormJob(spec, {"x": home}),), lane)).wait().outputs
+    assert len(library.written) == (lane is Lane.SMALL and slabs.source is not PLAIN)
+    right = torch.nn.functional.layer_norm(back(home), (128,))
+    torch.testing.assert_close(back(outputs["y"]), right)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_gradients_come_home_in_one_piece(backend, slabs, library, layout):
+    shape = (20, 8, 6, 40) if layout is Layout.NCHW else (20, 6, 40, 8)
+    given = {name: torch.randn(shape) for name in ("x", "dy", "residual")} | {"weight": torch.randn(8)}
+    spec = NormSpec(Op.GROUP_NORM, Pass.BACKWARD, 1e-5, 2, layout)
+    tensors = {name: host(tensor, slabs) for name, tensor in given.items()}
+    (outputs,) = backend.run(Batch((NormJob(spec, tensors),), Lane.LARGE)).wait().outputs
+    assert [len(pieces) for pieces in library.written] == [1]
+    first = {name: channels_first(spec, name, tensor).requires_grad_() for name, tensor in given.items()}
+    y = torch.nn.functional.group_norm(first["x"] + first["residual"], 2, first["weight"])
+    dx, dweight = torch.autograd.grad(y, (first["x"], first["weight"]), first["dy"].detach())
+    assert outputs.keys() == {"dx", "dweight"}
+    torch.testing.assert_close(back(outputs["dx"]), payload_order(spec, "dx", dx), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(back(outputs["dweight"]), dweight, rtol=1e-3, atol=1e-3)
+
+
+def test_converted_residual_is_not_written_as_it_goes(backend, slabs, library):
+    tensors = {"x": host(torch.randn(3, 128).bfloat16(), slabs), "residual": host(torch.randn(3, 128), slabs)}
+    (outputs,) = backend.run(Batch((NormJob(FORWARD, tensors),))).wait().outputs
+    assert library.written == []
+    assert outputs["residual_out"].dtype is DType.BFLOAT16
+
+
+def test_channels_last_and_a_registered_layer(backend, slabs):
+    weight, bias = torch.randn(8), torch.randn(8)
+    resident = triton.ResidentParameters(weight, bias)
+    registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, resident=resident)
+    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC)
+    x = torch.randn(2, 5, 3, 8)
+    (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x, slabs)}, registered),))).wait().outputs
+    right = torch.nn.functional.group_norm(x.movedim(-1, 1), 2, weight, bias).movedim(1, -1)
+    torch.testing.assert_close(back(outputs["y"]), right)
+
+
+@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
+def test_layer_that_is_deleted_takes_its_replays_along(backend, slabs, graphs, monkeypatch):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
+    slabs._max_idle_bytes = 2**20
+
+    def serve(registered):
+        for _ in range(4):
+            x = torch.randn(3, 8)
+            job = NormJob(replace(FORWARD, stats=False), {"x": in_no_slab(x)}, registered)
+            (outputs,) = backend.run(Batch((job,))).wait().outputs
+            right = torch.nn.functional.layer_norm(x, (8,), registered.resident.weight)
+            torch.testing.assert_close(back(outputs["y"]), right)
+            del outputs
+
+    gone = []
+    for count in (1, 2):
+        registered = layer(size=8, has_bias=False, resident=triton.ResidentParameters(torch.randn(8), None))
+        serve(registered)
+        assert (graphs.captured, graphs.replayed) == (count, 2 * count)
+        gone += [weakref.ref(registered.resident), weakref.ref(registered.resident.weight)]
+        del registered
+        gc.collect()
+        assert [each() for each in gone] == [None] * 2 * count
+
+
+@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
+def test_capture_falls_into_no_batchs_time(backend, slabs, graphs, monkeypatch):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    seen = []
+    pipeline = backend._pipelines[Lane.SMALL]
+    start_one, capture = pipeline.start_one, graphs.capture
+
+    def noting_flight(stage, first):
+        seen.append("flight begins")
+        flight = start_one(stage, first)
+        seen.append("flight is on its way")
+        return flight
+
+    def noting_capture(call):
+        seen.append("capture")
+        return capture(call)
+
+    monkeypatch.setattr(pipeline, "start_one", noting_flight)
+    monkeypatch.setattr(graphs, "capture", noting_capture)
+    backend.run(Batch((NormJob(FORWARD, {"x": host(torch.randn(3, 8), slabs)}),))).wait()
+    assert seen == ["flight begins", "flight is on its way", "capture"]
+
+
+@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
+def test_capture_that_fails_costs_no_answer(backend, slabs, graphs, monkeypatch, caplog):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    graphs.broken = lambda: torch.OutOfMemoryError("dry")
+    slabs._max_idle_bytes = 2**20
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        (outputs,) = backend.run(Batch((NormJob(FORWARD, {"x": in_no_slab(x)}),))).wait().outputs
+        torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (8,)))
+        del outputs
+    (told,) = caplog.records
+    assert "dry" in told.getMessage()
+    assert graphs.replayed == 0
+
+
+def test_failed_launch_leaves_no_slab(backend, slabs, library, monkeypatch):
+    def dry(*arguments, **options):
+        raise torch.OutOfMemoryError("dry")
+
+    monkeypatch.setattr(library, "layer_norm_forward", dry, raising=False)
+    jobs = (NormJob(FORWARD, {"x": host(torch.randn(3, 128), slabs)}),)
+    # pytest.raises would keep the traceback, and with it the slabs.
+    raised = False
+    try:
+        backend.run(Batch(jobs))
+    except torch.OutOfMemoryError:
+        raised = True
+    assert raised
+    del jobs
+    assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("op", Op)
+def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direction, monkeypatch):
+    launched = []
+    real = triton.launch
+
+    def noting(library, spec, tensors):
+        launched.append({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return real(library, spec, tensors)
+
+    monkeypatch.setattr(triton, "launch", noting)
+    shape = (9, 8, 6) if op is Op.GROUP_NORM else (9, 8)
+    names = ("x", "residual", "dy") if direction is Pass.BACKWARD else ("x", "residual")
+    tensors = {name: host(torch.randn(shape), slabs) for name in names} | {"weight": host(torch.randn(8), slabs)}
+    spec = NormSpec(op, direction, 1e-5, 2 if op is Op.GROUP_NORM else 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Instant)
+    backend.compile(NormJob(spec, tensors))
+    assert [each["x"][0] for each in launched] == [1, 2]
+    assert {each["x"][1:] for each in launched} == {shape[1:]}
+    assert all(each["weight"] == (8,) for each in launched)
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_out_of_memory_empties_the_cache_and_may_be_tried_again(backend, slabs, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    for error in (torch.OutOfMemoryError("none left"), RuntimeError("CUDA error: out of memory")):
+        meaning = backend.translate(error)
+        assert isinstance(meaning, DeviceOutOfMemoryError)
+        assert meaning.retry_after_s > 0
+    assert emptied == [True, True]
+    assert backend.translate(ValueError("odd")) is None
+    assert len(emptied) == 2

@@ -1,0 +1,289 @@
+"""Which batches are computed where they lie, and what both sides see of them there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from normserve.backends.cuda import replays
+from normserve.backends.cuda.in_place import MOST_BYTES, Workplaces
+from normserve.backends.cuda.pinned import with_device_view
+from normserve.backends.cuda.replays import Replays
+from normserve.backends.launch import ResidentParameters
+from normserve.backends.tensors import results_of
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType
+from normserve.memory.slabs import PLAIN, SlabPool
+
+from tests.service.backends.fake_graphs import FakeGraphs
+from tests.service.fake_jobs import layer
+from tests.service.host_tensors import host
+
+FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+
+
+@pytest.fixture
+def slabs():
+    """Slabs that the device, too, sees as the host's memory."""
+
+    def allocate(nbytes):
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        return with_device_view(memory, memory)
+
+    pool = SlabPool(max_idle_bytes=2**20)
+    pool.source = replace(PLAIN, allocate=allocate)
+    return pool
+
+
+class Library:
+    """Gives back what it is called with."""
+
+    def layer_norm_forward(self, x, **options):
+        return {"x": x, **options}
+
+    def group_norm_forward(self, x, num_groups, **options):
+        return {"x": x, **options}
+
+    def layer_norm_backward(self, dy, x, **options):
+        return {"dy": dy, "x": x, **options}
+
+
+@pytest.fixture
+def graphs():
+    return FakeGraphs()
+
+
+@pytest.fixture
+def workplaces(slabs, graphs):
+    return Workplaces(slabs, Library(), Replays(graphs))
+
+
+def batch_of(*jobs: dict[str, torch.Tensor], spec: NormSpec = FORWARD, of: object = None) -> Batch:
+    return Batch(tuple(NormJob(spec, {name: host(tensor) for name, tensor in job.items()}, of) for job in jobs))
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 2, 5)])
+def test_device_sees_what_came_and_the_host_what_is_written(workplaces, slabs, counts):
+    weight = torch.randn(7)
+    jobs = [
+        {"x": torch.randn(rows, 7).bfloat16(), "residual": torch.randn(rows, 7).bfloat16(), "weight": weight}
+        for rows in counts
+    ]
+    workplace = workplaces.prepare(batch_of(*jobs))
+    called = workplace.call()
+    out = called["out"]
+    for name in ("x", "residual"):
+        assert torch.equal(called[name], torch.cat([job[name] for job in jobs]))
+    assert torch.equal(called["weight"], weight)
+    assert "bias" not in called
+    for tensor in (called["x"], called["residual"], called["weight"], out.y, out.residual_out):
+        # As kernels that load 16 bytes at once want it.
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+    assert out.mean is out.rstd is None
+    wanted = {name: torch.randn(sum(counts), 7).bfloat16() for name in ("y", "residual_out")}
+    for name, tensor in wanted.items():
+        getattr(out, name).copy_(tensor)
+    shares = workplace.shares()
+    assert len(shares) == len(workplace.kernel_bytes(shares)) == len(counts)
+    for name, tensor in wanted.items():
+        for share, rows in zip(shares, tensor.split(counts), strict=True):
+            assert share[name] == host(rows.clone())
+    for name in ("x", "residual"):
+        assert torch.equal(called[name], torch.cat([job[name] for job in jobs])), "written over"
+    held = shares[0]["y"]
+    del workplace, shares, share
+    assert slabs.used_bytes > 0
+    del held
+    assert slabs.used_bytes == 0
+
+
+def test_share_has_the_shape_that_came(workplaces):
+    (share,) = workplaces.prepare(batch_of({"x": torch.randn(2, 3, 9)}, spec=replace(FORWARD, stats=True))).shares()
+    assert {name: tensor.shape for name, tensor in share.items()} == {
+        "y": (2, 3, 9),
+        "mean": (2, 3),
+        "rstd": (2, 3),
+    }
+
+
+def test_registered_parameters_are_the_callers(workplaces):
+    weight = object()
+    workplace = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, of=layer(size=9)))
+    assert workplace.call(weight=weight)["weight"] is weight
+    assert "weight" not in workplace.call()
+
+
+def test_slab_that_comes_again_is_seen_as_before(workplaces):
+    for _ in range(3):
+        x = torch.randn(2, 9)
+        workplace = workplaces.prepare(batch_of({"x": x}))
+        called = workplace.call()
+        assert torch.equal(called["x"], x)
+        called["out"].y.fill_(1)
+        (share,) = workplace.shares()
+        assert bytes(share["y"].data) == torch.ones(18).numpy().tobytes()
+        del workplace, share
+
+
+def test_options_are_the_jobs_own(workplaces):
+    for eps in (1e-3, 1e-5, 1e-3):
+        workplace = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, spec=replace(FORWARD, eps=eps)))
+        assert workplace.call()["eps"] == eps
+        del workplace
+
+
+def test_more_kinds_than_a_slab_remembers(workplaces):
+    for rows in range(1, 150):
+        x = torch.randn(rows, 3)
+        workplace = workplaces.prepare(batch_of({"x": x}))
+        called = workplace.call()
+        assert torch.equal(called["x"], x)
+        assert called["out"].y.shape == (rows, 3)
+        del workplace
+
+
+def test_channels_last_is_seen_with_channels_first(workplaces):
+    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC, stats=True)
+    x = torch.randn(2, 5, 3, 8)
+    workplace = workplaces.prepare(batch_of({"x": x}, spec=spec))
+    called = workplace.call()
+    assert torch.equal(called["x"], x.movedim(-1, 1))
+    assert called["out"].y.stride() == called["x"].stride()
+    (share,) = workplace.shares()
+    assert share["y"].shape == x.shape
+    assert called["out"].mean.shape == share["rstd"].shape == (2, 2)
+
+
+def test_gradients_of_a_registered_layer_have_its_dtype(workplaces):
+    registered = layer(size=8, dtype=DType.BFLOAT16, has_bias=True)
+    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    tensors = {"x": torch.randn(3, 8), "dy": torch.randn(3, 8)}
+    out = workplaces.prepare(batch_of(tensors, spec=spec, of=registered)).call()["out"]
+    assert out.dweight.shape == out.dbias.shape == (8,)
+    assert out.dweight.dtype == out.dbias.dtype == torch.bfloat16
+    assert out.dresidual is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "spec"),
+    [
+        ({"x": torch.zeros(0, 8)}, FORWARD),
+        ({"x": torch.zeros(65, 1024)}, FORWARD),
+        ({"x": torch.zeros(3, 8), "residual": torch.zeros(3, 8).bfloat16()}, FORWARD),
+    ],
+)
+def test_what_is_large_or_empty_or_converted_is_not_computed_in_place(workplaces, slabs, tensors, spec):
+    assert workplaces.prepare(batch_of(tensors, spec=spec)) is None
+    assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize(("jobs", "fits"), [(2, True), (3, False)])
+def test_together_as_much_as_may_come_and_go(workplaces, slabs, jobs, fits):
+    row = MOST_BYTES // (2 * 2 * 4)
+    batch = batch_of(*[{"x": torch.zeros(1, row)}] * jobs)
+    assert (workplaces.prepare(batch) is not None) == fits
+    assert slabs.used_bytes == 0
+
+
+def test_statistics_count_with_what_goes(workplaces):
+    rows = MOST_BYTES // (2 * 2 * 4)
+    batch = batch_of(*[{"x": torch.zeros(rows, 1)}] * 2, spec=replace(FORWARD, stats=True))
+    assert workplaces.prepare(batch) is None
+
+
+def test_memory_that_the_device_does_not_see_is_left_to_copies(workplaces, slabs):
+    slabs.source = PLAIN
+    assert workplaces.prepare(batch_of({"x": torch.zeros(3, 8)})) is None
+
+
+class Doubling:
+    """Writes twice x, times the weight, where it is wanted."""
+
+    def layer_norm_forward(self, x, weight=1, *, out, **options):
+        out.y.copy_(2 * x * weight)
+
+
+@pytest.fixture
+def doubling(slabs, graphs, monkeypatch):
+    """Runs a batch as the backend does, and gives back what y's bytes are."""
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
+    workplaces = Workplaces(slabs, Doubling(), Replays(graphs))
+
+    def run(batch: Batch) -> list[bytes]:
+        workplace = workplaces.prepare(batch)
+        workplace.compute()
+        if workplace.is_worth_a_graph:
+            workplace.capture()
+        return [bytes(share["y"].data) for share in workplace.shares()]
+
+    return run
+
+
+def test_job_that_comes_alone_and_again_is_replayed_on_what_came(doubling, graphs):
+    for number in range(6):
+        x = torch.randn(3, 8)
+        assert doubling(batch_of({"x": x})) == [bytes(host(2 * x).data)]
+        assert graphs.replayed == max(0, number - 1)
+    # Of other rows nothing is known yet.
+    doubling(batch_of({"x": torch.randn(4, 8)}))
+    assert (graphs.captured, graphs.replayed) == (1, 4)
+
+
+def test_layers_in_turn_are_each_replayed_with_their_own_parameters(doubling, graphs):
+    layers = [layer(size=8, resident=ResidentParameters(torch.randn(8), None)) for _ in range(2)]
+    for _ in range(4):
+        for each in layers:
+            x = torch.randn(3, 8)
+            assert doubling(batch_of({"x": x}, of=each)) == [bytes(host(2 * x * each.resident.weight).data)]
+    assert (graphs.captured, graphs.replayed) == (2, 4)
+
+
+def test_batches_of_many_and_of_the_other_lane_are_not_counted(doubling, graphs):
+    xs = [torch.randn(1, 8) for _ in range(3)]
+    for _ in range(5):
+        assert doubling(batch_of(*[{"x": x} for x in xs])) == [bytes(host(2 * x).data) for x in xs]
+        doubling(replace(batch_of({"x": torch.randn(3, 8)}), lane=Lane.LARGE))
+    assert (graphs.captured, graphs.replayed) == (0, 0)
+    # Alone, it is the same call on as many rows.
+    for _ in range(3):
+        doubling(batch_of({"x": torch.randn(3, 8)}))
+    assert (graphs.captured, graphs.replayed) == (1, 1)
+
+
+def test_each_slab_has_graphs_of_its_own_and_they_go_with_it(doubling, graphs, slabs):
+    for _ in range(3):
+        doubling(batch_of({"x": torch.randn(3, 8)}))
+    held = slabs.take(1)
+    for _ in range(3):
+        doubling(batch_of({"x": torch.randn(3, 8)}))
+    assert (graphs.captured, graphs.replayed) == (2, 2)
+    assert len(graphs.alive) == 2
+    del held
+    slabs._max_idle_bytes = 0
+    assert slabs.used_bytes == slabs.idle_bytes == 0
+    assert len(graphs.alive) == 0
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("stats", [False, True])
+def test_results_of_a_forward_pass(op, stats):
+    groups = 2 if op is Op.GROUP_NORM else 0
+    spec = NormSpec(op, Pass.FORWARD, 1e-5, groups, out_dtype=DType.FLOAT16, stats=stats)
+    (job,) = batch_of({"x": torch.zeros(3, 8)}, spec=spec).jobs
+    results = results_of(job, 5)
+    assert results["y"] == (DType.FLOAT16, (5, 8))
+    statistics = {name: results[name] for name in results if name != "y"}
+    names = () if not stats else ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
+    assert statistics == dict.fromkeys(names, (DType.FLOAT32, (5, groups) if groups else (5,)))
+
+
+def test_results_of_a_backward_pass_are_gradients_of_what_came():
+    spec = NormSpec(Op.GROUP_NORM, Pass.BACKWARD, 1e-5, 2)
+    tensors = {name: torch.zeros(3, 8, 5).bfloat16() for name in ("x", "dy", "residual")}
+    tensors |= {"weight": torch.zeros(8), "scale": torch.zeros(3, 8), "shift": torch.zeros(3, 8).bfloat16()}
+    (job,) = batch_of(tensors, spec=spec).jobs
+    assert results_of(job, 3) == {
+        "dx": (DType.BFLOAT16, (3, 8, 5)),
+        "dweight": (DType.FLOAT32, (8,)),
+        "dscale": (DType.FLOAT32, (3, 8)),
+        "dshift": (DType.BFLOAT16, (3, 8)),
+    }

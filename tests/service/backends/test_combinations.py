@@ -1,0 +1,77 @@
+"""Whatever is optional may come or stay away with anything else: both backends against the oracle in float64."""
+
+import fusednorm
+import pytest
+import torch
+from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cuda import backend as triton
+from normserve.jobs.job import Batch, Lane, Op
+from normserve.memory.slabs import SlabPool
+
+from tests.service.backends.combinations import KINDS, answer, assert_all_right, combinations
+from tests.service.backends.cuda.test_host import HostStreams
+from tests.service.backends.fake_graphs import FakeGraphs
+
+# One of so many combinations is interpreted, which takes a hundred times as long.
+_INTERPRETED_OF = 97
+
+
+def name_of(value: object) -> str:
+    return str(getattr(value, "value", value)).removeprefix("torch.")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """Threads that wait for one another take a hundred times as long as tensors of so few elements."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(run, kind, chosen=range(2**7)) -> int:
+    """Args: chosen: which combinations, by number."""
+    every = enumerate(combinations(*kind))
+    return assert_all_right((each, answer(run, each)) for number, each in every if number in chosen)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(name_of, kind)))
+def test_on_the_cpu(kind):
+    backend = TorchBackend(1)
+    optional = {Op.LAYER_NORM: 5, Op.RMS_NORM: 4, Op.GROUP_NORM: 7}[kind[0]]
+    assert check(lambda job: backend.run(Batch((job,))), kind) == 2**optional
+
+
+@pytest.mark.usefixtures("quickly_interpreted")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run all of them on")
+def test_some_interpreted(monkeypatch):
+    monkeypatch.setattr(triton, "_DEVICE", "cpu")
+    monkeypatch.setattr(triton, "_CudaStreams", HostStreams)
+    monkeypatch.setattr(triton, "CudaGraphs", FakeGraphs)
+    backend = triton.TritonBackend(SlabPool(max_idle_bytes=0))
+    backend._pipelines = {lane: triton.Pipeline(HostStreams(urgent=False)) for lane in Lane}
+    assert triton.fusednorm is fusednorm
+    count = 0
+    for index, kind in enumerate(KINDS):
+        # Others of each kind.
+        chosen = range(-7 * index % _INTERPRETED_OF, 2**7, _INTERPRETED_OF)
+        count += check(lambda job: backend.run(Batch((job,))).wait(), kind, chosen)
+    assert count >= len(KINDS) // 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(name_of, kind)))
+def test_on_a_gpu(kind, gpu_backend):
+    assert check(lambda job: gpu_backend.run(Batch((job,))).wait(), kind)
+
+
+@pytest.fixture(scope="module")
+def gpu_backend():
+    made = triton.TritonBackend(SlabPool(max_idle_bytes=2**26))
+    made.start()
+    return made

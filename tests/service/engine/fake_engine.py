@@ -1,0 +1,153 @@
+"""An engine on a device that does what a test says, and tests that are coroutines."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from normserve.backends.base import ONE_AT_A_TIME, Depth
+from normserve.engine.batcher import Batcher
+from normserve.engine.compilation import Compilation
+from normserve.engine.engine import Engine
+from normserve.engine.executor import Outcome
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, NormJob
+from normserve.metrics.metrics import Metrics
+
+from tests.service.fake_jobs import job
+
+FAR = 1e9
+
+
+class FakeBackend:
+    name = "fake"
+    depth = ONE_AT_A_TIME
+    compiled = None
+    inline_bytes = 0
+
+    def memory_bytes(self):
+        return {"allocated": 7}
+
+
+class FakeExecutor:
+    """Keeps what it is given until the test says what became of it."""
+
+    def __init__(self) -> None:
+        self.backend = FakeBackend()
+        self.running: list[tuple[Batch, Callable]] = []
+        self.here: list[Batch] = []
+        self.is_slow = False
+        self.loaded: list = []
+        self.compiling: list[tuple[NormJob, Callable]] = []
+        self.stopped_within: float | None = None
+
+    def start(self, reply):
+        reply(Outcome(0.0, value=DeviceInfo("a device", "cpu", 1e9, {})))
+
+    def run(self, batch, reply):
+        self.running.append((batch, reply))
+
+    def run_here(self, batch, reply):
+        self.here.append(batch)
+        if self.is_slow:
+            return self.running.append((batch, reply))
+        return self._outcome(batch)
+
+    def load(self, op, weight, bias, reply):
+        self.loaded.append((op, weight, bias))
+        reply(Outcome(0.0, value="resident"))
+
+    def compile(self, job, reply):
+        self.compiling.append((job, reply))
+
+    def stop(self, timeout_s):
+        self.stopped_within = timeout_s
+
+    def end_compile(self, error=None) -> None:
+        _, reply = self.compiling.pop(0)
+        reply(Outcome(time.perf_counter() - 0.5, error=error))
+
+    def finish(self, error=None) -> Batch:
+        """End the oldest launch."""
+        batch, reply = self.running.pop(0)
+        if error is not None:
+            reply(Outcome(time.perf_counter(), error=error))
+        else:
+            reply(self._outcome(batch))
+        return batch
+
+    @staticmethod
+    def _outcome(batch) -> Outcome:
+        outputs = tuple({"y": each.x} for each in batch.jobs)
+        execution = Execution(outputs, tuple(each.rows for each in batch.jobs), 0.1, 0.5, 0.2)
+        return Outcome(time.perf_counter(), value=execution)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.executor = FakeExecutor()
+        self.metrics = Metrics()
+        batcher = Batcher(max_requests=8, max_bytes=10**6)
+        self.engine = Engine(self.executor, batcher, Compilation(max_classes=4, max_per_minute=60), self.metrics)
+
+    def submit(self, work, deadline: float = FAR) -> asyncio.Task:
+        return asyncio.ensure_future(self.engine.submit(work, deadline))
+
+
+class Quick(FakeBackend):
+    """Runs what is tiny where it comes from."""
+
+    inline_bytes = 64
+
+
+class Deep(FakeBackend):
+    """Takes several batches at once."""
+
+    depth = Depth(3, {Lane.SMALL: 2, Lane.LARGE: 2})
+
+
+def large_job() -> NormJob:
+    return job(300_000, 1)
+
+
+class Compiling(FakeBackend):
+    """Has kernels for rows of 4."""
+
+    compiled = frozenset({job(1, 4).kernel_class()})
+
+
+async def turn() -> None:
+    """Let everything that can run, run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class CompilingScene(Scene):
+    def __init__(self) -> None:
+        super().__init__()
+        self.executor.backend = Compiling()
+
+
+def scene(play: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that is a coroutine and is given a started engine."""
+
+    return _with_engine(play, Scene)
+
+
+def compiling_scene(play: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The same on a device that compiles."""
+    return _with_engine(play, CompilingScene)
+
+
+def _with_engine(play, make: type[Scene]) -> Callable[[], None]:
+    def test() -> None:
+        async def run() -> None:
+            with_engine = make()
+            await with_engine.engine.start()
+            with_engine.engine.open()
+            await play(with_engine)
+
+        asyncio.run(run())
+
+    test.__name__, test.__doc__ = play.__name__, play.__doc__
+    return test

@@ -1,0 +1,205 @@
+"""Jobs in, results out: what runs when, and with whom."""
+
+import asyncio
+
+import pytest
+from normserve.errors import (
+    DrainingError,
+    NotReadyError,
+)
+from normserve.jobs.job import Lane, Op
+
+from tests.service.engine.fake_engine import Deep, Quick, Scene, large_job, scene, turn
+from tests.service.fake_jobs import job, tensor
+
+
+@scene
+async def test_result_comes_back_to_its_own_job(scene):
+    lone = scene.submit(job(2, 4))
+    await turn()
+    waiting = [scene.submit(job(rows, 8)) for rows in (1, 3)]
+    await turn()
+    assert len(scene.executor.running) == 1
+    scene.executor.finish()
+    await turn()
+    assert len(scene.executor.finish().jobs) == 2
+    first = await lone
+    assert (first.batch_size, first.kernel_bytes, first.launch_bytes) == (1, 2, 2)
+    assert first.kernel_bandwidth == 2 / 0.5
+    results = [await each for each in waiting]
+    assert [result.tensors["y"].shape for result in results] == [(1, 8), (3, 8)]
+    assert [result.kernel_bytes for result in results] == [1, 3]
+    assert {result.batch_size for result in results} == {2}
+    assert results[0].kernel_bandwidth == 4 / 0.5
+
+
+@scene
+async def test_idle_device_never_waits_for_company(scene):
+    running = scene.submit(job(1, 4))
+    await turn()
+    assert len(scene.executor.running) == 1
+    scene.executor.finish()
+    await running
+
+
+@scene
+async def test_what_comes_in_one_turn_of_the_loop_shares_a_launch(scene):
+    together = [scene.submit(job(rows, 4)) for rows in (1, 2, 3)]
+    await turn()
+    assert len(scene.executor.finish().jobs) == 3
+    for each in together:
+        await each
+
+
+@scene
+async def test_device_with_wires_of_its_own_gets_several_batches_at_once(scene):
+    scene.executor.backend = Deep()
+    tasks = [scene.submit(large_job()) for _ in range(3)]
+    await turn()
+    assert [batch.lane for batch, _ in scene.executor.running] == [Lane.LARGE] * 2
+    tasks.append(scene.submit(job(1, 4)))
+    await turn()
+    # The small one has a lane of its own, which the large one that came before it may not take.
+    assert [batch.lane for batch, _ in scene.executor.running] == [Lane.LARGE] * 2 + [Lane.SMALL]
+    tasks.append(scene.submit(job(1, 5)))
+    await turn()
+    assert len(scene.executor.running) == 3
+    while scene.executor.running:
+        scene.executor.finish()
+        await turn()
+    for each in tasks:
+        await each
+
+
+@scene
+async def test_idle_device_runs_what_is_tiny_where_it_comes_from(scene):
+    scene.executor.backend = Quick()
+    together = [scene.submit(job(1, 4)) for _ in range(2)]
+    for each in together:
+        await each
+    assert [len(batch.jobs) for batch in scene.executor.here] == [2]
+    large = scene.submit(job(100, 4))
+    await turn()
+    # One device, one thing at a time.
+    tiny = scene.submit(job(1, 4))
+    await turn()
+    assert len(scene.executor.here) == 1
+    scene.executor.finish()
+    await large
+    await tiny
+    assert len(scene.executor.here) == 2
+
+
+@scene
+async def test_what_takes_long_where_it_came_from_keeps_the_device_to_itself(scene):
+    scene.executor.backend = Quick()
+    scene.executor.is_slow = True
+    first = scene.submit(job(1, 4))
+    await turn()
+    second = scene.submit(job(1, 4))
+    await turn()
+    assert len(scene.executor.here) == 1
+    assert not first.done()
+    scene.executor.finish()
+    await first
+    assert len(scene.executor.here) == 2
+    scene.executor.finish()
+    await second
+
+
+@scene
+async def test_small_request_behind_many_large_ones_waits_for_one_of_them(scene):
+    large = [scene.submit(large_job()) for _ in range(4)]
+    await turn()
+    small = scene.submit(job(1, 4))
+    await turn()
+    scene.executor.finish()
+    await turn()
+    scene.executor.finish()
+    await small
+    assert sum(each.done() for each in large) == 1
+    while scene.executor.running:
+        scene.executor.finish()
+        await turn()
+    for each in large:
+        await each
+
+
+@scene
+async def test_closed_engine_finishes_what_it_has(scene):
+    running = scene.submit(job(1, 4))
+    await turn()
+    scene.engine.close()
+    with pytest.raises(DrainingError):
+        scene.engine.require_ready()
+    scene.executor.finish()
+    await running
+
+
+@scene
+async def test_closed_engine_stays_closed(scene):
+    scene.engine.close()
+    scene.engine.open()
+    with pytest.raises(DrainingError):
+        scene.engine.require_ready()
+
+
+@scene
+async def test_giving_up_answers_everybody_who_waits(scene):
+    running, waiting = scene.submit(job(1, 4)), scene.submit(job(1, 8))
+    await turn()
+    scene.engine.close()
+    scene.engine.give_up()
+    for each in (running, waiting):
+        with pytest.raises(DrainingError):
+            await each
+    scene.executor.finish()
+    await turn()
+    assert scene.executor.running == []
+
+
+@scene
+async def test_stopping_stops_the_executor(scene):
+    scene.engine.stop(1.5)
+    assert scene.executor.stopped_within == 1.5
+
+
+@scene
+async def test_metrics_tell_of_the_device_the_queue_and_the_launches(scene):
+    def scraped() -> str:
+        return scene.metrics.render().decode()
+
+    assert scene.engine.backend_name == "fake"
+    assert 'normserve_device_copy_bandwidth_bytes_per_second{device="a device"} 1000000000.0' in scraped()
+    assert 'normserve_device_memory_bytes{kind="allocated"} 7.0' in scraped()
+    tasks = [scene.submit(job(1, cols)) for cols in (4, 8, 16)]
+    await turn()
+    assert "normserve_queue_requests 2.0" in scraped()
+    while scene.executor.running:
+        scene.executor.finish()
+        await turn()
+    for each in tasks:
+        await each
+    assert "normserve_queue_requests 0.0" in scraped()
+    assert "normserve_batch_requests_count 3" in scraped()
+
+
+def test_starting_tells_what_the_device_is():
+    started = Scene()
+    device = asyncio.run(started.engine.start())
+    assert device is started.engine.device
+    assert device.name == "a device"
+
+
+@scene
+async def test_parameters_are_loaded_by_the_device(scene):
+    weight = tensor(4)
+    assert await scene.engine.load(Op.RMS_NORM, weight, None) == "resident"
+    assert scene.executor.loaded == [(Op.RMS_NORM, weight, None)]
+
+
+def test_engine_takes_nothing_before_it_is_open():
+    started = Scene()
+    with pytest.raises(NotReadyError, match="warming up"):
+        started.engine.require_ready()
+    assert started.engine.backend_name == ""

@@ -1,0 +1,291 @@
+"""One thread does the work, in order, and errors come back as what they mean."""
+
+import threading
+import time
+from collections import deque
+
+import pytest
+from normserve.backends.base import InFlight
+from normserve.engine.executor import Executor
+from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, Lane, Op
+
+from tests.service.fake_jobs import job, tensor
+
+EXECUTION = Execution(({},), (0,), 0.0, 0.0, 0.0)
+
+
+class FakeBackend:
+    """Notes the threads that call it; raises what it was told to."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.error: Exception | None = None
+        self.results: deque[object] = deque()
+        self.may_load = threading.Event()
+        self.may_load.set()
+
+    def start(self):
+        return self._noted(DeviceInfo("a device", "cpu", 1e9, {}))
+
+    def load(self, op, weight, bias):
+        assert self.may_load.wait(20)
+        return self._noted((weight, bias))
+
+    def run(self, batch):
+        return self._noted(self.results.popleft() if self.results else EXECUTION)
+
+    def compile(self, job):
+        return self._noted(None)
+
+    def translate(self, error):
+        return DeviceOutOfMemoryError("dry") if isinstance(error, MemoryError) else None
+
+    def memory_bytes(self):
+        return {}
+
+    def _noted(self, value):
+        self.threads.add(threading.get_ident())
+        if self.error is not None:
+            raise self.error
+        return value
+
+
+class Landing(InFlight):
+    """Is done when it is told to be, or raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.error: Exception | None = None
+        self.thread = 0
+        self.fault: Exception | None = None
+
+    def lands_within(self, seconds):
+        if self.fault is not None:
+            raise self.fault
+        return self.may_end.is_set()
+
+    def wait(self):
+        assert self.may_end.wait(20)
+        self.thread = threading.get_ident()
+        if self.error is not None:
+            raise self.error
+        return EXECUTION
+
+
+class Replies:
+    """Collects replies and lets the test wait for each."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Semaphore(0)
+        self.all = []
+
+    def __call__(self, outcome):
+        self.all.append(outcome)
+        self._arrived.release()
+
+    def next(self):
+        assert self._arrived.acquire(timeout=20)
+        return self.all[-1]
+
+
+@pytest.fixture
+def backend():
+    return FakeBackend()
+
+
+@pytest.fixture
+def replies():
+    return Replies()
+
+
+@pytest.fixture
+def executor(backend, replies):
+    started = Executor(lambda: backend)
+    started.start(replies)
+    assert replies.next().value.name == "a device"
+    yield started
+    started.stop(20)
+
+
+def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
+    for _ in range(3):
+        executor.run(Batch((job(1, 4),)), replies)
+        assert isinstance(replies.next().value, Execution)
+    assert len(backend.threads) == 1
+    assert threading.get_ident() not in backend.threads
+
+
+def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
+    backend.may_load.clear()
+    executor.load(Op.RMS_NORM, tensor(4), None, replies)
+    executor.compile(job(1, 4), replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().value is EXECUTION
+    backend.may_load.set()
+    assert replies.next().error is replies.next().error is None
+    assert len(backend.threads) == 2
+
+
+@pytest.mark.parametrize(
+    ("raised", "meant"),
+    [
+        (MemoryError(), DeviceOutOfMemoryError),
+        (DeviceFailureError("gone"), DeviceFailureError),
+        (InvalidShapeError("odd"), InvalidShapeError),
+    ],
+)
+def test_errors_come_back_as_what_they_mean(executor, backend, replies, raised, meant):
+    backend.error = raised
+    executor.run(Batch((job(1, 4),)), replies)
+    assert type(replies.next().error) is meant
+
+
+def fly(executor, backend, replies, lane=Lane.SMALL) -> Landing:
+    landing = Landing()
+    backend.results.append(landing)
+    executor.run(Batch((job(1, 4),), lane), replies)
+    return landing
+
+
+def test_owner_goes_on_while_a_batch_is_in_flight(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error is None
+    landing.may_end.set()
+    outcome = replies.next()
+    assert outcome.value is EXECUTION
+    assert landing.thread not in backend.threads
+
+
+def test_small_batch_lands_before_a_large_one_that_took_off_earlier(executor, backend, replies):
+    large = fly(executor, backend, replies, Lane.LARGE)
+    small = fly(executor, backend, replies, Lane.SMALL)
+    small.may_end.set()
+    replies.next()
+    assert not large.thread
+    large.may_end.set()
+    replies.next()
+
+
+def test_start_is_that_of_the_take_off(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    replies.next()
+    landed = time.perf_counter()
+    landing.may_end.set()
+    assert replies.next().started < landed
+
+
+def test_error_in_flight_comes_back_as_what_it_means(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    landing.error = MemoryError()
+    landing.may_end.set()
+    assert isinstance(replies.next().error, DeviceOutOfMemoryError)
+
+
+def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backend, replies):
+    landing = Landing()
+    landing.may_end.set()
+    backend.results.append(landing)
+    assert executor.run_here(Batch((job(1, 4),)), replies).value is EXECUTION
+    assert landing.thread == threading.get_ident()
+    assert len(replies.all) == 1
+
+
+def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies):
+    landing = Landing()
+    backend.results.append(landing)
+    assert executor.run_here(Batch((job(1, 4),)), replies) is None
+    took_off = time.perf_counter()
+    landing.may_end.set()
+    outcome = replies.next()
+    assert outcome.value is EXECUTION
+    assert outcome.started < took_off
+    assert landing.thread != threading.get_ident()
+
+
+def test_batch_that_crashes_here_says_what_it_means(executor, backend, replies):
+    landing = Landing()
+    landing.may_end.set()
+    landing.error = MemoryError()
+    backend.results.append(landing)
+    assert isinstance(executor.run_here(Batch((job(1, 4),)), replies).error, DeviceOutOfMemoryError)
+
+
+def test_device_that_fails_while_it_is_watched_says_what_it_means(executor, backend, replies):
+    landing = Landing()
+    landing.fault = DeviceFailureError("gone")
+    backend.results.append(landing)
+    assert executor.run_here(Batch((job(1, 4),)), replies).error.detail == "gone"
+    assert len(replies.all) == 1
+
+
+def test_stop_waits_for_what_is_in_flight(executor, backend, replies):
+    landing = fly(executor, backend, replies)
+    threading.Timer(0.05, landing.may_end.set).start()
+    executor.stop(20)
+    assert replies.all[-1].value is EXECUTION
+
+
+def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog):
+    backend.error = ZeroDivisionError("a secret")
+    executor.run(Batch((job(1, 4),)), replies)
+    error = replies.next().error
+    assert error.code == "internal"
+    assert "secret" not in error.detail
+    assert "ZeroDivisionError" in caplog.text
+    backend.error = None
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error is None
+
+
+def test_stop_finishes_what_was_handed_in(backend, replies):
+    executor = Executor(lambda: backend)
+    executor.start(replies)
+    executor.run(Batch((job(1, 4),)), replies)
+    executor.stop(20)
+    assert len(replies.all) == 2
+
+
+def test_backend_that_cannot_be_made(replies):
+    def make():
+        raise DeviceFailureError("there is none")
+
+    executor = Executor(make)
+    executor.start(replies)
+    assert replies.next().error.detail == "there is none"
+    with pytest.raises(RuntimeError, match="not started"):
+        _ = executor.backend
+    executor.stop(20)
+
+
+def test_whoever_waits_is_answered_though_there_is_no_memory_for_the_words(executor, backend, replies, monkeypatch):
+    def without_memory(*_):
+        raise MemoryError
+
+    backend.error = MemoryError()
+    monkeypatch.setattr(backend, "translate", without_memory)
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error.code == "device_out_of_memory"
+    backend.error = None
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error is None
+
+
+def test_an_answer_that_found_no_memory_is_given_as_soon_as_there_is_some(executor, replies):
+    refused = []
+
+    def reply(outcome):
+        if len(refused) < 3:
+            refused.append(outcome)
+            raise MemoryError
+        replies(outcome)
+
+    executor.run(Batch((job(1, 4),)), reply)
+    assert replies.next().error.code == "device_out_of_memory"
+    executor.run(Batch((job(1, 4),)), replies)
+    assert replies.next().error is None

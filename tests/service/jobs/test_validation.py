@@ -1,0 +1,89 @@
+"""Jobs that are made, and what is refused; the table of refusals over HTTP is in the integration tests."""
+
+import pytest
+from normserve.errors import InvalidParameterError, InvalidShapeError, UnexpectedTensorError
+from normserve.jobs.job import Layout, NormSpec, Op, Pass
+from normserve.jobs.validation import check_parameters, make_job, tensor_names
+from normserve.memory.host_tensors import DType
+
+from tests.service.fake_jobs import layer, tensor
+
+
+def spec(op: Op = Op.LAYER_NORM, direction: Pass = Pass.FORWARD, **more: object) -> NormSpec:
+    return NormSpec(op, direction, eps=1e-5, **more)
+
+
+def test_what_may_be_overwritten_is_said_by_who_owns_it():
+    assert not make_job(spec(), {"x": tensor(2, 4)}).may_overwrite
+    assert make_job(spec(), {"x": tensor(2, 4)}, may_overwrite=True).may_overwrite
+
+
+def test_job_counts_its_rows():
+    assert make_job(spec(), {"x": tensor(2, 3, 4)}).rows == 6
+    assert make_job(spec(), {"x": tensor(4)}).rows == 1
+    groups = spec(Op.GROUP_NORM, num_groups=2)
+    assert make_job(groups, {"x": tensor(3, 4, 5)}).rows == 3
+
+
+def test_layer_says_what_the_request_does_not():
+    registered = layer(eps=0.5, activation="silu")
+    made = make_job(spec(), {"x": tensor(2, 4)}, registered)
+    assert (made.spec.eps, made.spec.activation, made.layer) == (0.5, "silu", registered)
+
+
+@pytest.mark.parametrize(
+    ("asked", "registered", "error"),
+    [
+        (spec(Op.RMS_NORM), layer(), InvalidParameterError),
+        (spec(), layer(size=5), InvalidShapeError),
+        (
+            spec(Op.GROUP_NORM, layout=Layout.NHWC),
+            layer(op=Op.GROUP_NORM, num_groups=2, size=5),
+            InvalidShapeError,
+        ),
+    ],
+)
+def test_layer_must_fit(asked, registered, error):
+    with pytest.raises(error):
+        make_job(asked, {"x": tensor(3, 4)}, registered)
+
+
+def test_channels_are_where_the_layout_says():
+    parameters = {"x": tensor(2, 3, 8), "weight": tensor(8)}
+    made = make_job(spec(Op.GROUP_NORM, num_groups=4, layout=Layout.NHWC), parameters)
+    assert made.spec.num_groups == 4
+    with pytest.raises(InvalidParameterError, match="divide the 3 channels"):
+        make_job(spec(Op.GROUP_NORM, num_groups=4), parameters)
+
+
+@pytest.mark.parametrize("direction", Pass)
+def test_scale_and_shift_are_groups_alone(direction):
+    for op in Op:
+        names = tensor_names(op, direction)
+        assert ({"scale", "shift"} <= set(names)) == (op is Op.GROUP_NORM)
+        beside_a_layer = tensor_names(op, direction, with_layer=True)
+        assert set(names) - set(beside_a_layer) == {"weight", "bias"} - ({"bias"} if op is Op.RMS_NORM else set())
+
+
+@pytest.mark.parametrize("x", [(2, 3, 8), (2, 8)])
+def test_scale_and_shift_are_of_samples_and_channels(x):
+    groups = spec(Op.GROUP_NORM, num_groups=4, layout=Layout.NHWC)
+    tensors = {"x": tensor(*x), "scale": tensor(2, 8, dtype=DType.FLOAT16)}
+    made = make_job(groups, tensors, layer(op=Op.GROUP_NORM, num_groups=2, size=8))
+    assert made.tensors.keys() == {"x", "scale"}
+    assert made.nbytes == tensors["x"].nbytes + 2 * 8 * 2
+    for shape in ((8,), (1, 8), (2, 3), (2, 8, 1)):
+        with pytest.raises(InvalidShapeError, match=r"shift must be \[2, 8\]"):
+            make_job(groups, tensors | {"shift": tensor(*shape)})
+
+
+def test_long_tensor_names_are_cut():
+    with pytest.raises(UnexpectedTensorError) as caught:
+        make_job(spec(), {"x": tensor(2, 4), "y" * 1000: tensor(1)})
+    assert len(caught.value.detail) < 200
+
+
+def test_parameters_of_a_layer():
+    weight, bias = tensor(4), tensor(4)
+    assert check_parameters(Op.LAYER_NORM, {"weight": weight, "bias": bias}) == (weight, bias)
+    assert check_parameters(Op.RMS_NORM, {"weight": weight}) == (weight, None)

@@ -1,0 +1,70 @@
+"""Registered layers: their names, and a budget of bytes."""
+
+import pytest
+from normserve.errors import TooLargeError, UnknownLayerError
+from normserve.layers.registry import LayerRegistry
+
+from tests.service.fake_jobs import layer
+
+
+@pytest.fixture
+def layers():
+    return LayerRegistry(max_layers=3, max_bytes=100)
+
+
+def test_bytes_are_bounded_to_the_last(layers):
+    layers.put(layer("a", nbytes=60))
+    with pytest.raises(TooLargeError, match=r"take 41 bytes beside 60 .* no more than 100"):
+        layers.put(layer("b", nbytes=41))
+    assert "b" not in layers
+    layers.put(layer("b", nbytes=40))
+    assert layers.nbytes == 100
+
+
+def test_a_replaced_layer_counts_by_the_difference(layers):
+    layers.put(layer("a", nbytes=60))
+    layers.put(layer("b", nbytes=30))
+    assert layers.put(layer("a", nbytes=70))
+    assert layers.nbytes == 100
+    with pytest.raises(TooLargeError):
+        layers.put(layer("a", nbytes=71))
+    assert (layers.nbytes, layers.get("a").nbytes) == (100, 70)
+    assert layers.put(layer("a", nbytes=1))
+    assert layers.nbytes == 31
+
+
+def test_removed_bytes_come_back(layers):
+    layers.put(layer("a", nbytes=100))
+    layers.remove("a")
+    assert layers.nbytes == 0
+    with pytest.raises(UnknownLayerError):
+        layers.remove("a")
+    layers.put(layer("b", nbytes=100))
+
+
+def test_layers_that_are_being_brought_count_already(layers):
+    layers.put(layer("a", nbytes=20))
+    with layers.expecting("b", 50):
+        with pytest.raises(TooLargeError, match="take 31 bytes beside 70"), layers.expecting("c", 31):
+            pass
+        with layers.expecting("a", 50):
+            layers.put(layer("a", nbytes=50))
+        layers.put(layer("b", nbytes=50))
+    assert layers.nbytes == 100
+    layers.put(layer("a", nbytes=50))
+
+
+def test_what_does_not_come_keeps_no_room(layers):
+    with pytest.raises(ValueError, match="the device"), layers.expecting("a", 100):
+        raise ValueError("the device has not")
+    layers.put(layer("b", nbytes=100))
+
+
+def test_names_are_bounded_too(layers):
+    for name in "abc":
+        layers.put(layer(name, nbytes=1))
+    with pytest.raises(TooLargeError, match="3 layers"):
+        layers.put(layer("d", nbytes=1))
+    with pytest.raises(TooLargeError, match="3 layers"), layers.expecting("d", 1):
+        pass
+    assert layers.put(layer("c", nbytes=2))

@@ -1,0 +1,248 @@
+"""One place increments, and a scrape tells."""
+
+import sys
+import time
+
+import pytest
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.registrar import COUNTED_AT_ONCE
+from normserve.metrics.requests import RequestRecord
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.service.fake_jobs import job, tensor
+
+
+@pytest.fixture
+def metrics():
+    return Metrics()
+
+
+def scraped(metrics):
+    return list(text_string_to_metric_families(metrics.render().decode()))
+
+
+def value(metrics, name: str, **labels: str):
+    samples = [sample for family in scraped(metrics) for sample in family.samples]
+    found = [each.value for each in samples if (each.name, each.labels) == (f"normserve_{name}", labels)]
+    return found[0] if found else None
+
+
+def test_two_of_them_are_apart(metrics):
+    metrics.set_ready(True)
+    assert value(metrics, "ready") == 1
+    assert value(Metrics(), "ready") == 0
+
+
+def test_catalogue_is_what_is_scraped(metrics):
+    counters = {each.name for each in metrics.catalogue if each.kind == "counter"}
+    assert all(name.endswith("_total") for name in counters)
+    assert {each.name.removesuffix("_total") for each in metrics.catalogue} == {
+        each.name for each in scraped(metrics)
+    }
+
+
+def test_every_name_and_label_is_one_of_the_projects_or_of_the_process(metrics):
+    assert all(each.name.startswith(("normserve_", "process_")) for each in metrics.catalogue)
+    assert not {"process", "le", "instance", "job"} & {
+        name for each in metrics.catalogue for name in each.label_names
+    }
+
+
+def test_errors_are_there_before_the_first(metrics):
+    assert value(metrics, "errors_total", cause="device_failure") == 0
+    assert value(metrics, "rejected_total", reason="overloaded") == 0
+    assert value(metrics, "revoked_total", reason="stalled") == value(metrics, "revoked_total", reason="share") == 0
+
+
+@pytest.mark.parametrize(("reason", "other"), [("stalled", "share"), ("share", "stalled")])
+def test_revocation_is_counted_by_its_reason(metrics, reason, other):
+    metrics.observe_revocation(reason)
+    assert value(metrics, "revoked_total", reason=reason) == 1
+    assert value(metrics, "revoked_total", reason=other) == 0
+
+
+def test_launch_is_counted(metrics):
+    batch = Batch((job(2, 4), job(3, 4)))
+    outputs = ({"y": tensor(2, 4)}, {"y": tensor(3, 4)})
+    metrics.observe_launch(batch, Execution(outputs, (64, 96), 0.25, 0.5, 0.125))
+    kernel = {"op": "layer_norm", "pass": "forward", "dtype": "float32"}
+    assert value(metrics, "kernel_bytes_total", **kernel) == 160
+    assert value(metrics, "kernel_seconds_total", **kernel) == 0.5
+    assert value(metrics, "kernel_bandwidth_bytes_per_second_sum", **kernel) == 320
+    assert value(metrics, "batch_requests_sum") == 2
+    assert value(metrics, "batch_bytes_sum") == 80
+    assert value(metrics, "transfer_bytes_total", direction="in") == 80
+    assert value(metrics, "transfer_bytes_total", direction="out") == 80
+    assert value(metrics, "transfer_seconds_total", direction="out") == 0.125
+
+
+def test_what_is_not_copied_is_no_transfer(metrics):
+    outputs = ({"y": tensor(2, 4)},)
+    metrics.observe_launch(Batch((job(2, 4),)), Execution(outputs, (64,), 0.25, 0.5, 0.0))
+    assert value(metrics, "transfer_bytes_total", direction="in") == 32
+    assert value(metrics, "transfer_bytes_total", direction="out") in (None, 0)
+
+
+def test_request_is_counted(metrics):
+    record = RequestRecord("rms_norm", "backward", "float16", status=200, received=1000, sent=1000)
+    record.stages = {"kernel": 0.001, "send": 0.002}
+    metrics.observe_request(record)
+    labels = {"op": "rms_norm", "pass": "backward", "transport": "tcp"}
+    assert value(metrics, "requests_total", dtype="float16", code="200", **labels) == 1
+    assert value(metrics, "request_duration_seconds_count", **labels) == 1
+    assert value(metrics, "request_bandwidth_bytes_per_second_count", **labels) == 1
+    assert value(metrics, "stage_duration_seconds_sum", stage="send") == 0.002
+
+
+def test_error_is_counted_by_cause_and_rejection_by_reason(metrics):
+    metrics.observe_request(RequestRecord("layer_norm", status=429, error="overloaded"))
+    metrics.observe_request(RequestRecord("layer_norm", status=422, error="invalid_shape"))
+    assert value(metrics, "errors_total", cause="overloaded") == 1
+    assert value(metrics, "errors_total", cause="invalid_shape") == 1
+    assert value(metrics, "rejected_total", reason="overloaded") == 1
+    assert value(metrics, "rejected_total", reason="invalid_shape") is None
+
+
+def test_requests_are_counted_by_the_name_of_their_key(metrics):
+    metrics.know_keys(["a", "b"])
+    assert value(metrics, "key_requests_total", key="a", code="200") == 0
+    for status, key in ((200, "a"), (200, "a"), (403, "a"), (200, "b"), (200, None)):
+        metrics.observe_request(RequestRecord("info", status=status, key=key, received=10, sent=100))
+    assert value(metrics, "key_requests_total", key="a", code="200") == 2
+    assert value(metrics, "key_requests_total", key="a", code="403") == 1
+    assert value(metrics, "key_requests_total", key="b", code="200") == 1
+    assert value(metrics, "key_bytes_total", key="a", direction="in") == 30
+    assert value(metrics, "key_bytes_total", key="a", direction="out") == 300
+
+
+def test_a_key_that_is_gone_keeps_its_series(metrics):
+    metrics.know_keys(["a"])
+    metrics.know_keys(["b"])
+    assert value(metrics, "key_bytes_total", key="a", direction="in") == 0
+
+
+def test_departure_is_counted_by_stage(metrics):
+    metrics.observe_request(RequestRecord("layer_norm", status=499, waiting_in="queue"))
+    assert value(metrics, "cancelled_total", stage="queue") == 1
+
+
+def test_gauges_are_asked_at_each_scrape(metrics):
+    inside = [3, 4096]
+    metrics.watch_inflight(lambda: inside[0], lambda: inside[1])
+    metrics.watch_queue(lambda: inside[0])
+    metrics.watch_device("torch", DeviceInfo("a cpu", "cpu", 2e10, {}), lambda: {"allocated": 5})
+    assert value(metrics, "inflight_requests") == value(metrics, "queue_requests") == 3
+    inside[0] = 0
+    assert value(metrics, "inflight_requests") == 0
+    assert value(metrics, "inflight_bytes") == 4096
+    assert value(metrics, "device_copy_bandwidth_bytes_per_second", device="a cpu") == 2e10
+    assert value(metrics, "device_memory_bytes", kind="allocated") == 5
+
+
+def test_the_process_is_told_of(metrics):
+    samples = {sample.name: sample.value for family in scraped(metrics) for sample in family.samples}
+    assert samples["process_resident_memory_bytes"] > 1e6
+    assert 0 < samples["process_start_time_seconds"] <= time.time()
+    assert samples["process_cpu_seconds_total"] > 0
+
+
+def test_a_process_of_a_fleet_says_which_it_is():
+    samples = [sample for family in scraped(Metrics("3")) for sample in family.samples]
+    assert {sample.labels["process"] for sample in samples} == {"3"}
+
+
+def bounds(metrics, name: str) -> list[float]:
+    """The upper bounds of a histogram that has one series."""
+    samples = [sample for family in scraped(metrics) for sample in family.samples]
+    return [float(each.labels["le"]) for each in samples if each.name == f"normserve_{name}_bucket"]
+
+
+def in_bucket(metrics, name: str, value: float) -> bool:
+    """Whether the one observation of a histogram lies in the bucket that `value` belongs to."""
+    samples = [sample for family in scraped(metrics) for sample in family.samples]
+    buckets = [each for each in samples if each.name == f"normserve_{name}_bucket"]
+    return [each.value for each in buckets] == [float(float(each.labels["le"]) >= value) for each in buckets]
+
+
+def test_duration_buckets_double_from_ten_microseconds_to_twenty_seconds(metrics):
+    metrics.observe_request(RequestRecord("livez", status=200))
+    expected = [1e-5 * 2**k for k in range(22)]
+    assert bounds(metrics, "request_duration_seconds") == pytest.approx([*expected, float("inf")])
+    assert 20 < expected[-1] < 22
+
+
+def test_stage_buckets_are_those_of_durations(metrics):
+    metrics.observe_request(RequestRecord("rms_norm", status=200, stages={"kernel": 0.001}))
+    metrics.observe_request(RequestRecord("livez", status=200))
+    assert bounds(metrics, "stage_duration_seconds") == bounds(metrics, "request_duration_seconds")[:23]
+
+
+def test_bandwidth_buckets_divide_a_decade_in_four_from_a_megabyte_to_a_hundred_gigabytes(metrics):
+    metrics.observe_request(answered())
+    expected = [10 ** (6 + k / 4) for k in range(21)]
+    assert bounds(metrics, "request_bandwidth_bytes_per_second") == pytest.approx([*expected, float("inf")])
+    assert expected[-1] == 1e11
+
+
+def answered(*, seconds_ago: float = 3.0, **changes) -> RequestRecord:
+    """A request whose header was complete some time ago."""
+    described = {"op": "rms_norm", "direction": "forward", "status": 200, "stages": {"kernel": 0.001}} | changes
+    return RequestRecord(**described, began=time.perf_counter() - seconds_ago)
+
+
+def test_duration_is_from_the_header_to_the_end(metrics):
+    metrics.observe_request(answered(seconds_ago=3.0))
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    assert value(metrics, "request_duration_seconds_sum", **labels) == pytest.approx(3.0, abs=1.0)
+    assert in_bucket(metrics, "request_duration_seconds", 3.0)
+
+
+def test_stage_takes_the_seconds_that_were_measured(metrics):
+    metrics.observe_request(answered(stages={"kernel": 0.003}))
+    assert in_bucket(metrics, "stage_duration_seconds", 0.003)
+
+
+def test_bandwidth_is_bytes_in_and_out_over_the_whole_time(metrics):
+    metrics.observe_request(answered(seconds_ago=3.0, received=6 * 10**9, sent=3 * 10**9))
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    rate = value(metrics, "request_bandwidth_bytes_per_second_sum", **labels)
+    assert rate == pytest.approx(3e9, rel=0.3)
+    assert in_bucket(metrics, "request_bandwidth_bytes_per_second", rate)
+
+
+def test_request_that_brought_and_took_nothing_has_no_bytes(metrics):
+    metrics.observe_request(answered())
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    assert value(metrics, "request_bandwidth_bytes_per_second_sum", **labels) == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"status": 300}, {"status": 500}, {"stages": {"recv": 0.001}}, {"status": 499}],
+    ids=["redirect", "error", "no kernel ran", "client left"],
+)
+def test_only_an_answer_that_a_kernel_computed_has_a_bandwidth(metrics, changes):
+    metrics.observe_request(answered(**changes))
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    assert value(metrics, "request_bandwidth_bytes_per_second_count", **labels) is None
+    assert value(metrics, "request_duration_seconds_count", **labels) == 1
+
+
+def test_requests_that_ended_are_not_kept_until_a_scrape(metrics):
+    record = answered()
+    metrics.observe_request(record)
+    for _ in range(COUNTED_AT_ONCE - 1):
+        metrics.observe_request(answered())
+    # This name and the argument of the call itself.
+    assert sys.getrefcount(record) == 2
+
+
+def test_departures_are_there_before_the_first(metrics):
+    assert {stage: value(metrics, "cancelled_total", stage=stage) for stage in CANCELLED_IN} == dict.fromkeys(
+        CANCELLED_IN, 0
+    )
+
+
+CANCELLED_IN = ("recv", "parse", "queue", "send")
