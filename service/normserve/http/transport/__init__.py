@@ -7,7 +7,7 @@ other server.
 
 from normserve.http.transport.asgi import PlainAsgi
 from normserve.http.transport.connection import Connection, listen
-from normserve.http.transport.http import Manners
+from normserve.http.transport.exchanges import Manners
 from normserve.http.transport.patience import Patience
 from normserve.http.transport.reception import Reception
 from normserve.http.transport.sending import Buffers, Departure, Headers

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from normserve.http.transport.http import HEAD_BYTES, HttpProtocol, Manners
+from normserve.http.transport.exchanges import HEAD_BYTES, Manners
+from normserve.http.transport.http import HttpProtocol
 from normserve.http.transport.reception import Reception
 
 # Of a chunked or an unwanted body.

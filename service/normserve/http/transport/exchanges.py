@@ -1,0 +1,253 @@
+"""Requests of one connection and their answers: from the end of a header until the last byte has left.
+
+uvicorn's httptools protocol, with the limits that it lacks.  Where headers and bodies begin and end is for `http`.
+"""
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
+from normserve.http.transport.chunks import ChunkedBody
+from normserve.http.transport.half_closed import HalfClosedWatch, tells_departures
+from normserve.http.transport.patience import HeaderWatch, Patience, SendWatch
+from normserve.http.transport.reception import Reception
+from normserve.http.transport.sending import TLS_PORTION_BYTES, Sending, unread_bytes
+
+# Read at once while a header is expected: enough for it and a small body, and little enough that of a large body,
+# whose first bytes come along and must be copied, most goes straight to its place.
+HEAD_BYTES = 16 * 1024
+_UNIX_BUFFER_BYTES = 4 * 2**20
+_TLS_END_S = 0.2
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """What all connections share.
+
+    Attributes:
+        refuse: counts what never became a request, and renders the answer to it.
+        on_late_departure: a client left with a response that the kernel had taken and that it had not read.
+    """
+
+    patience: Patience
+    refuse: Callable[[NormserveError], bytes]
+    on_late_departure: Callable[[], None]
+
+
+class ExchangeProtocol(HttpToolsProtocol):
+    """Receives bodies and sends responses, in order, and gives up clients that are late, slow or gone.
+
+    Attributes:
+        unparsed: bytes still to come of a body of announced length.
+        chunks: a chunked body that is arriving.
+    """
+
+    def __init__(self, manners: Manners, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._manners = manners
+        # Of a request whose header is not complete.
+        self._header_began = False
+        self._header_watch = HeaderWatch(self.loop, manners.patience, self._header_is_late)
+        self._send_watch: SendWatch | None = None
+        self._half_closed_watch: HalfClosedWatch | None = None
+        self._reception: Reception | None = None
+        self._sending: Sending | None = None
+        # Requests whose answer is not out: the one that is worked on, and those pipelined behind it.
+        self._unanswered: dict[Sending, tuple[RequestResponseCycle, Reception]] = {}
+        self._refusal: NormserveError | None = None
+        self._left_unread = False
+        self._is_encrypted = False
+        self.unparsed = 0
+        self.chunks: ChunkedBody | None = None
+
+    @property
+    def filling(self) -> Reception | None:
+        """The body whose next bytes belong straight into its memory, if there is one."""
+        reception = self._reception
+        return reception if self.unparsed and reception is not None and reception.is_filling else None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        connected = transport.get_extra_info("socket")
+        if connected.family == socket.AF_UNIX:
+            # TCP grows its buffers by itself, up to about this.
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        super().connection_made(transport)
+        # Paused means that anything is unsent, and resumed that the kernel has all of it.  uvloop's TLS pauses at
+        # its limit already, and hands what it encrypted to a transport that holds a write or two of its own.  The
+        # end of its handshake may be unsent now.
+        self._is_encrypted = transport.get_extra_info("ssl_object") is not None
+        unseen = TLS_PORTION_BYTES if self._is_encrypted else 0
+        self._send_watch = SendWatch(self.loop, self._manners.patience, transport, unseen_bytes=unseen)
+        transport.set_write_buffer_limits(1 if self._is_encrypted else 0)
+        self._header_watch.start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._header_watch.stop()
+        for watch in (self._send_watch, self._half_closed_watch):
+            if watch is not None:
+                watch.stop()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+        if self._sending is not None and self._sending.is_delivered and (exc is not None or self._left_unread):
+            self._manners.on_late_departure()
+        for sending, (cycle, reception) in self._unanswered.items():
+            cycle.disconnected = True
+            cycle.message_event.set()
+            reception.fail(ClientLeftError("the client left while its body was received"))
+            sending.depart()
+        self._unanswered.clear()
+        self._reception = self._sending = None
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether it may still read the answers to what it has sent whole."""
+        # A reset would say so itself; a client that leaves in the middle of a transfer sends an end first.
+        self._left_unread = unread_bytes(self.transport) > 0
+        whole = [cycle for cycle, _ in self._unanswered.values() if not cycle.more_body]
+        if not whole or self.scheme == "https":
+            return False
+        if self._refusal is None:
+            whole[-1].keep_alive = False
+        if self._half_closed_watch is None:
+            if not tells_departures(self.transport):
+                next(iter(self._unanswered)).probe()
+            self._half_closed_watch = HalfClosedWatch(self.loop, self.transport)
+        return True
+
+    @property
+    def _takes_requests(self) -> bool:
+        """Whether what comes next can still become one."""
+        if self._refusal is not None or self.transport.is_closing():
+            return False
+        return self.cycle is None or self.cycle.keep_alive
+
+    def filled(self, nbytes: int) -> None:
+        """So many bytes came into the memory of `filling`."""
+        assert self._reception is not None
+        self.unparsed -= nbytes
+        self._reception.advance(nbytes)
+        if not self.unparsed:
+            self._end_body()
+
+    def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._reception is not None and self._reception.is_filling:
+            self._reception.append(body)
+        else:
+            super().on_body(body)
+
+    def _end_body(self) -> None:
+        """The request is whole."""
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
+        if self._reception is not None:
+            self._reception.complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        assert self._send_watch is not None
+        # Those before it are out, and those behind it wait for it.
+        self._send_watch.start(next(iter(self._unanswered), None))
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        assert self._send_watch is not None
+        self._send_watch.stop()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._is_encrypted and self.transport.is_closing():
+            self.loop.call_later(_TLS_END_S, self._end_tls)
+
+    def _end_tls(self) -> None:
+        """An idle client may never answer that TLS ends, and need not."""
+        if self.transport.get_extra_info("socket") is not None and not unread_bytes(self.transport):
+            self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        # Bytes that nobody fetched all this time will not be fetched: closing would wait for them forever.
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def _attend(self, cycle: RequestResponseCycle, announced: int | None) -> None:
+        """Follow a request's body and response.
+
+        Args: announced: bytes of the body; None is a chunked one.
+        """
+        reception = Reception(announced, functools.partial(self._begin_body, cycle))
+        sending = Sending(self.transport, self.loop, cycle, is_encrypted=self._is_encrypted)
+        cycle.transport = sending  # type: ignore[assignment]
+        cycle.on_response = functools.partial(self._end_response, sending)
+        cycle.send_500_response = sending.cut_off  # type: ignore[method-assign]
+        cycle.scope["state"].update(reception=reception, sending=sending)
+        self._reception, self._sending = reception, sending
+        self._unanswered[sending] = cycle, reception
+        if announced is None:
+            self.chunks = ChunkedBody()
+        elif announced == 0:
+            self._end_body()
+        else:
+            self.unparsed = announced
+            if announced > HEAD_BYTES:
+                # The rest of the body is not read before there is a place for it.
+                self.flow.pause_reading()
+
+    def _begin_body(self, cycle: RequestResponseCycle) -> bytearray:
+        """Let a body come; what came already is handed over."""
+        early, cycle.body = cycle.body, bytearray()
+        if cycle.more_body:
+            if cycle.waiting_for_100_continue:
+                self.transport.write(_CONTINUE)
+            self.flow.resume_reading()
+        cycle.waiting_for_100_continue = False
+        return early
+
+    def _end_response(self, sending: Sending) -> None:
+        sending.finish()
+        self._unanswered.pop(sending, None)
+        self.on_response_complete()
+        if self.pipeline:
+            # Each answer would let in another read full of small requests.
+            self.flow.pause_reading()
+        elif self._refusal is not None and not self._unanswered:
+            self._refuse(self._refusal)
+
+    def _header_is_late(self) -> None:
+        if self._header_began:
+            self._refuse(RequestTimeoutError("the header was not complete in time"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: NormserveError) -> None:
+        """Answer what never became a request, after the answers to those before it, and close."""
+        if self.transport.is_closing():
+            return
+        self._header_began = False
+        self._header_watch.stop()
+        # What is wrong with a body is the answer to its request, unless that has been given.
+        cycle = self.cycle if self._unanswered and self.cycle.more_body else None
+        if cycle is not None and len(self._unanswered) > 1:
+            # It has not begun: those before it are answered first.
+            self.pipeline.popleft()
+            self._unanswered.popitem()
+            cycle = None
+        if self._unanswered and cycle is None:
+            self._refusal = error
+            self.flow.pause_reading()
+            return
+        if cycle is None or not cycle.response_started:
+            self.transport.write(self._manners.refuse(error))
+        self.transport.close()
