@@ -21,10 +21,9 @@ from normserve.http.problems import NO_SNIFFING, render, status_of
 from normserve.http.routes.status import curl_line
 from normserve.http.transport import Connection, Manners, Patience, listen
 from normserve.logs import audit
-from normserve.logs.configuration import Throttled
 from normserve.metrics.requests import RequestRecord
+from normserve.process.channel import Channel
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
-from normserve.process.handover import BEAT_S, NOT_READY, READY, REFUSED, Reports, receive
 from normserve.process.listeners import listening, url_of
 from normserve.process.tls import TlsContext, TlsFileError, TlsFiles
 from normserve.settings import Settings
@@ -39,8 +38,6 @@ _FAREWELL_S = 0.3
 # A thread that compiles runs Python for a second on end, and whoever wants Python's lock meanwhile waits so long
 # for it: at the default of 5 ms a server answers a tenth as often as else, at this two fifths.
 _SWITCH_S = 0.0005
-
-_REASONS = {number: reason for reason, number in REFUSED.items()}
 
 
 class Server(uvicorn.Server):
@@ -61,8 +58,6 @@ class Server(uvicorn.Server):
         self._stop_listening = stop_listening
         self._accepting: list[asyncio.Task[None]] = []
         self._is_failing = False
-        self._channel = channel
-        self._reports = None if channel is None else Reports(channel)
         self._tls = tls
         self._app = app
         self._service: Service = app.state.service
@@ -73,10 +68,9 @@ class Server(uvicorn.Server):
             on_refused=self._service.metrics.observe_refused_connection,
         )
         self._service.metrics.watch_connections(lambda: len(self.server_state.connections))
-        self._lost_log = Throttled(log)
+        self._channel = None if channel is None else self._channel_of(channel)
         self._service.engine.on_failure = self._fail
         self._service.changes.on_divergence = self._drain_once
-        self._is_ready = False
         self._background: set[asyncio.Task[None]] = set()
         self._draining = False
         self.exit_code = 0
@@ -87,8 +81,7 @@ class Server(uvicorn.Server):
         if (server := await self._service.siblings.listen()) is not None:
             self.servers.append(server)
         if self._channel is not None:
-            asyncio.get_running_loop().add_reader(self._channel, self._receive_connection)
-            self._beat()
+            self._channel.open()
         for listener in self._listeners:
             accepting = self._limits.accept(listener, self._take_connection)
             self._accepting.append(asyncio.get_running_loop().create_task(accepting))
@@ -162,28 +155,16 @@ class Server(uvicorn.Server):
         """This process accepted it."""
         self._spawn(self._serve_connection(connection, functools.partial(self._limits.release, address)))
 
-    def _receive_connection(self) -> None:
-        """Another process accepted it; when that one is gone, this one ends as well."""
-        assert self._channel is not None
-        assert self._reports is not None
-        try:
-            received = receive(self._channel)
-        except BlockingIOError:
-            return
-        if received is None:
-            asyncio.get_running_loop().remove_reader(self._channel)
-            self._drain_once()
-            return
-        number, descriptors = received
-        if (reason := _REASONS.get(number)) is not None:
-            self._service.metrics.observe_refused_connection(reason)
-        elif not descriptors:
-            self._lost_log.warning("a connection was lost: no descriptor is free")
-            self._reports.send(number)
-        for descriptor in descriptors:
-            connection = socket.socket(fileno=descriptor)
-            connection.setblocking(False)
-            self._spawn(self._serve_connection(connection, functools.partial(self._reports.send, number)))
+    def _channel_of(self, channel: socket.socket) -> Channel:
+        """Connections that another process accepts; when that one is gone, this one ends as well."""
+        service = self._service
+        return Channel(
+            channel,
+            is_stalled=lambda: service.stalls.is_stalled,
+            on_connection=lambda connection, on_end: self._spawn(self._serve_connection(connection, on_end)),
+            on_refused=service.metrics.observe_refused_connection,
+            on_closed=self._drain_once,
+        )
 
     async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
         protocol = self._protocol()
@@ -209,19 +190,9 @@ class Server(uvicorn.Server):
         }
 
     def _tell(self, *, ready: bool) -> None:
-        """Let the process that accepts connections know, now and with every beat."""
-        self._is_ready = ready
-        self._say()
-
-    def _beat(self) -> None:
-        """Give a sign: the event loop turns."""
-        if self._reports is not None and not self._reports.is_behind:
-            self._say()
-        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
-
-    def _say(self) -> None:
-        if self._reports is not None:
-            self._reports.send(READY if self._is_ready and not self._service.stalls.is_stalled else NOT_READY)
+        """Let the process that accepts connections know, if there is one."""
+        if self._channel is not None:
+            self._channel.tell(ready=ready)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._accepting:

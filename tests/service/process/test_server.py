@@ -3,13 +3,11 @@
 import asyncio
 import socket
 import sys
-from types import SimpleNamespace
 
 import pytest
 import uvicorn
 from normserve.http.app import create_app
 from normserve.process import server
-from normserve.process.handover import NOT_READY, READY, Heard
 from normserve.settings import Settings
 
 
@@ -38,34 +36,6 @@ def channel():
 def running_on(channel: socket.socket) -> server.Server:
     app = create_app(Settings(backend="torch"))
     return server.Server(uvicorn.Config(app, log_config=None), app, [], lambda: None, channel, None)
-
-
-def test_a_process_of_a_fleet_says_whether_it_finishes_work(channel):
-    running = running_on(channel[0])
-    running._say()
-    running._tell(ready=True)
-    assert Heard().feed(channel[1].recv(64)) == [NOT_READY, READY]
-    running._service.stalls.requests = SimpleNamespace(idle_s=61.0)
-    running._say()
-    assert Heard().feed(channel[1].recv(64)) == [NOT_READY]
-    running._service.stalls.requests = SimpleNamespace(idle_s=1.0)
-    running._say()
-    running._tell(ready=False)
-    assert Heard().feed(channel[1].recv(64)) == [READY, NOT_READY]
-
-
-def test_signs_do_not_pile_up_while_nobody_hears_them(channel):
-    async def play() -> None:
-        running = running_on(channel[0])
-        while not running._reports.is_behind:
-            running._beat()
-        before = len(running._reports._unsent)
-        for _ in range(100):
-            running._beat()
-        assert len(running._reports._unsent) == before
-        asyncio.get_running_loop().remove_writer(channel[0])
-
-    asyncio.run(play())
 
 
 def test_a_server_that_meets_what_nobody_expected_at_its_start_ends(monkeypatch, switch_interval):

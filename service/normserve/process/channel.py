@@ -1,0 +1,81 @@
+"""The end of a serving process on its channel to the process that accepts connections."""
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import Callable
+
+from normserve.logs.configuration import Throttled
+from normserve.process.handover import BEAT_S, NOT_READY, READY, REFUSED, Reports, receive
+
+log = logging.getLogger(__name__)
+
+_REASONS = {number: reason for reason, number in REFUSED.items()}
+
+
+class Channel:
+    """Takes the connections that another process accepted, and tells it whether this one can take more."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        *,
+        is_stalled: Callable[[], bool],
+        on_connection: Callable[[socket.socket, Callable[[], None]], None],
+        on_refused: Callable[[str], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        """Args:
+        is_stalled: whether this process finishes nothing, however ready it is.
+        on_connection: serves a connection; calls what it is given with it when the connection has ended.
+        on_refused: the other process refused one; the argument names the setting.
+        on_closed: the other process is gone.
+        """
+        self._channel = channel
+        self._reports = Reports(channel)
+        self._is_stalled = is_stalled
+        self._on_connection = on_connection
+        self._on_refused = on_refused
+        self._on_closed = on_closed
+        self._is_ready = False
+        self._lost_log = Throttled(log)
+
+    def open(self) -> None:
+        """Take connections from now on, and give a sign at every beat."""
+        asyncio.get_running_loop().add_reader(self._channel, self._receive)
+        self._beat()
+
+    def tell(self, *, ready: bool) -> None:
+        """Let the other process know, now and with every beat."""
+        self._is_ready = ready
+        self._report()
+
+    def _receive(self) -> None:
+        try:
+            received = receive(self._channel)
+        except BlockingIOError:
+            return
+        if received is None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._on_closed()
+            return
+        number, descriptors = received
+        if (reason := _REASONS.get(number)) is not None:
+            self._on_refused(reason)
+        elif not descriptors:
+            self._lost_log.warning("a connection was lost: no descriptor is free")
+            self._reports.send(number)
+        for descriptor in descriptors:
+            connection = socket.socket(fileno=descriptor)
+            connection.setblocking(False)
+            self._on_connection(connection, functools.partial(self._reports.send, number))
+
+    def _beat(self) -> None:
+        """Give a sign: the event loop turns."""
+        if not self._reports.is_behind:
+            self._report()
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _report(self) -> None:
+        self._reports.send(READY if self._is_ready and not self._is_stalled() else NOT_READY)

@@ -1,0 +1,85 @@
+"""A serving process and the one that accepts connections for it: connections come, and readiness goes back."""
+
+import asyncio
+import socket
+
+import pytest
+from normserve.process.channel import Channel
+from normserve.process.handover import NOT_READY, READY, REFUSED, Heard, hand_over
+
+
+@pytest.fixture
+def sockets():
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        yield here, there
+
+
+class Process:
+    """What a channel tells of."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.is_stalled = False
+        self.came: list[tuple[socket.socket, object]] = []
+        self.refused: list[str] = []
+        self.is_alone = asyncio.Event()
+        self.channel = Channel(
+            channel,
+            is_stalled=lambda: self.is_stalled,
+            on_connection=lambda connection, on_end: self.came.append((connection, on_end)),
+            on_refused=self.refused.append,
+            on_closed=self.is_alone.set,
+        )
+
+
+def test_a_process_says_whether_it_finishes_work(sockets):
+    process = Process(sockets[0])
+    process.channel._report()
+    process.channel.tell(ready=True)
+    assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, READY]
+    process.is_stalled = True
+    process.channel._report()
+    assert Heard().feed(sockets[1].recv(64)) == [NOT_READY]
+    process.is_stalled = False
+    process.channel._report()
+    process.channel.tell(ready=False)
+    assert Heard().feed(sockets[1].recv(64)) == [READY, NOT_READY]
+
+
+def test_signs_do_not_pile_up_while_nobody_hears_them(sockets):
+    async def play() -> None:
+        channel = Process(sockets[0]).channel
+        while not channel._reports.is_behind:
+            channel._beat()
+        before = len(channel._reports._unsent)
+        for _ in range(100):
+            channel._beat()
+        assert len(channel._reports._unsent) == before
+        asyncio.get_running_loop().remove_writer(sockets[0])
+
+    asyncio.run(play())
+
+
+def test_connections_refusals_and_the_end_are_told(sockets):
+    async def play() -> None:
+        process = Process(sockets[0])
+        process.channel.open()
+        accepted, client = socket.socketpair()
+        with accepted, client:
+            hand_over(sockets[1], REFUSED["max_connections"])
+            hand_over(sockets[1], 7, accepted)
+            # Its descriptor was lost on the way.
+            hand_over(sockets[1], 8)
+            sockets[1].shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(process.is_alone.wait(), 10)
+            ((connection, on_end),) = process.came
+            with connection:
+                client.sendall(b"first")
+                assert connection.recv(16) == b"first"
+                assert not connection.getblocking()
+            on_end()
+        assert process.refused == ["max_connections"]
+        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 8, 7]
+
+    asyncio.run(play())
