@@ -1,7 +1,8 @@
 """The operations: arguments become a request, and its answer a result.
 
 The functions here are the clients' methods without the sending; the methods take their signatures and texts
-from here.  Parameters that are left out are not sent, so the server's defaults hold.
+from here.  Each hands on its arguments by the names that they have in the HTTP API: those of `_TENSORS` go into the
+body, the others into the query.  Parameters that are left out are not sent, so the server's defaults hold.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from normserve.codec import safetensors
 from normserve.memory.host_tensors import HostTensor
 
 T = TypeVar("T")
+
+_TENSORS = frozenset(["x", "dy", "weight", "bias", "mean", "rstd", "residual", "dresidual_out", "scale", "shift"])
 
 
 def layer_norm(
@@ -51,19 +54,7 @@ def layer_norm(
         TypeError: an argument is no array, or of no element type of the API.
         ClientError: see `normserve.client.errors`.
     """
-    return _forward(
-        "layer_norm",
-        x,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual},
-        eps=eps,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        out_dtype=out_dtype,
-        stats=stats,
-        layer=layer,
-        timeout_ms=timeout_ms,
-    )
+    return _forward("layer_norm", x, locals())
 
 
 def rms_norm(
@@ -84,19 +75,7 @@ def rms_norm(
 
     Args: as `layer_norm`, without bias; eps is 1e-6 by default, and `stats` returns `rstd` alone.
     """
-    return _forward(
-        "rms_norm",
-        x,
-        {"x": x, "weight": weight, "residual": residual},
-        eps=eps,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        out_dtype=out_dtype,
-        stats=stats,
-        layer=layer,
-        timeout_ms=timeout_ms,
-    )
+    return _forward("rms_norm", x, locals())
 
 
 def group_norm(
@@ -129,21 +108,7 @@ def group_norm(
         layout: "nchw" or "nhwc".
         stats: also return `mean` and `rstd`, [B, num_groups].
     """
-    return _forward(
-        "group_norm",
-        x,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift},
-        num_groups=num_groups,
-        layout=layout,
-        eps=eps,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        out_dtype=out_dtype,
-        stats=stats,
-        layer=layer,
-        timeout_ms=timeout_ms,
-    )
+    return _forward("group_norm", x, locals())
 
 
 def layer_norm_backward(
@@ -170,26 +135,7 @@ def layer_norm_backward(
         mean, rstd: what forward returned with `stats`; computed anew when left out.
         dresidual_out: the gradient that reached `residual_out` from elsewhere, as x; added to dx.
     """
-    return _backward(
-        "layer_norm",
-        x,
-        {
-            "dy": dy,
-            "x": x,
-            "weight": weight,
-            "bias": bias,
-            "mean": mean,
-            "rstd": rstd,
-            "residual": residual,
-            "dresidual_out": dresidual_out,
-        },
-        eps=eps,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        layer=layer,
-        timeout_ms=timeout_ms,
-    )
+    return _backward("layer_norm", x, locals())
 
 
 def rms_norm_backward(
@@ -211,24 +157,7 @@ def rms_norm_backward(
 
     Args: as `rms_norm`, and those of `layer_norm_backward` but mean.
     """
-    return _backward(
-        "rms_norm",
-        x,
-        {
-            "dy": dy,
-            "x": x,
-            "weight": weight,
-            "rstd": rstd,
-            "residual": residual,
-            "dresidual_out": dresidual_out,
-        },
-        eps=eps,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        layer=layer,
-        timeout_ms=timeout_ms,
-    )
+    return _backward("rms_norm", x, locals())
 
 
 def group_norm_backward(
@@ -256,33 +185,11 @@ def group_norm_backward(
 
     Args: as `group_norm`, and those of `layer_norm_backward`.
     """
-    return _backward(
-        "group_norm",
-        x,
-        {
-            "dy": dy,
-            "x": x,
-            "weight": weight,
-            "bias": bias,
-            "mean": mean,
-            "rstd": rstd,
-            "residual": residual,
-            "dresidual_out": dresidual_out,
-            "scale": scale,
-            "shift": shift,
-        },
-        num_groups=num_groups,
-        layout=layout,
-        eps=eps,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        layer=layer,
-        timeout_ms=timeout_ms,
-    )
+    return _backward("group_norm", x, locals())
 
 
-def _forward(op: str, x: T, tensors: Mapping[str, object], **params: object) -> Call[ForwardResult[T]]:
+def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResult[T]]:
+    tensors, params = _divided(arguments)
     if params["out_dtype"] is not None:
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
         arrays.check_holds(x, str(params["out_dtype"]))
@@ -299,7 +206,8 @@ def _forward(op: str, x: T, tensors: Mapping[str, object], **params: object) -> 
     return Call("POST", f"/v1/{op}", understand, asked, safetensors.encode(sent), most_bytes=expected.most_bytes)
 
 
-def _backward(op: str, x: T, tensors: Mapping[str, object], **params: object) -> Call[BackwardResult[T]]:
+def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardResult[T]]:
+    tensors, params = _divided(arguments)
     sent, asked = described(tensors), query(params)
     expected = expectations.backward(op, sent, asked)
 
@@ -316,6 +224,12 @@ def _backward(op: str, x: T, tensors: Mapping[str, object], **params: object) ->
     return Call(
         "POST", f"/v1/{op}/backward", understand, asked, safetensors.encode(sent), most_bytes=expected.most_bytes
     )
+
+
+def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Tensors, and parameters."""
+    tensors = {name: value for name, value in arguments.items() if name in _TENSORS}
+    return tensors, {name: value for name, value in arguments.items() if name not in _TENSORS}
 
 
 def _read(answer: Answer, expected: Expectation) -> Mapping[str, HostTensor]:
