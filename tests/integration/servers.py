@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import httpx
 import pytest
@@ -60,6 +61,13 @@ class ServerProcess:
     def client(self) -> httpx.Client:
         """An HTTP client of this server."""
         return httpx.Client(base_url=self.url, timeout=60)
+
+    def resident_bytes(self) -> int:
+        """Memory that the process has."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        found = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) * 1024
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 import socket
 import ssl
-import threading
 import time
 from contextlib import suppress
 
@@ -13,62 +12,9 @@ from hypothesis import strategies as st
 from normload.connection import Address, Connection, request_head
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError, UnexpectedAnswerError
 
+from tests.loadtest.scripted import Scripted, drains, ends, says, takes
+
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Name: value\r\n\r\nhello"
-
-
-class Scripted:
-    """Accepts connections one after another and plays a script on each: callables that take the socket."""
-
-    def __init__(self, *scripts):
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.accepted = 0
-        self.received = []
-        self._scripts = scripts
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def connection(self, timeout_s=5.0):
-        host, port = self.listener.getsockname()
-        return Connection(Address(host, port, tls=False, prefix="", query=""), timeout_s)
-
-    def _serve(self):
-        for script in self._scripts:
-            connected, _ = self.listener.accept()
-            self.accepted += 1
-            with connected:
-                for step in script:
-                    step(connected, self.received)
-        self.listener.close()
-
-    def join(self):
-        self._thread.join(5)
-        assert not self._thread.is_alive()
-
-
-def takes(nbytes):
-    def step(connected, received):
-        data = b""
-        while len(data) < nbytes and (piece := connected.recv(nbytes - len(data))):
-            data += piece
-        received.append(data)
-
-    return step
-
-
-def says(*pieces):
-    def step(connected, _received):
-        for piece in pieces:
-            connected.sendall(piece)
-
-    return step
-
-
-def drains(connected, received):
-    received.append(b"".join(iter(lambda: connected.recv(2**16), b"")))
-
-
-def ends(connected, _received):
-    connected.recv(1)
 
 
 HEAD = b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n"

@@ -1,5 +1,19 @@
 """Every test here may attack a real server process."""
 
 from tests.integration.servers import api, launched, server, stage_of, start_server, until
+from tests.security.encrypted import impatient, mutual, ours, secure, theirs, uds
 
-__all__ = ["api", "launched", "server", "stage_of", "start_server", "until"]
+__all__ = [
+    "api",
+    "impatient",
+    "launched",
+    "mutual",
+    "ours",
+    "secure",
+    "server",
+    "stage_of",
+    "start_server",
+    "theirs",
+    "uds",
+    "until",
+]

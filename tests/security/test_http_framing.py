@@ -4,7 +4,6 @@ import contextlib
 import re
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -48,11 +47,6 @@ def serves_afterwards(locked):
         assert connection.answer().status_code == 200
 
 
-def resident_bytes(server) -> int:
-    status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="ascii")
-    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
-
-
 ENDLESS = {
     "header": (b"GET /livez HTTP/1.1\r\n", b"X-A: b\r\n", 431),
     "header-value": (b"GET /livez HTTP/1.1\r\nX-A: ", b"a", 431),
@@ -71,7 +65,7 @@ ENDLESS = {
 def test_what_has_no_end_is_cut_off_in_constant_memory(locked, name, line):
     begin, endless, status = ENDLESS[name]
     begin = begin.replace(b"Host: localhost\r\n", b"Host: localhost\r\n" + line)
-    before = resident_bytes(locked)
+    before = locked.resident_bytes()
     piece = endless * (65536 // len(endless))
     sent = 0
     with Connection(locked.address) as connection:
@@ -86,7 +80,7 @@ def test_what_has_no_end_is_cut_off_in_constant_memory(locked, name, line):
         with contextlib.suppress(ConnectionResetError):
             received = connection.everything()
     assert set(statuses(received)) <= {status, 401}
-    assert resident_bytes(locked) - before < 24 * 2**20
+    assert locked.resident_bytes() - before < 24 * 2**20
 
 
 def test_ten_thousand_header_fields_of_one_letter_in_cuts(locked):
@@ -227,24 +221,24 @@ def test_lengths_that_are_none(locked, value):
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**12])
 def test_small_body_that_declares_terabytes(locked, length):
-    before = resident_bytes(locked)
+    before = locked.resident_bytes()
     answer = exchange(locked.address, operation(KEY, f"Content-Length: {length}") + BODY)
     assert_problem(answer, 413, "too_large")
     with Connection(locked.address) as connection:
         connection.sendall(operation(KEY, CHUNKED) + b"%x\r\n" % 10**12 + BODY)
         connection.shutdown(socket.SHUT_WR)
         assert connection.everything() == b""
-    assert resident_bytes(locked) - before < 24 * 2**20
+    assert locked.resident_bytes() - before < 24 * 2**20
 
 
 def test_tiny_chunks_take_the_memory_of_their_bytes(locked):
     """As CVE-2025-23310 and -23311: an allocation for each chunk."""
-    before = resident_bytes(locked)
+    before = locked.resident_bytes()
     with Connection(locked.address) as connection:
         connection.sendall(operation(KEY, CHUNKED))
         connection.sendall(b"1\r\nx\r\n" * 300_000 + b"0\r\n\r\n")
         assert_problem(connection.answer(), 415, "unsupported_media_type")
-    assert resident_bytes(locked) - before < 24 * 2**20
+    assert locked.resident_bytes() - before < 24 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -285,22 +279,6 @@ def test_strange_methods_have_ordinary_bodies(locked, method, target):
             assert connection.answer().content == b"ok\n"
         else:
             assert connection.everything() == b""
-
-
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
-def test_scheme_of_the_key_in_any_case(locked, scheme):
-    with Connection(locked.address) as connection:
-        connection.sendall(operation(f"Authorization: {scheme} s3cret", LENGTH) + BODY)
-        assert connection.answer().status_code == 200
-
-
-@pytest.mark.parametrize(
-    "value", ["Bearers3cret", "Bearer s3cret x", "Basic s3cret", "s3cret", "Bearer", "Bearer  "]
-)
-def test_other_words_for_the_key(locked, value):
-    with Connection(locked.address) as connection:
-        connection.sendall(operation(f"Authorization: {value}", LENGTH) + BODY)
-        assert_problem(connection.answer(), 401, "unauthorized")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from tests.integration.raw import Connection, head
 from tests.integration.wire import X, assert_problem, npy
@@ -63,17 +62,12 @@ def test_expectation_of_http_1_0_is_ignored(server):
         assert statuses(connection.everything()) == [b"200"]
 
 
-def resident_bytes(server) -> int:
-    status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="ascii")
-    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
-
-
 def test_whoever_sends_without_end_is_read_as_fast_as_it_is_answered(server):
-    before = resident_bytes(server)
+    before = server.resident_bytes()
     with Connection(server.address) as connection, ThreadPoolExecutor(1) as sender:
         sender.submit(connection.sendall, LIVEZ * 100_000)
         answers = 0
         while answers < 500:
             answers += len(statuses(connection.recv(2**20)))
-        assert resident_bytes(server) - before < 20 * 2**20
+        assert server.resident_bytes() - before < 20 * 2**20
         connection.shutdown(socket.SHUT_RDWR)

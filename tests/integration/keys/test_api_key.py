@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from tests.integration.raw import Connection, head
 from tests.integration.wire import X, assert_alive, assert_problem, npy
 
 WRONG = (None, "Bearer wrong", "s3cret-key", "Basic s3cret-key", "Bearer", "Bearer s3cret-ke\xff")
@@ -32,6 +33,28 @@ def test_wrong_or_no_key_is_401(stranger, given, path):
 def test_right_key_opens(locked):
     with httpx.Client(base_url=locked.url, headers={"authorization": "Bearer s3cret-key"}) as api:
         assert_alive(api)
+
+
+def asked_with(locked, value: str):
+    """What a request is answered with such an Authorization, byte for byte."""
+    body = npy(X)
+    lines = (f"Authorization: {value}", f"Content-Length: {len(body)}")
+    with Connection(locked.address) as connection:
+        connection.sendall(head("/v1/layer_norm", *lines) + body)
+        return connection.answer()
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+def test_scheme_of_the_key_in_any_case(locked, scheme):
+    assert asked_with(locked, f"{scheme} s3cret-key").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["Bearers3cret-key", "Bearer s3cret-key x", "Basic s3cret-key", "s3cret-key", "Bearer", "Bearer  "],
+)
+def test_other_words_for_the_key(locked, value):
+    assert_problem(asked_with(locked, value), 401, "unauthorized")
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics", "/", "/docs"])

@@ -1,13 +1,12 @@
-"""The CPU backend: right against the oracle, the same bits in any company, and one call for every shape."""
+"""The CPU backend: the same bits in any company, and results where they are asked for."""
 
 import pytest
 import torch
 from fusednorm import reference
 from normserve.backends import cpu
-from normserve.backends.choose import choose_backend
 from normserve.backends.cpu import pieces, rows
 from normserve.backends.cpu.backend import TorchBackend
-from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
+from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
@@ -15,7 +14,6 @@ from normserve.memory.slabs import SlabPool
 from tests.service.fake_jobs import layer
 from tests.service.host_tensors import DTYPES, back, host
 
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 OPS = ("layer_norm", "rms_norm", "group_norm")
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
@@ -32,99 +30,6 @@ def backend(request):
     made.start()
     yield made
     torch.set_num_threads(before)
-
-
-def assert_right(got, want) -> None:
-    for name, right in want._asdict().items():
-        found = getattr(got, name)
-        assert (found is None) == (right is None), name
-        if right is None:
-            continue
-        assert found.shape == right.shape
-        assert found.stride() == right.stride()
-        dtype = torch.float32 if name in ("mean", "rstd") else right.dtype
-        assert found.dtype == dtype
-        scale = right.double().abs().max().clamp(min=1)
-        assert (found.double() - right.double()).abs().max() / scale <= TOLERANCES[dtype], name
-
-
-SHAPES = {
-    "layer_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (70, 4096)],
-    "rms_norm": [(7, 64), (1, 5000), (300, 1), (2, 131), (70, 4096)],
-    "group_norm": [(3, 8, 4, 5), (2, 16), (1, 8, 33), (2, 40, 1, 1)],
-}
-CASES = [
-    (op, shape, channels_last)
-    for op in OPS
-    for shape in SHAPES[op]
-    for channels_last in ((False, True) if len(shape) > 2 else (False,))
-]
-
-
-class TestKernels:
-    @pytest.mark.parametrize(("op", "shape", "channels_last"), CASES)
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("mean", [0.0, 30.0])
-    def test_both_directions_with_everything(self, op, shape, channels_last, dtype, mean):
-        self.check_both_directions(op, shape, channels_last, dtype, mean, "silu")
-
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    @pytest.mark.parametrize("channels_last", [False, True])
-    @pytest.mark.parametrize("op", OPS)
-    def test_every_activation(self, op, channels_last, activation):
-        shape = (3, 8, 4, 5) if op == "group_norm" else (7, 64)
-        self.check_both_directions(op, shape, channels_last and op == "group_norm", torch.float32, 0.0, activation)
-
-    def check_both_directions(self, op, shape, channels_last, dtype, mean, activation):
-        def like_x(shift: float = 0.0) -> torch.Tensor:
-            t = (torch.randn(shape) + shift).to(dtype)
-            return t.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else t
-
-        x, residual, dy, outside = like_x(mean), like_x(), like_x(), like_x()
-        size = shape[1]
-        options = {"weight": torch.randn(size), "residual": residual, "activation": activation, "eps": 1e-3}
-        if op != "rms_norm":
-            options["bias"] = torch.randn(size).bfloat16()
-        if op == "group_norm":
-            options |= {"scale": torch.randn(shape[:2]).half(), "shift": torch.randn(shape[:2])}
-        groups = [4] if op == "group_norm" else []
-        forward, backward = f"{op}_forward", f"{op}_backward"
-        asked = options | {"stats": True, "out_dtype": torch.float32}
-        said = getattr(cpu, forward)(x, *groups, **asked)
-        assert_right(said, getattr(reference, forward)(x, *groups, **asked, precision=torch.float64))
-        asked = options | {"dresidual_out": outside}
-        right = getattr(reference, backward)(dy, x, *groups, **asked, precision=torch.float64)
-        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked), right)
-        saved = {"rstd": said.rstd} if op == "rms_norm" else {"mean": said.mean, "rstd": said.rstd}
-        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked, **saved), right)
-
-    @pytest.mark.parametrize("dropout", [0.0, 0.4])
-    @pytest.mark.parametrize("channels_last", [False, True])
-    @pytest.mark.parametrize("given", [("scale",), ("shift",), ("scale", "shift")])
-    def test_scale_and_shift_need_nothing_beside_them(self, given, channels_last, dropout):
-        x, dy = torch.randn(3, 8, 4, 5), torch.randn(3, 8, 4, 5)
-        if channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        options = {name: torch.randn(3, 8) for name in given}
-        options |= {"activation": "gelu", "dropout": dropout, "seed": 3}
-        right = reference.group_norm_forward(x, 4, **options, precision=torch.float64)
-        assert_right(cpu.group_norm_forward(x, 4, **options), right)
-        right = reference.group_norm_backward(dy, x, 4, **options, precision=torch.float64)
-        assert_right(cpu.group_norm_backward(dy, x, 4, **options), right)
-
-    @pytest.mark.parametrize("op", OPS)
-    def test_large_mean_does_not_cancel(self, op):
-        x = torch.randn(4, 16, 8, 8) + 1e4 if op == "group_norm" else torch.randn(4, 1000) + 1e4
-        groups = [4] if op == "group_norm" else []
-        weight = torch.ones(x.shape[1])
-        dy = torch.randn_like(x)
-        layouts = [x, x.contiguous(memory_format=torch.channels_last)] if groups else [x]
-        for t in layouts:
-            right = getattr(reference, f"{op}_backward")(dy, t, *groups, weight, precision=torch.float64)
-            got = getattr(cpu, f"{op}_backward")(dy, t, *groups, weight)
-            for name in ("dx", "dweight"):
-                error = (getattr(got, name) - getattr(right, name)).abs().max()
-                assert error <= 2e-3 * getattr(right, name).abs().max().clamp(min=1), name
 
 
 def row_jobs(
@@ -319,14 +224,3 @@ class TestBackend:
     )
     def test_errors_have_a_meaning(self, backend, error, meaning):
         assert type(backend.translate(error)) is meaning
-
-
-class TestChoice:
-    def test_torch_by_name(self):
-        assert choose_backend("torch", 1).name == "torch"
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-    def test_no_device_means_the_cpu_and_is_an_error_for_triton(self):
-        assert choose_backend("auto", 1).name == "torch"
-        with pytest.raises(DeviceFailureError, match="CUDA"):
-            choose_backend("triton", 1)

@@ -164,21 +164,6 @@ def test_gradients_of_parameters_in_place(backend):
     assert_right(got, reference.layer_norm_backward(dy, x, weight, bias, eps=1e-5, precision=torch.float64), False)
 
 
-def test_device_sees_pinned_memory_where_it_lies():
-    from normserve.backends.cuda.pinned import pinned_memory
-
-    with torch.inference_mode():
-        memory = pinned_memory(1 << 16)
-    assert not memory.on_device.is_inference()
-    assert memory.on_device.is_cuda
-    assert memory.on_device.data_ptr() == memory.ctypes.data
-    memory[:] = torch.arange(1 << 16).to(torch.uint8).numpy()
-    assert torch.equal(memory.on_device.cpu(), torch.arange(1 << 16).to(torch.uint8))
-    memory.on_device[100:200] = 7
-    torch.cuda.synchronize()
-    assert set(memory[100:200].tolist()) == {7}
-
-
 def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
     (job, _) = in_and_out(Op.RMS_NORM, Pass.FORWARD, Layout.NCHW, torch.float32)
     (want,) = run(backend, job)

@@ -1,0 +1,17 @@
+"""Which backend serves where."""
+
+import pytest
+import torch
+from normserve.backends.choose import choose_backend
+from normserve.errors import DeviceFailureError
+
+
+def test_torch_by_name():
+    assert choose_backend("torch", 1).name == "torch"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_device_means_the_cpu_and_is_an_error_for_triton():
+    assert choose_backend("auto", 1).name == "torch"
+    with pytest.raises(DeviceFailureError, match="CUDA"):
+        choose_backend("triton", 1)
