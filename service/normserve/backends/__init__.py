@@ -1,4 +1,4 @@
-"""The devices.  Each module here drives one kind; `base` says what the executor asks of them."""
+"""The devices.  `cpu` and `cuda` each drive one kind; `base` says what the executor asks of them."""
 
 import os
 
