@@ -101,10 +101,15 @@ def test_a_fleet_speaks_tls_and_changes_its_certificates(start_server, tmp_path,
     assert fleet.wait() == 0
 
 
-def test_the_line_that_is_printed_works(mutual, ours, tool):
+def test_the_line_that_is_printed_works(mutual, ours, tool, until):
     tool("curl")
     assert mutual.url.startswith("https://")
-    (line,) = [line.strip() for line in mutual.lines if line.strip().startswith("curl ")]
+
+    def printed() -> list[str]:
+        return [line.strip() for line in mutual.lines if line.strip().startswith("curl ")]
+
+    until(printed)
+    (line,) = printed()
     assert "--cacert ca.pem" in line
     assert "--cert client.pem" in line
     shell = ["bash", "-o", "pipefail", "-c", line.replace("curl -s", "curl --fail -s")]
