@@ -14,11 +14,6 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
 # Imported for the processes that are forked.
-import normserve.app
-import normserve.backends.torch
-import normserve.cli
-import normserve.fleet
-import normserve.server  # noqa: F401
 
 _FORKING = multiprocessing.get_context("forkserver")
 
