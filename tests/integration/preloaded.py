@@ -14,6 +14,11 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
 # Imported for the processes that are forked.
+import normserve.backends.cpu.backend
+import normserve.cli
+import normserve.http.app
+import normserve.process.server
+import normserve.process.supervisor  # noqa: F401
 
 _FORKING = multiprocessing.get_context("forkserver")
 
