@@ -105,10 +105,15 @@ def launch_server(
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
     if preloaded:
         return ServerProcess(PreloadedProcess(arguments, {**clean, **environment}))
+    return launch_command([sys.executable, *arguments], {**clean, **environment})
+
+
+def launch_command(command: Sequence[str], environment: Mapping[str, str]) -> ServerProcess:
+    """Start whatever command is a server."""
     return ServerProcess(
         subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**clean, "PYTHONUNBUFFERED": "1", **environment},
+            command,
+            env={"PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

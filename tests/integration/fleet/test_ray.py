@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from normserve.client import Client, RetryPolicy
 
-from tests.integration.servers import ServerProcess
+from tests.integration.servers import launch_command
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'normserve[ray]'")
 
@@ -26,14 +26,13 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Nobody deregisters these replicas from a load balancer.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    "PYTHONUNBUFFERED": "1",
 }
 _TITLE = b"ray::ServeReplica:normserve:normserve"
 
 
 @pytest.fixture(scope="module")
 def ray_server():
-    running = ServerProcess([sys.executable, str(HERE / "ray_server.py"), "2"], {**os.environ, **_ENVIRONMENT})
+    running = launch_command([sys.executable, str(HERE / "ray_server.py"), "2"], {**os.environ, **_ENVIRONMENT})
     try:
         running.wait_until_ready()
         yield running
