@@ -23,8 +23,6 @@ from fusednorm.ops.group_norm.forward_configs import (
     Forward,
     ForwardBlock,
     ForwardHeld,
-    ForwardPieces,
-    ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
     ForwardStream,
@@ -43,9 +41,6 @@ _HELD_BYTES = 128 << 10
 
 _SHARED_BYTES = 16 << 10
 """Groups of fewer bytes are not shared."""
-
-_PIECES_BYTES = 1 << 20
-"""Groups of fewer bytes are not read twice from memory."""
 
 _FOLD_REGISTERS = 40
 """Of a thread, for folding columns to groups, and 5 more for each run of columns that is kept apart."""
@@ -71,9 +66,7 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward
         yield from streams(sample, itemsize)
     else:
         yield from held(sample, itemsize, samples)
-        yield from rolling(sample, itemsize, samples)
         yield from shared(sample, itemsize, samples)
-        yield from pieces(sample, itemsize)
 
 
 def held(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardHeld]:
@@ -90,18 +83,6 @@ def held(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardHeld]:
         for writers in (2, 4):
             if fitting and writers * units <= _MULTIPROCESSORS:
                 yield ForwardHeld(warps, fitting[0], writers, 0)
-
-
-def rolling(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardRolling]:
-    """Groups in the registers of persistent programs that have several of them."""
-    if sample.group_length * itemsize > _HELD_BYTES:
-        return
-    for warps in (8, 16):
-        held = ceil(sample.group_length / (256 * warps)) * 2 * itemsize
-        fitting = [p for p in range(1, 5) if _fits(ForwardRolling(warps, p, 0), held + 24)]
-        if fitting and samples * sample.groups > _MULTIPROCESSORS * fitting[-1]:
-            for ahead in (0, 1):
-                yield ForwardRolling(warps, fitting[-1], ahead)
 
 
 def shared(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardShared]:
@@ -169,14 +150,6 @@ def shared_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[Forwa
         yield from _best(found, count)
 
 
-def pieces(sample: Sample, itemsize: int) -> Iterator[ForwardPieces]:
-    """Two sweeps of memory."""
-    if sample.group_length * itemsize < _PIECES_BYTES:
-        return
-    for chunks, warps, programs_per_sm in ((8, 4, 5), (8, 8, 3), (16, 4, 4), (4, 8, 4)):
-        yield ForwardPieces(chunks, warps, programs_per_sm)
-
-
 def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
     """Two sweeps of all columns of a position."""
     usual = stream(sample, itemsize)
@@ -227,7 +200,7 @@ def _best(found: dict[Shared, float], count: int) -> list[Shared]:
 
 
 def _fits(
-    config: ForwardHeld | ForwardRolling | ForwardShared | ForwardBlock | ForwardSharedBlock,
+    config: ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock,
     held: int,
     sums: int = 0,
 ) -> bool:

@@ -19,8 +19,6 @@ from tests.kernels.accuracy import assert_close_to_oracle
 CONTIGUOUS = {
     "tile": (None, None),
     "held": (configs.ForwardHeld(1, 1), None),
-    "rolling": (configs.ForwardRolling(1, 1, 1), None),
-    "pieces": (configs.ForwardPieces(3, 1, 1), None),
     "sweep": (configs.ForwardSweep(16, 4), None),
     "split": (configs.ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
 }

@@ -8,7 +8,6 @@ from fusednorm.ops.group_norm import forward_choice as launch
 from fusednorm.ops.group_norm.forward_configs import (
     ForwardBlock,
     ForwardHeld,
-    ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
 )
@@ -60,21 +59,6 @@ def test_shared_groups_match_the_oracle(config, last, shape, groups, dtype, use,
     check_forward(make_case(shape, groups, dtype, device, last, activation="silu"))
 
 
-@pytest.mark.parametrize("config", [ForwardRolling(16, 1, 1), ForwardRolling(8, 2, 0)])
-@pytest.mark.parametrize(
-    ("shape", "groups"),
-    [
-        ((40, 64, 64, 64), 8),  # several groups a program, in whole chunks
-        ((60, 30, 44, 44), 3),  # the last chunk is not full, vectors have their parameters
-        ((2, 96, 37, 41), 32),  # not in words: held
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_groups_taken_over_chunk_by_chunk_match_the_oracle(config, shape, groups, dtype, use, device, poisoned):
-    use(config)
-    check_forward(make_case(shape, groups, dtype, device, activation="silu"))
-
-
 @pytest.mark.parametrize(("config", "last"), SHARED)
 def test_residuals_and_dropout_of_shared_groups(config, last, use, device, poisoned):
     use(config)
@@ -86,7 +70,7 @@ def test_residuals_and_dropout_of_shared_groups(config, last, use, device, poiso
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("config", "last"),
-    [*SHARED, (ForwardHeld(8, 2), False), (ForwardRolling(8, 2, 0), False), (ForwardBlock(4, 8, 2), True)],
+    [*SHARED, (ForwardHeld(8, 2), False), (ForwardBlock(4, 8, 2), True)],
 )
 def test_scale_and_shift_of_groups_in_registers(config, last, dtype, use, device, poisoned):
     use(config)

@@ -44,11 +44,9 @@ def named(launch) -> dict:
     ("config", "last", "channels", "kernels"),
     [
         (configs.ForwardHeld(1, 1), False, 2, ["nchw_held"]),
-        (configs.ForwardRolling(1, 1, 1), False, 2, ["nchw_rolling"]),
         (configs.ForwardShared(2, 1, 2, 1, 1), False, 16, ["nchw_shared"]),
         (configs.ForwardBlock(2, 1, 1), True, 4, ["nhwc_held"]),
         (configs.ForwardSharedBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_shared"]),
-        (configs.ForwardPieces(3, 1, 1), False, 2, ["nchw_split_moments", "fold_moments", "nchw_split_apply"]),
         (
             configs.ForwardStream(1, 2, 3, 3),
             True,

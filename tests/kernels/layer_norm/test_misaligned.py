@@ -4,7 +4,7 @@ import pytest
 import torch
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import has_lane_a_thread
-from fusednorm.ops.group_norm.forward_configs import ForwardHeld, ForwardPieces, ForwardRolling, ForwardShared
+from fusednorm.ops.group_norm.forward_configs import ForwardHeld, ForwardShared
 from fusednorm.ops.group_norm.forward_plan import plan_forward as plan_groups
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm import configs as layer_norm_configs
@@ -56,9 +56,7 @@ def test_rows(cols, config):
         assert not take_all_as_whole(plan(ALIGNED, MISALIGNED))
 
 
-@pytest.mark.parametrize(
-    "config", [ForwardHeld(4, 2), ForwardRolling(4, 2, 1), ForwardShared(2, 4, 4, 1, 1), ForwardPieces(2, 4, 2)]
-)
+@pytest.mark.parametrize("config", [ForwardHeld(4, 2), ForwardShared(2, 4, 4, 1, 1)])
 @pytest.mark.parametrize(("x_before", "y_before"), [(MISALIGNED, ALIGNED), (ALIGNED, MISALIGNED)])
 def test_contiguous_groups(config, x_before, y_before):
     sample = Sample(2, 4, 2048, False)

@@ -30,8 +30,6 @@ from fusednorm.ops.group_norm.forward_configs import (
     ForwardBlock,
     ForwardColumns,
     ForwardHeld,
-    ForwardPieces,
-    ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
     ForwardSplit,
@@ -67,7 +65,7 @@ _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 6}
 With 8 runs, one for each column, too few accesses are left: such samples are read twice.
 """
 
-Held = TypeVar("Held", ForwardHeld, ForwardRolling, ForwardShared, ForwardBlock, ForwardSharedBlock, ForwardPieces)
+Held = TypeVar("Held", ForwardHeld, ForwardShared, ForwardBlock, ForwardSharedBlock)
 
 
 def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Forward:

@@ -3,9 +3,9 @@
 From the smallest groups to the largest, contiguous and (channels-last):
 
 - tile: several whole groups a program, in registers;
-- held, rolling (block): one program holds a group (a block of columns of whole groups) as it lies in memory;
+- held (block): one program holds a group (a block of columns of whole groups) as it lies in memory;
 - shared (shared block): programs of a cooperative launch share it and tell one another its moments;
-- sweep: one program reads it twice; split (columns), pieces (stream): a kernel for partial moments, one that
+- sweep: one program reads it twice; split (columns, stream): a kernel for partial moments, one that
   folds them and one that applies them.  These never wait for other programs.
 """
 
@@ -38,24 +38,6 @@ class ForwardHeld:
     programs_per_sm: int
     writers: int = 1
     ahead_per_sm: int = 0
-
-    @property
-    def block(self) -> int:
-        """Elements of a chunk."""
-        return 256 * self.num_warps
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardRolling:
-    """`ForwardHeld` by persistent programs, `programs_per_sm` to a multiprocessor.
-
-    As a chunk of a group is written, that of the program's next group takes its registers.  The group `ahead` turns
-    on is asked into L2.
-    """
-
-    num_warps: int
-    programs_per_sm: int
-    ahead: int
 
     @property
     def block(self) -> int:
@@ -139,15 +121,6 @@ class ForwardSharedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPieces:
-    """Moments of pieces of a group, `chunks` chunks of 16 bytes a thread, their fold, then y of as large pieces."""
-
-    chunks: int
-    num_warps: int
-    programs_per_sm: int
-
-
-@dataclass(frozen=True, slots=True)
 class ForwardStream:
     """Moments of up to `splits` parts of each sample, `chunks` accesses of a thread a step; their fold; then y of
     pieces of `apply_chunks` accesses."""
@@ -175,13 +148,11 @@ class ForwardColumns:
 Forward = (
     ForwardTile
     | ForwardHeld
-    | ForwardRolling
     | ForwardShared
     | ForwardSweep
     | ForwardSplit
     | ForwardBlock
     | ForwardSharedBlock
-    | ForwardPieces
     | ForwardStream
     | ForwardColumns
 )

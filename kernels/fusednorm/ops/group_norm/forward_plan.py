@@ -27,11 +27,9 @@ from fusednorm.ops.group_norm.contiguous.held_plan import (
     block_launch,
     fitted,
     held_launch,
-    rolling_launch,
     shared_block_launch,
     shared_launch,
 )
-from fusednorm.ops.group_norm.contiguous.pieces_plan import pieces_launches
 from fusednorm.ops.group_norm.forward_call import ForwardCall, empty_statistics, epilogue_options, pair
 from fusednorm.ops.group_norm.reduce import group_norm_fold_moments_kernel
 from fusednorm.ops.group_norm.sample import Sample
@@ -70,16 +68,12 @@ def plan_forward(
     match config:
         case configs.ForwardHeld() as held:
             return [held_launch(call, held)]
-        case configs.ForwardRolling() as rolling:
-            return [rolling_launch(call, rolling)]
         case configs.ForwardShared() as shared:
             return [shared_launch(call, shared)]
         case configs.ForwardBlock() as block:
             return [block_launch(call, block)]
         case configs.ForwardSharedBlock() as shared_block:
             return [shared_block_launch(call, shared_block)]
-        case configs.ForwardPieces() as pieces:
-            return pieces_launches(call, pieces)
         case configs.ForwardStream() as stream:
             return stream_launches(call, stream)
         case configs.ForwardTile() as tile:

@@ -11,14 +11,12 @@ from fusednorm.ops.group_norm.backward_configs import BackwardBlocks, BackwardSh
 from fusednorm.ops.group_norm.forward_configs import (
     ForwardBlock,
     ForwardHeld,
-    ForwardPieces,
-    ForwardRolling,
     ForwardShared,
     ForwardSharedBlock,
     ForwardStream,
 )
 
-Contiguous = ForwardHeld | ForwardRolling | ForwardShared | ForwardPieces
+Contiguous = ForwardHeld | ForwardShared
 ChannelsLast = ForwardBlock | ForwardSharedBlock
 
 # Up to 64 elements a thread are held, by as many warps as leave registers for two programs on a multiprocessor or

@@ -21,7 +21,6 @@ from fusednorm.ops.group_norm.channels_last.forward.cooperative import (
 )
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import group_norm_nchw_shared_kernel
 from fusednorm.ops.group_norm.contiguous.forward.resident import group_norm_nchw_held_kernel
-from fusednorm.ops.group_norm.contiguous.rolling import group_norm_nchw_rolling_kernel
 from fusednorm.ops.group_norm.forward_call import ForwardCall, epilogue_options
 from fusednorm.ops.group_norm.forward_choice import with_room
 
@@ -33,13 +32,8 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
     extra = 48 if call.epilogue.dropout else 16 if call.epilogue.activation == "gelu" else 0
     multiprocessors = multiprocessor_count(call.x.device)
     match config:
-        case configs.ForwardRolling() if call.residual is not None or not _in_words(call):
-            return fitted(call, configs.ForwardHeld(config.num_warps, config.programs_per_sm))
         case configs.ForwardHeld():
             chunks = cdiv(sample.frame_length, config.block)
-            return with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
-        case configs.ForwardRolling():
-            chunks = cdiv(sample.group_length, config.block)
             return with_room(config, chunks * 8 * held, extra, multiprocessors, 1)
         case configs.ForwardShared():
             slabs = 1 if config.lag == 0 else 2
@@ -56,15 +50,8 @@ def fitted(call: ForwardCall, config: configs.Forward) -> configs.Forward | None
             slabs = 1 if config.lag == 0 else 2
             members = config.members(sample, size)
             return with_room(config, slabs * config.chunks * tile.vec * held, extra, multiprocessors, members)
-        case configs.ForwardPieces():
-            return with_room(config, config.chunks * 16 * held // size, extra, multiprocessors, 1)
         case _:
             return config
-
-
-def _in_words(call: ForwardCall) -> bool:
-    """Whether groups start and end at multiples of 16 bytes."""
-    return call.has_lane_a_thread and not call.is_skewed
 
 
 def _can_prefetch_groups(call: ForwardCall) -> bool:
@@ -94,26 +81,6 @@ def held_launch(call: ForwardCall, config: configs.ForwardHeld) -> Launch:
         **epilogue_options(call.epilogue),
     }
     return Launch(group_norm_nchw_held_kernel, (rows * writers,), arguments, options)
-
-
-def rolling_launch(call: ForwardCall, config: configs.ForwardRolling) -> Launch:
-    """Persistent programs, a group after another each."""
-    rows, sample, out = call.n * call.sample.groups, call.sample, call.out
-    chunks = cdiv(sample.group_length, config.block)
-    programs = min(rows, multiprocessor_count(call.x.device) * config.programs_per_sm)
-    arguments = (
-        call.x, call.weight, call.bias, call.scale, call.shift, out.y, *call.statistics,
-        rows, call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
-    )  # fmt: skip
-    options = {
-        **_contiguous_options(call, config, chunks),
-        "FULL": sample.group_length // config.block,
-        "AHEAD": config.ahead if can_prefetch(call.group_vec, call.x) else 0,
-        "PARAMETERS": parameters_mode(call, config.block, config.block * chunks),
-        "maxnreg": registers_for(config),
-        **epilogue_options(call.epilogue),
-    }
-    return Launch(group_norm_nchw_rolling_kernel, (programs,), arguments, options)
 
 
 def shared_launch(call: ForwardCall, config: configs.ForwardShared) -> Launch:
@@ -208,7 +175,7 @@ def _writers(units: int, most: int, multiprocessors: int) -> int:
 
 
 def _contiguous_options(
-    call: ForwardCall, config: configs.ForwardHeld | configs.ForwardRolling | configs.ForwardShared, chunks: int
+    call: ForwardCall, config: configs.ForwardHeld | configs.ForwardShared, chunks: int
 ) -> dict[str, object]:
     return {
         "VEC": call.group_vec,

@@ -14,7 +14,6 @@ from fusednorm.jit.reductions import rounded_product
 from fusednorm.ops.group_norm.affine import load_affine, slope_and_offset
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, is_inside, load_chunk, store_chunk
 from fusednorm.ops.group_norm.contiguous.sweeps import quotient
-from fusednorm.ops.group_norm.contiguous.words import widened_words
 
 
 @triton.jit
@@ -40,28 +39,20 @@ def load_chunks(
 
 
 @triton.jit
-def _float_chunk(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr):
-    if WORDS is None:
-        return chunk_of(chunks, residuals, i, FAST)
-    else:
-        return widened_words(chunks[i], WORDS, FAST)
-
-
-@triton.jit
 def lane_moments(
     chunks, residuals, before, length,
-    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, WORDS: tl.constexpr = None,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
 
     In one pass about a pivot, the mean of the lane's first vector: with n vectors a lane, what cancels is
-    n * 2^-24 of the result at worst.  Where WORDS is a type, chunks are its words, and there are no residuals.
+    n * 2^-24 of the result at worst.
     """
     lanes: tl.constexpr = BLOCK // GROUP
     element = element_of_chunk(BLOCK, GROUP)
     start = tl.arange(0, lanes)[:, None] * GROUP
-    first = _float_chunk(chunks, residuals, 0, FAST, WORDS)
+    first = chunk_of(chunks, residuals, 0, FAST)
     if SKEWED:
         first = tl.where(is_inside(element, before, length, SKEWED), first, 0.0)
     if FULL > 0 and not SKEWED:
@@ -73,7 +64,7 @@ def lane_moments(
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     sum_2 = tl.zeros((lanes, 1), tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = _float_chunk(chunks, residuals, i, FAST, WORDS) - pivot
+        d = chunk_of(chunks, residuals, i, FAST) - pivot
         if i < FULL and not (SKEWED and i == 0):
             count += GROUP
         else:
@@ -107,7 +98,7 @@ def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
 @triton.jit
 def _channel(
     first, walk, i: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters.
 
@@ -120,14 +111,14 @@ def _channel(
         else:
             at = first + i * BLOCK + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP
         # The first vector may start before the group.
-        channel = quotient(tl.maximum(at, 0), walk[2], walk[3], walk[4], WIDE)
+        channel = quotient(tl.maximum(at, 0), walk[2], walk[3], walk[4], False)
         if PARAMETERS == "two":
             next_channel = next_channel + (((channel + 1) * walk[2] - at).to(tl.int32),)
     else:
         vector = first // GROUP + i * (BLOCK // GROUP)
         if PARAMETERS == "vector":
             vector += tl.arange(0, BLOCK // GROUP)[:, None]
-        channel = quotient(vector, walk[2], walk[3], walk[4], WIDE)
+        channel = quotient(vector, walk[2], walk[3], walk[4], False)
     # Past the end, where nothing is written.
     return tl.minimum(channel, walk[1] - 1), next_channel
 
@@ -135,7 +126,7 @@ def _channel(
 @triton.jit
 def load_chunk_affine(
     parameters, row, first, walk,
-    i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+    i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """What `chunk_slope_and_offset` takes of chunk i of a piece that starts `first` elements into the group `row`.
 
@@ -145,9 +136,8 @@ def load_chunk_affine(
             shift.
         PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element"; or "two", the most that a vector
             has.
-        WIDE: whether `first` is 64-bit.
     """
-    channel, next_channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS, WIDE)
+    channel, next_channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS)
     sample = row.to(tl.int32) // walk[0]
     group_channel = (row.to(tl.int32) - sample * walk[0]) * walk[1]
     at = group_channel + channel
@@ -175,7 +165,7 @@ def chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: 
 def write_chunks(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, length, group_length,
     walk, mean, rest, rstd, dropout, writer, writers,
-    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, WIDE: tl.constexpr,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
@@ -192,7 +182,7 @@ def write_chunks(
     for i in tl.static_range(len(chunks)):
         current = affine
         if PARAMETERS != "piece" and i + 1 < len(chunks):
-            affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS, WIDE)
+            affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS)
         if SHARED:
             if i & (writers - 1) == writer:
                 write_chunk(

@@ -69,13 +69,13 @@ def _write_slab(
         write_chunks(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, 0, end, group_length,
             walk, mean, rest, rstd, dropout, 0, 1,
-            CHUNKS, BLOCK, GROUP, PARAMETERS, False, False, EVICT, ACTIVATION, DROPOUT, FAST,
+            CHUNKS, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
     else:
         write_chunks(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end,
             group_length, walk, mean, rest, rstd, dropout, 0, 1,
-            FULL, BLOCK, GROUP, PARAMETERS, False, False, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
+            FULL, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
         )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def group_norm_nchw_shared_kernel(
             late_at = late_frame + first
             late_first = first - late_before
             late_end = tl.minimum(late_before + length - first, slab)
-            affine = load_chunk_affine(parameters, late_row, late_first, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+            affine = load_chunk_affine(parameters, late_row, late_first, walk, 0, BLOCK, GROUP, PARAMETERS)
             late = load_chunks(x_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED)
             late_residuals = load_chunks(
                 residual_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED
@@ -198,9 +198,7 @@ def group_norm_nchw_shared_kernel(
             )
             post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
-                affine = load_chunk_affine(
-                    parameters, row, first - before, walk, 0, BLOCK, GROUP, PARAMETERS, False
-                )
+                affine = load_chunk_affine(parameters, row, first - before, walk, 0, BLOCK, GROUP, PARAMETERS)
                 mean, rest, rstd = _group_moments(
                     mailbox_ptr, team, tag, members, other, before,
                     length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,

@@ -98,9 +98,9 @@ def group_norm_nchw_held_kernel(
         if writer == 0:
             tl.store(mean_ptr + row, mean + rest)
             tl.store(rstd_ptr + row, rstd)
-    affine = load_chunk_affine(parameters, row, -before, walk, 0, BLOCK, GROUP, PARAMETERS, False)
+    affine = load_chunk_affine(parameters, row, -before, walk, 0, BLOCK, GROUP, PARAMETERS)
     write_chunks(
         chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, -before, before, end, length,
         walk, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
-        FULL, BLOCK, GROUP, PARAMETERS, False, SHARED, "", ACTIVATION, DROPOUT, FAST, SKEWED,
+        FULL, BLOCK, GROUP, PARAMETERS, SHARED, "", ACTIVATION, DROPOUT, FAST, SKEWED,
     )  # fmt: skip
