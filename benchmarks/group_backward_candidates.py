@@ -11,15 +11,13 @@ from math import ceil
 from typing import TypeVar
 
 from fusednorm.ops.group_norm.backward_choice import MOST_LABELS, choose_backward, split_backward, stream
-from fusednorm.ops.group_norm.backward_configs import (
-    Backward,
-    BackwardBlocks,
-    BackwardColumns,
-    BackwardShared,
-    BackwardSplit,
-    BackwardStream,
-    most_touched,
-)
+from fusednorm.ops.group_norm.call import BackwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.blocks import most_touched
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 
 Shared = TypeVar("Shared", BackwardShared, BackwardBlocks)
@@ -35,12 +33,12 @@ _LAGS_OF_SHAPES = (5, 3, 2, 1, 1, 1, 1)
 """How many lags the first shape of part is tried with, the second, and so on."""
 
 
-def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Backward]:
+def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[BackwardConfig]:
     """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
     yield from dict.fromkeys(_candidates(sample, itemsize, samples))
 
 
-def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Backward]:
+def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[BackwardConfig]:
     yield choose_backward(sample, itemsize, _MULTIPROCESSORS)
     yield split_backward(sample, itemsize)
     if sample.channels_last:

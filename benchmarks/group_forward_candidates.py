@@ -12,22 +12,15 @@ from math import ceil
 from typing import TypeVar
 
 from fusednorm.launch.launch import registers_for
-from fusednorm.ops.group_norm.channels_last.stream_shape import STREAM_WARPS
-from fusednorm.ops.group_norm.forward_choice import (
-    block_groups,
-    choose_forward,
-    never_waiting,
-    stream,
-)
-from fusednorm.ops.group_norm.forward_configs import (
-    Forward,
-    ForwardBlock,
-    ForwardHeld,
-    ForwardShared,
-    ForwardSharedBlock,
-    ForwardStream,
-    block_tile,
-)
+from fusednorm.ops.group_norm.call import ForwardConfig
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.channels_last.pieces import block_tile
+from fusednorm.ops.group_norm.channels_last.stream import STREAM_WARPS
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.forward_choice import block_groups, choose_forward, never_waiting, stream
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 from triton import next_power_of_2
 
@@ -52,12 +45,12 @@ _WORTH_LAGS = 256 << 10
 """Bytes of the smallest groups whose slabs are read again some groups later."""
 
 
-def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward]:
+def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardConfig]:
     """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
     yield from dict.fromkeys(_candidates(sample, itemsize, samples))
 
 
-def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward]:
+def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardConfig]:
     yield choose_forward(sample, itemsize, _MULTIPROCESSORS)
     yield never_waiting(sample, itemsize)
     if sample.channels_last:

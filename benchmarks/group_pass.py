@@ -12,10 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import traffic
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm import backward_configs as group_norm_backward_configs
-from fusednorm.ops.group_norm import forward_configs as group_norm_forward_configs
-from fusednorm.ops.group_norm.backward_plan import plan_backward
-from fusednorm.ops.group_norm.forward_plan import plan_forward
+from fusednorm.ops.group_norm.call import BackwardConfig, ForwardConfig
+from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 from torch import Tensor
@@ -23,7 +21,7 @@ from torch import Tensor
 from benchmarks import group_backward_candidates, group_forward_candidates
 from benchmarks.problem import EPS
 
-Config = group_norm_forward_configs.Forward | group_norm_backward_configs.Backward
+Config = ForwardConfig | BackwardConfig
 
 CANDIDATES = {"forward": group_forward_candidates.candidates, "backward": group_backward_candidates.candidates}
 GROUPS = 32
@@ -98,9 +96,9 @@ class Pass:
         epilogue = Epilogue(ACTIVATION)
         inputs = (self.x, self.cell.sample, self.weight, self.bias, EPS)
         if self.dy is None:
-            assert isinstance(config, group_norm_forward_configs.Forward)
+            assert isinstance(config, ForwardConfig)
             return plan_forward(*inputs, None, epilogue, Forward(*self.results), config)
-        assert isinstance(config, group_norm_backward_configs.Backward)
+        assert isinstance(config, BackwardConfig)
         after = (self.mean, self.rstd, None, None, epilogue, Backward(*self.results), config)
         return plan_backward(self.dy, *inputs, *after)
 

@@ -4,9 +4,10 @@ import csv
 
 import pytest
 from fusednorm.ops.group_norm.backward_choice import choose_backward
-from fusednorm.ops.group_norm.backward_configs import BackwardSplit
+from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.forward_choice import choose_forward
-from fusednorm.ops.group_norm.forward_configs import ForwardHeld, ForwardSweep
 
 from benchmarks import tune_group
 from benchmarks.group_pass import Cell

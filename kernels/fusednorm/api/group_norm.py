@@ -1,7 +1,6 @@
 """GroupNorm, forward and backward, in both layouts: check, allocate, plan, launch.
 
-The plans, which choose a configuration and make its launches, are in `group_norm.forward_plan` and
-`group_norm.backward_plan`.
+The plans, which choose a configuration and make its launches, are in `group_norm.plan`.
 """
 
 import math
@@ -13,10 +12,9 @@ from fusednorm.checks import Epilogue, check_parameter, check_statistics, check_
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.launch import run
 from fusednorm.launch.sample_replay import again, remember
-from fusednorm.ops.group_norm.backward_plan import plan_backward
 from fusednorm.ops.group_norm.checks import check_groups, check_scale_and_shift, is_channels_last
-from fusednorm.ops.group_norm.forward_plan import plan_forward
 from fusednorm.ops.group_norm.outputs import room_for_backward, room_for_forward
+from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 

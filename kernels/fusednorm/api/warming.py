@@ -10,10 +10,13 @@ from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
-from fusednorm.ops.group_norm.backward_configs import Backward, BackwardStream
-from fusednorm.ops.group_norm.channels_last.stream_shape import StreamWalk, stream_walk
+from fusednorm.ops.group_norm.call import BackwardConfig, ForwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.channels_last.stream import StreamWalk, stream_walk
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
 from fusednorm.ops.group_norm.forward_choice import choose_forward
-from fusednorm.ops.group_norm.forward_configs import Forward, ForwardBlock, ForwardHeld, ForwardStream
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm.table import SINGLE_ROW_COLS
 from fusednorm.policy.waiting import may_wait
@@ -151,7 +154,7 @@ def warmup_group_norm(
         # Few groups or blocks are written by several programs each, which is another kernel than for many.
         of_sample = num_groups if isinstance(config, ForwardHeld) else -(-num_groups // config.block_groups)
         run(multiprocessors // (2 * of_sample) + 1)
-    configs: list[Forward | Backward] = [config]
+    configs: list[ForwardConfig | BackwardConfig] = [config]
     if backward:
         configs.append(choose_backward(sample, dtype.itemsize, multiprocessors, may_wait()))
     streams = [each for each in configs if isinstance(each, ForwardStream | BackwardStream)]

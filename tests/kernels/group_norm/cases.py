@@ -8,8 +8,14 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import reference
 from fusednorm.ops.group_norm import backward_choice as group_norm_backward_launch
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
-from fusednorm.ops.group_norm import forward_configs as configs
-from fusednorm.ops.group_norm.backward_configs import BackwardColumns, BackwardSplit, BackwardStream
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from torch import Tensor
 
 from tests.kernels.accuracy import assert_close_to_oracle
@@ -18,14 +24,14 @@ from tests.kernels.accuracy import assert_close_to_oracle
 # programs, with full and partial ones among them.
 CONTIGUOUS = {
     "tile": (None, None),
-    "held": (configs.ForwardHeld(1, 1), None),
-    "sweep": (configs.ForwardSweep(16, 4), None),
-    "split": (configs.ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
+    "held": (ForwardHeld(1, 1), None),
+    "sweep": (ForwardSweep(16, 4), None),
+    "split": (ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
 }
 CHANNELS_LAST = {
     "block": (None, None),
-    "stream": (configs.ForwardStream(1, 2, 3, 3), BackwardStream(1, 2, 1, 2, 3)),
-    "columns": (configs.ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
+    "stream": (ForwardStream(1, 2, 3, 3), BackwardStream(1, 2, 1, 2, 3)),
+    "columns": (ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }
 
 

@@ -1,14 +1,15 @@
 """Groups that programs share in the backward pass, without waiting: see `plain_mailbox`."""
 
 import fusednorm.api.group_norm as ours
-import fusednorm.jit.group_sums as group_sums
 import fusednorm.ops.group_norm.channels_last.backward.cooperative as nhwc
+import fusednorm.ops.group_norm.channels_last.bundles as bundles
 import fusednorm.ops.group_norm.contiguous.backward.cooperative as nchw
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.ops.group_norm import backward_plan as group_norm_backward_plan
-from fusednorm.ops.group_norm.backward_configs import BackwardBlocks, BackwardShared
+from fusednorm.ops.group_norm import plan
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
 
 from tests.kernels.group_norm.cases import check_backward, make_case
 from tests.kernels.jit.plain_mailbox import use_plain_mailbox
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU prog
 @pytest.fixture
 def share(monkeypatch):
     """Makes the launcher take a configuration that shares, as far as the interpreter can run it."""
-    use_plain_mailbox(monkeypatch, group_norm_backward_plan, nchw, nhwc, group_sums)
-    made = group_norm_backward_plan.plan_backward
+    use_plain_mailbox(monkeypatch, nchw, nhwc, bundles)
+    made = plan.plan_backward
 
     def choose(config):
         # Parts, then totals, then what is made of them.

@@ -6,7 +6,8 @@ import fusednorm.api.group_norm as ours
 import pytest
 import torch
 from fusednorm.ops.group_norm import backward_choice as launch
-from fusednorm.ops.group_norm.backward_configs import BackwardBlocks, BackwardShared
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
 from fusednorm.ops.group_norm.sample import Sample
 
 from tests.kernels.group_norm.cases import check_backward, make_case

@@ -3,21 +3,17 @@
 import pytest
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.backward_choice import choose_backward, split_backward
-from fusednorm.ops.group_norm.backward_configs import (
-    BackwardBlocks,
-    BackwardColumns,
-    BackwardShared,
-    BackwardStream,
-)
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
 from fusednorm.ops.group_norm.forward_choice import choose_forward
-from fusednorm.ops.group_norm.forward_configs import (
-    ForwardBlock,
-    ForwardColumns,
-    ForwardShared,
-    ForwardSharedBlock,
-    ForwardStream,
-    ForwardTile,
-)
 from fusednorm.ops.group_norm.sample import Sample
 
 MULTIPROCESSORS = 132

@@ -30,9 +30,8 @@ COMPILE = """
 import json, math, sys
 import torch
 from fusednorm.checks import Epilogue
-from fusednorm.ops.group_norm.backward_plan import plan_backward
-from fusednorm.ops.group_norm.forward_call import empty_statistics
-from fusednorm.ops.group_norm.forward_plan import plan_forward
+from fusednorm.ops.group_norm.call import empty_statistics
+from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.launch.inspection import inspect
 from fusednorm.results import Backward, Forward

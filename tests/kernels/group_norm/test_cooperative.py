@@ -4,9 +4,9 @@ import fusednorm.ops.group_norm.channels_last.forward.cooperative as nhwc
 import fusednorm.ops.group_norm.contiguous.forward.cooperative as nchw
 import pytest
 import torch
-from fusednorm.ops.group_norm import forward_plan as group_norm_forward_plan
-from fusednorm.ops.group_norm.contiguous import held_plan as group_norm_forward_held_plan
-from fusednorm.ops.group_norm.forward_configs import ForwardShared, ForwardSharedBlock
+from fusednorm.ops.group_norm import plan
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
 
 from tests.kernels.group_norm.cases import check_forward, make_case
 from tests.kernels.jit.plain_mailbox import use_plain_mailbox
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU prog
 @pytest.fixture
 def share(monkeypatch):
     """Makes the launchers take a configuration that shares, as far as the interpreter can run it."""
-    use_plain_mailbox(monkeypatch, group_norm_forward_held_plan, nchw, nhwc)
-    made = group_norm_forward_plan.plan_forward
+    use_plain_mailbox(monkeypatch, nchw, nhwc)
+    made = plan.plan_forward
 
     def choose(config):
         monkeypatch.setattr(

@@ -5,12 +5,10 @@ import pytest
 import torch
 from fusednorm import reference
 from fusednorm.ops.group_norm import forward_choice as launch
-from fusednorm.ops.group_norm.forward_configs import (
-    ForwardBlock,
-    ForwardHeld,
-    ForwardShared,
-    ForwardSharedBlock,
-)
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
 
 from tests.kernels.group_norm.cases import check_forward, make_case
 from tests.kernels.on_gpu import on_streams_of_their_own

@@ -5,9 +5,18 @@ import torch
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
-from fusednorm.ops.group_norm import forward_configs as configs
-from fusednorm.ops.group_norm.forward_plan import fold_tile, plan_forward, plan_statistics
-from fusednorm.ops.group_norm.sample import FOLD_BLOCK, FOLD_NUM_WARPS, WIDE_GROUP, Sample
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
+from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
+from fusednorm.ops.group_norm.plan import plan_forward, plan_statistics
+from fusednorm.ops.group_norm.reduce import FOLD_BLOCK, FOLD_NUM_WARPS, fold_tile
+from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample
 from fusednorm.results import Forward
 
 from tests.kernels.group_norm.cases import channels_last
@@ -15,8 +24,8 @@ from tests.kernels.group_norm.cases import channels_last
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs tensors of the host")
 
 N, GROUPS = 3, 2
-SPLIT = configs.ForwardSplit(units=16, split_units=40, program_units=24, num_warps=4)
-COLUMNS = configs.ForwardColumns(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8, run_rows=24, num_warps=4)
+SPLIT = ForwardSplit(units=16, split_units=40, program_units=24, num_warps=4)
+COLUMNS = ForwardColumns(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8, run_rows=24, num_warps=4)
 
 
 def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=True):
@@ -43,12 +52,12 @@ def named(launch) -> dict:
 @pytest.mark.parametrize(
     ("config", "last", "channels", "kernels"),
     [
-        (configs.ForwardHeld(1, 1), False, 2, ["nchw_held"]),
-        (configs.ForwardShared(2, 1, 2, 1, 1), False, 16, ["nchw_shared"]),
-        (configs.ForwardBlock(2, 1, 1), True, 4, ["nhwc_held"]),
-        (configs.ForwardSharedBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_shared"]),
+        (ForwardHeld(1, 1), False, 2, ["nchw_held"]),
+        (ForwardShared(2, 1, 2, 1, 1), False, 16, ["nchw_shared"]),
+        (ForwardBlock(2, 1, 1), True, 4, ["nhwc_held"]),
+        (ForwardSharedBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_shared"]),
         (
-            configs.ForwardStream(1, 2, 3, 3),
+            ForwardStream(1, 2, 3, 3),
             True,
             4,
             ["nhwc_stream_moments", "nhwc_stream_fold", "nhwc_stream_apply"],
@@ -64,7 +73,7 @@ def test_each_configuration_launches_its_own_kernels(config, last, channels, ker
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("otherwise", [False, True])
 def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_otherwise(last, otherwise, monkeypatch):
-    chosen = configs.ForwardStream(1, 2, 3, 3) if last else configs.ForwardSweep(16, 4)
+    chosen = ForwardStream(1, 2, 3, 3) if last else ForwardSweep(16, 4)
     monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (chosen,))
     to_other = (lambda x: x.contiguous()) if last else channels_last
     launches, *_ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
@@ -77,29 +86,24 @@ def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_othe
 
 
 @pytest.mark.parametrize(
-    ("sample", "dtype", "kernel"),
-    [
-        (Sample(32, 16, 64 * 64, False), torch.bfloat16, "shared"),
-        (Sample(32, 8, 64 * 64, False), torch.float32, "shared"),
-        # Seven programs would have a seventh more than there is.
-        (Sample(32, 8, 56 * 56, False), torch.float32, "sweep"),
-    ],
+    ("sample", "dtype"),
+    [(Sample(32, 16, 64 * 64, False), torch.bfloat16), (Sample(32, 8, 56 * 56, False), torch.float32)],
     ids=str,
 )
-def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, kernel, monkeypatch):
-    for module in ("forward_plan", "contiguous.held_plan"):
+def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, monkeypatch):
+    for module in ("plan", "call", "contiguous.forward.resident", "contiguous.forward.cooperative"):
         monkeypatch.setattr(f"fusednorm.ops.group_norm.{module}.multiprocessor_count", lambda _: 132)
-    monkeypatch.setattr("fusednorm.ops.group_norm.forward_plan.may_wait", lambda: True)
+    monkeypatch.setattr("fusednorm.ops.group_norm.plan.may_wait", lambda: True)
     x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
-    after = Epilogue("silu", 0.1, 1)
-    plain = plan_forward(x, sample, None, None, 1e-5, None, Epilogue(), Forward(x))
-    added = plan_forward(x, sample, None, None, 1e-5, x, after, Forward(x))
+    plain, added = (
+        plan_forward(x, sample, None, None, 1e-5, residual, Epilogue(), Forward(x)) for residual in (None, x)
+    )
     assert names(plain) == ["group_norm_nchw_held_kernel"]
-    assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
+    assert names(added) == ["group_norm_nchw_shared_kernel"]
 
 
 def test_tiles_take_so_many_groups_each():
-    (launch,), *_ = plan(configs.ForwardTile(4, 16, 4), 2, 20)
+    (launch,), *_ = plan(ForwardTile(4, 16, 4), 2, 20)
     assert names([launch]) == ["group_norm_nchw_tile_kernel"]
     # Six groups of forty elements, which are ten vectors.
     assert launch.grid == (2,)
@@ -108,7 +112,7 @@ def test_tiles_take_so_many_groups_each():
 
 
 def test_a_sweep_is_a_program_a_group():
-    (launch,), *_ = plan(configs.ForwardSweep(16, 4), 2, 20)
+    (launch,), *_ = plan(ForwardSweep(16, 4), 2, 20)
     assert names([launch]) == ["group_norm_nchw_sweep_kernel"]
     assert launch.grid == (N * GROUPS,)
     assert launch.options["num_warps"] == 4
@@ -137,7 +141,7 @@ def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
 
 @pytest.mark.parametrize(("channels", "hw", "wide"), [(1, WIDE_GROUP - 4, False), (1, WIDE_GROUP, True)])
 def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
-    whole = configs.ForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
+    whole = ForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
     x = torch.empty(1).expand(1, channels, hw)
     out = Forward(x, None, None)
     launches = plan_forward(x, Sample(1, channels, hw, False), None, None, 1e-5, None, Epilogue("none"), out, whole)

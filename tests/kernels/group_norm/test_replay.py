@@ -9,8 +9,10 @@ import torch
 from fusednorm.device import INTERPRETED
 from fusednorm.launch import recipes
 from fusednorm.launch import sample_replay as group_norm_repeat
-from fusednorm.ops.group_norm import forward_configs
-from fusednorm.ops.group_norm.backward_configs import BackwardBlocks, BackwardShared
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
 from fusednorm.results import Forward
 
 from tests.kernels.group_norm.cases import CHANNELS_LAST, CONTIGUOUS, channels_last, use_configuration
@@ -51,10 +53,10 @@ def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, pass_, given
 
 
 SHARED = {
-    "shared": (False, forward_configs.ForwardShared(2, 1, 2, 1, 1), BackwardShared(2, 1, 1, 1, 4, 1, 0)),
+    "shared": (False, ForwardShared(2, 1, 2, 1, 1), BackwardShared(2, 1, 1, 1, 4, 1, 0)),
     "shared blocks": (
         True,
-        forward_configs.ForwardSharedBlock(2, 2, 1, 4, 1, 1),
+        ForwardSharedBlock(2, 2, 1, 4, 1, 1),
         BackwardBlocks(16, 1, 2, 1, 4, 2, 0),
     ),
 }

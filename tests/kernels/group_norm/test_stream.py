@@ -4,10 +4,10 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.backward_configs import BackwardStream
-from fusednorm.ops.group_norm.channels_last.stream_shape import StreamWalk, stream_walk
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.channels_last.stream import StreamWalk, stream_walk
 from fusednorm.ops.group_norm.forward_choice import stream
-from fusednorm.ops.group_norm.forward_configs import ForwardStream
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.policy import batch_invariance
 

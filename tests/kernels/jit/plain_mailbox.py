@@ -57,15 +57,14 @@ _STANDINS = {
 }
 
 
-def use_plain_mailbox(monkeypatch, plan, *kernels):
-    """Stand in for the exchange of the modules `kernels`, whose launches the module `plan` makes."""
-    for module in kernels:
-        for name, standin in _STANDINS.items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, standin)
+def use_plain_mailbox(monkeypatch, *modules):
+    """Stand in for the exchange of modules, which have kernels, launches of them, or both."""
     boxes = {}
 
     def mailbox(device, slots):
         return boxes.setdefault(slots, torch.zeros(2 + 4 * slots, dtype=torch.int64, device=device))
 
-    monkeypatch.setattr(plan, "mailbox", mailbox)
+    for module in modules:
+        for name, standin in (_STANDINS | {"mailbox": mailbox}).items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, standin)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import has_lane_a_thread
-from fusednorm.ops.group_norm.forward_configs import ForwardHeld, ForwardShared
-from fusednorm.ops.group_norm.forward_plan import plan_forward as plan_groups
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.plan import plan_forward as plan_groups
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm import configs as layer_norm_configs
 from fusednorm.ops.layer_norm.forward.plan import plan_forward as plan_rows

@@ -4,8 +4,8 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.checks import Epilogue
-from fusednorm.ops.group_norm.backward_plan import plan_backward as plan_group_backward
-from fusednorm.ops.group_norm.forward_plan import plan_forward as plan_group_forward
+from fusednorm.ops.group_norm.plan import plan_backward as plan_group_backward
+from fusednorm.ops.group_norm.plan import plan_forward as plan_group_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm.backward.plan import plan_backward as plan_row_backward
 from fusednorm.ops.layer_norm.forward.plan import plan_forward as plan_row_forward

@@ -7,8 +7,6 @@ its own type until it is used, so that loads may be written some time before.
 import triton
 import triton.language as tl
 
-from fusednorm.ops.group_norm.contiguous.tiles import load_bias, load_weight
-
 
 @triton.jit
 def _load_one(ptr, at):
@@ -37,10 +35,28 @@ def load_affine(parameters, channel, sample_channel):
 
 
 @triton.jit
+def _load_weight(weight_ptr, channel, mask):
+    """weight of each channel in float32; ones, which the compiler drops from a product, where there is none."""
+    if weight_ptr is None:
+        return tl.full(channel.shape, 1.0, tl.float32)
+    else:
+        return tl.load(weight_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_bias(bias_ptr, channel, mask):
+    """bias of each channel in float32; zeros, which cost a product nothing once fused, where there is none."""
+    if bias_ptr is None:
+        return tl.zeros(channel.shape, tl.float32)
+    else:
+        return tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_masked_affine(parameters, channel, sample_channel, mask):
     """What x_hat is multiplied by and what is added to it, float32; masked elements are anything finite."""
-    weight = load_weight(parameters[0], channel, mask)
-    bias = load_bias(parameters[1], channel, mask)
+    weight = _load_weight(parameters[0], channel, mask)
+    bias = _load_bias(parameters[1], channel, mask)
     if parameters[2] is not None:
         factor = 1.0 + tl.load(parameters[2] + sample_channel, mask=mask, other=0.0).to(tl.float32)
         weight = weight * factor

@@ -10,25 +10,22 @@ from functools import lru_cache
 
 from fusednorm.integers import next_power_of_2
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.backward_configs import (
-    MAX_OFFSET,
-    Backward,
-    BackwardBlocks,
-    BackwardColumns,
-    BackwardShared,
-    BackwardSplit,
-    BackwardStream,
-    BackwardTile,
-    most_touched,
-)
-from fusednorm.ops.group_norm.channels_last.stream_shape import (
+from fusednorm.ops.group_norm.call import BackwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.blocks import most_touched
+from fusednorm.ops.group_norm.channels_last.stream import (
     STREAM_FROM,
     STREAM_POSITIONS,
     measured_stream,
     stream_splits,
     stream_warps,
 )
-from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, vector_width
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
+from fusednorm.ops.group_norm.contiguous.backward.tile import BackwardTile
+from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, column_width, max_splits, vector_width
 
 MOST_LABELS = 2
 """Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
@@ -46,7 +43,7 @@ def idle_share(
 
 
 @lru_cache(maxsize=4096)
-def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Backward:
+def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> BackwardConfig:
     """The backward configuration for samples of elements of `itemsize` bytes.
 
     Args:

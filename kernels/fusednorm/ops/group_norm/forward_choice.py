@@ -13,31 +13,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from typing import TypeVar
 
 from fusednorm.integers import next_power_of_2
-from fusednorm.launch.launch import registers_for
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.channels_last.stream_shape import (
+from fusednorm.ops.group_norm.call import ForwardConfig
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.channels_last.pieces import block_tile
+from fusednorm.ops.group_norm.channels_last.stream import (
     STREAM_FROM,
     STREAM_POSITIONS,
     measured_stream,
     stream_splits,
     stream_warps,
 )
-from fusednorm.ops.group_norm.forward_configs import (
-    Forward,
-    ForwardBlock,
-    ForwardColumns,
-    ForwardHeld,
-    ForwardShared,
-    ForwardSharedBlock,
-    ForwardSplit,
-    ForwardStream,
-    ForwardSweep,
-    ForwardTile,
-    block_tile,
-)
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
+from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
 from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, vector_width
 
 MAX_PROGRAM_BYTES = 256 * 1024
@@ -49,26 +44,14 @@ MIN_RUN_BYTES = 64
 MAX_BLOCK_COLUMNS = 256
 """Columns of a block at most; groups that need more to start and end on 16 bytes are read twice."""
 
-USUAL_REGISTERS = 20
-"""Registers of a thread beside what it holds, at the least."""
-
-MAX_PADDING = 1.1
-"""Of what programs share in place of a faster form, for each element: 1.14 costs more than a second read from L2.
-
-With a residual, of a copy: 0.71 where shared, 0.81 where read twice (32x256x56x56, float32, 1.14); 0.82 and 0.81
-without padding (8x512x64x64, bfloat16).
-"""
-
 _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 6}
 """Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
 
 With 8 runs, one for each column, too few accesses are left: such samples are read twice.
 """
 
-Held = TypeVar("Held", ForwardHeld, ForwardShared, ForwardBlock, ForwardSharedBlock)
 
-
-def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> Forward:
+def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> ForwardConfig:
     """The forward configuration for samples of elements of `itemsize` bytes, where nothing is fused.
 
     Args:
@@ -78,7 +61,9 @@ def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: b
 
 
 @lru_cache(maxsize=4096)
-def candidates(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> tuple[Forward, ...]:
+def candidates(
+    sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True
+) -> tuple[ForwardConfig, ...]:
     """The configurations that read samples once, or were measured for them, the fastest first; there may be none.
 
     One with less in registers follows one with more, so that a pass that fuses more has a choice, too.
@@ -86,11 +71,10 @@ def candidates(sample: Sample, itemsize: int, multiprocessors: int, waits: bool 
     tile = None if sample.channels_last else _tile(sample, itemsize)
     if tile is not None:
         return (tile,)
-    chosen: list[Forward] = [
+    chosen: list[ForwardConfig] = [
         config
-        for place, config in enumerate(_measured(sample, itemsize))
-        if _is_resident(config, sample, itemsize, multiprocessors, waits)
-        and (place == 0 or not isinstance(config, ForwardShared) or _padding(config, sample) <= MAX_PADDING)
+        for config in _measured(sample, itemsize)
+        if config.is_resident(sample, itemsize, multiprocessors, waits)
     ]
     if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
         block = _block(sample, itemsize, multiprocessors, waits)
@@ -99,24 +83,8 @@ def candidates(sample: Sample, itemsize: int, multiprocessors: int, waits: bool 
     return tuple(chosen)
 
 
-def _padding(config: ForwardShared, sample: Sample) -> float:
-    """Elements of the slabs of all members for each element of a group."""
-    return config.members(sample) * config.chunks * config.block / sample.group_length
-
-
-def _is_resident(config: Forward, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
-    """Whether the programs that would wait for one another may, and fit the device together."""
-    match config:
-        case ForwardShared():
-            return waits and config.members(sample) <= multiprocessors * config.programs_per_sm
-        case ForwardSharedBlock():
-            return waits and config.members(sample, itemsize) <= multiprocessors * config.programs_per_sm
-        case _:
-            return True
-
-
 @lru_cache(maxsize=4096)
-def never_waiting(sample: Sample, itemsize: int) -> Forward:
+def never_waiting(sample: Sample, itemsize: int) -> ForwardConfig:
     """The configuration of a pass whose registers neither hold nor share its groups: it reads them twice."""
     if sample.channels_last:
         return stream(sample, itemsize) or split_forward(sample, itemsize)
@@ -136,23 +104,6 @@ def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumn
     return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
 
 
-def with_room(config: Held, held_bytes: int, extra: int, multiprocessors: int, members: int) -> Held | None:
-    """`config` with as few resident programs as leave a thread registers for what it holds; None if none do.
-
-    Args:
-        held_bytes: what a thread holds.
-        extra: registers for what is fused, beyond the usual.
-        members: programs that must be resident together.
-    """
-    for programs_per_sm in range(config.programs_per_sm, 0, -1):
-        fewer = replace(config, programs_per_sm=programs_per_sm)
-        if members > multiprocessors * programs_per_sm:
-            return None
-        if held_bytes // 4 + extra + USUAL_REGISTERS <= registers_for(fewer):
-            return fewer
-    return None
-
-
 def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
     """The configuration for small contiguous groups."""
     vec = vector_width(itemsize, sample.group_length)
@@ -163,7 +114,7 @@ def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
     return ForwardTile(rows, units, _warps(rows * units * vec, 16))
 
 
-def _measured(sample: Sample, itemsize: int) -> Iterator[Forward]:
+def _measured(sample: Sample, itemsize: int) -> Iterator[ForwardConfig]:
     """Entries of the tables for the sample's class; what programs share comes out even between them."""
     if not sample.channels_last:
         for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:

@@ -1,4 +1,4 @@
-"""Folding of partial moments in a fixed order.
+"""Reduction of partial moments in a fixed order.
 
 Partial results of every GroupNorm algorithm lie as [N, splits, columns] in float32, a column being a channel
 or, where a group is contiguous, a whole group.
@@ -6,9 +6,49 @@ or, where a group is contiguous, a whole group.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fusednorm.device import INTERPRETED, since_hopper
+from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import rounded_product
+from fusednorm.launch.launch import Launch, dependent
+
+FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
+"""Elements of a tile, and warps, of the kernel that folds partial results of one group."""
+
+
+def fold_moments_launch(
+    parts: tuple[Tensor, Tensor],
+    splits: int,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    group_columns: int,
+    split_length: int,
+    column_length: int,
+) -> Launch:
+    """mean and rstd of every group from partial results of its columns, as `fold_moments` takes them."""
+    arguments = (
+        *parts, mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
+    )  # fmt: skip
+    options = {
+        **fold_tile(splits, group_columns),
+        **dependent(since_hopper(mean.device)),
+        "FAST": not INTERPRETED,
+    }
+    return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, options)
+
+
+def fold_tile(splits: int, columns: int) -> dict[str, int]:
+    """The tile in which one group's partial results are folded, as wide as its columns where they fit."""
+    block_columns = min(64, next_power_of_2(columns))
+    block_splits = min(FOLD_BLOCK // block_columns, next_power_of_2(splits))
+    return {
+        "BLOCK_SPLITS": block_splits,
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": FOLD_NUM_WARPS,
+    }
 
 
 @triton.jit

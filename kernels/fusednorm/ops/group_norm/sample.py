@@ -10,8 +10,11 @@ MAX_PARTS = 65536
 WIDE_GROUP = 2**31
 """Elements from which offsets inside one contiguous group are 64-bit."""
 
-FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
-"""Elements of a tile, and warps, of the kernels that fold partial results of one group."""
+L2_BYTES = 30 << 20
+"""Of x and dy under way at once that are still found in L2 when they are read again; an H200 has 60 MB."""
+
+MAX_OFFSET = 2**31
+"""Elements that 32-bit offsets count."""
 
 
 @dataclass(frozen=True, slots=True)

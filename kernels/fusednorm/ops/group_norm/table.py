@@ -7,14 +7,14 @@ The first entry that fits the sample and the device is taken; for classes withou
 and `backward_choice` find a configuration by what it wastes.
 """
 
-from fusednorm.ops.group_norm.backward_configs import BackwardBlocks, BackwardShared, BackwardStream
-from fusednorm.ops.group_norm.forward_configs import (
-    ForwardBlock,
-    ForwardHeld,
-    ForwardShared,
-    ForwardSharedBlock,
-    ForwardStream,
-)
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
 
 Contiguous = ForwardHeld | ForwardShared
 ChannelsLast = ForwardBlock | ForwardSharedBlock

@@ -12,6 +12,21 @@ from fusednorm.jit.moments import widened
 from fusednorm.jit.pieces import chunk_of
 from fusednorm.ops.group_norm.gradients import gained_gradient
 
+_ASK = """{
+.reg .pred asker;
+setp.ne.s32 asker, $2, 0;
+@asker prefetch.global.L2 [$1];
+mov.u32 $0, 0;
+}"""
+ASK: tl.constexpr = tl.constexpr(_ASK)
+
+
+def most_touched(size: int, window: int) -> int:
+    """Intervals of `size`, one behind another, that a window at a multiple of its own size touches at most."""
+    if window % size == 0:
+        return window // size
+    return 1 if size % window == 0 else (window - 2) // size + 2
+
 
 @triton.jit
 def column_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
@@ -97,3 +112,11 @@ def load_statistic(ptr, first_group, vector_group, last_group, place, LABELS: tl
     for i in tl.static_range(LABELS):
         values = values + (tl.load(ptr + first_group + tl.minimum(vector_group + i, last_group)),)
     return of_columns(values, place)
+
+
+@triton.jit
+def prefetch_tile(ptrs, wanted):
+    """Bring what a tile points to into L2, without waiting for it."""
+    tl.inline_asm_elementwise(
+        ASK, "=r,l,r", [ptrs.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -7,13 +7,60 @@ threads neighbouring positions.)  A lane keeps its columns for the whole piece, 
 them, each of which lies in one group: 1 where groups are multiples of VEC columns.
 """
 
+from dataclasses import dataclass
+from math import gcd
+
 import triton
 import triton.language as tl
 
+from fusednorm.integers import next_power_of_2
 from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.pieces import chunk_of
 from fusednorm.jit.reductions import rounded_product, sum_pair
 from fusednorm.ops.group_norm.affine import slope_and_offset
+from fusednorm.ops.group_norm.sample import Sample, vector_width
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTile:
+    """A chunk of a block of columns: `rows` positions of `vectors` accesses of `vec` elements.
+
+    Each thread's columns are kept apart as `keep` runs, of which none spans groups.
+    """
+
+    vec: int
+    vectors: int
+    rows: int
+    keep: int
+
+
+def block_tile(sample: Sample, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
+    """The chunk in which one access a thread covers a block of `block_groups` groups' columns."""
+    columns = block_groups * sample.channels
+    vec = vector_width(itemsize, sample.c, columns)
+    vectors = next_power_of_2(columns // vec)
+    return BlockTile(vec, vectors, max(1, 32 * num_warps // vectors), vec // gcd(vec, sample.channels))
+
+
+def block_options(sample: Sample, block_groups: int, num_warps: int, tile: BlockTile) -> dict[str, object]:
+    """Constexprs of the kernels that take pieces of blocks, and their warps."""
+    columns = block_groups * sample.channels
+    return {
+        "VEC": tile.vec,
+        "CV": tile.vectors,
+        "ROWS": tile.rows,
+        "EVEN": columns == tile.vectors * tile.vec and sample.c % columns == 0,
+        "KEEP": tile.keep,
+        "GROUPS": next_power_of_2(block_groups),
+        "num_warps": num_warps,
+    }
+
+
+@triton.jit
+def store_statistics(mean_ptr, rstd_ptr, mean, rstd, at, mask):
+    if mean_ptr is not None:
+        tl.store(mean_ptr + at, mean, mask=mask)
+        tl.store(rstd_ptr + at, rstd, mask=mask)
 
 
 @triton.jit

@@ -2,8 +2,7 @@
 
 A tile is [LANES, GROUP], a lane for each thread and GROUP elements what it loads at once.  UNITS lanes side by side
 are of one channel, the next ones of the next channel.  A piece is CHUNKS tiles behind one another along the
-channels,
-held as they lie in memory: 16-bit values take half the registers.
+channels, held as they lie in memory: 16-bit values take half the registers.
 """
 
 import triton
@@ -11,6 +10,7 @@ import triton.language as tl
 
 from fusednorm.jit.moments import widened
 from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.prefetch import prefetch
 from fusednorm.ops.group_norm.gradients import gained_gradient
 
 
@@ -92,3 +92,19 @@ def write_run(
     if len(outside) > 0:
         dx += widened(outside[0], FAST)
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+
+
+@triton.jit
+def prefetch_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CHANNELS: tl.constexpr):
+    """Ask for RUN positions, or `left` if fewer, of each channel of a piece."""
+    count = tl.minimum(left, RUN)
+    if CHANNELS == 1:
+        if count > 0:
+            prefetch(ptr, count)
+    else:
+        there = tl.minimum(channels_left, CHANNELS)
+        if channel_size <= RUN:
+            prefetch(ptr, there * channel_size)
+        elif count > 0:
+            for channel in range(0, there):
+                prefetch(ptr + channel * channel_size, count)

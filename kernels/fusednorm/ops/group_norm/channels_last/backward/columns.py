@@ -1,25 +1,74 @@
-"""Backward kernels of GroupNorm for channels-last samples whose programs wait for nothing: sums first, then dx.
+"""Backward pass of blocks of channels-last columns whose programs wait for nothing: sums first, then dx.
 
 The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
 dy, residual and dresidual_out may be contiguous: their elements are then read one by one.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import widened
 from fusednorm.jit.reductions import sum_pair
+from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.ops.group_norm.backward_split import sums_and_apply
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.blocks import (
     column_mask,
     load_statistic,
     load_tiles,
+    most_touched,
     tile_gradient,
     tile_mask,
 )
 from fusednorm.ops.group_norm.gradients import load_gained_affine
+from fusednorm.ops.group_norm.sample import vector_width
 
 _SIZES = ["splits", "blocks", "pieces", "hw", "column_units", "groups", "channels", "seed", "dropout_threshold"]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardColumns(BackwardConfig):
+    """Slabs of `columns` columns, a power of two, one a program, in a kernel for sums and one for dx.
+
+    A slab is `pieces` pieces of `chunks` tiles of as many positions as one vector a thread makes.
+    """
+
+    columns: int
+    chunks: int
+    pieces: int
+    num_warps: int
+
+    def rows(self, vec: int) -> int:
+        """Positions of a tile of vectors of `vec` elements."""
+        return 32 * self.num_warps * vec // self.columns
+
+    def launches(self, call: BackwardCall) -> list[Launch]:
+        sample = call.sample
+        vec = vector_width(call.x.element_size(), sample.c)
+        slab_rows = self.pieces * self.chunks * self.rows(vec)
+        splits = cdiv(sample.hw, slab_rows)
+        blocks = cdiv(sample.c, self.columns)
+        walk = (
+            splits, blocks, self.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
+            call.scale_stride, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            "GROUP": vec,
+            "LANES": 32 * self.num_warps,
+            "CV": self.columns // vec,
+            "CHUNKS": self.chunks,
+            "EVEN": sample.c % self.columns == 0 and sample.hw % slab_rows == 0,
+            "LABELS": most_touched(sample.channels, vec),
+            "EARLY": call.early,
+            "num_warps": self.num_warps,
+            **call.gradient_options,
+        }
+        kernels = group_norm_nhwc_backward_sums_kernel, group_norm_nhwc_backward_apply_kernel
+        return sums_and_apply(call, kernels, (call.n * splits * blocks,), walk, options, splits)
 
 
 @triton.jit

@@ -1,42 +1,144 @@
-"""Backward kernel of GroupNorm for channels-last samples whose groups several programs share.
+"""Backward pass of channels-last samples whose groups several programs share.
 
 The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
 """
 
+from dataclasses import dataclass
+from math import gcd
+
 import triton
 import triton.language as tl
 
+from fusednorm.device import multiprocessor_count
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import PAIR_WORDS, collect_pairs, first_tag, leave, post_pairs
-from fusednorm.jit.group_sums import post_totals, slots_of_group, total_of_parts
 from fusednorm.jit.moments import widened
 from fusednorm.jit.reductions import sum_pair
+from fusednorm.launch.launch import Launch, dropout_arguments, mailbox, resident_options
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.blocks import (
     column_mask,
     load_gradient_tiles,
     load_statistic,
     load_tiles,
+    most_touched,
     of_columns,
+    prefetch_tile,
     tile_gradient,
     tile_mask,
 )
+from fusednorm.ops.group_norm.channels_last.bundles import post_totals, slots_of_group, total_of_parts
 from fusednorm.ops.group_norm.gradients import load_gained_affine
-
-_ASK = """{
-.reg .pred asker;
-setp.ne.s32 asker, $2, 0;
-@asker prefetch.global.L2 [$1];
-mov.u32 $0, 0;
-}"""
-ASK: tl.constexpr = tl.constexpr(_ASK)
+from fusednorm.ops.group_norm.reduce_sums import fold_parameters
+from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
 
 
-@triton.jit
-def _ask(ptrs, wanted):
-    """Bring what a tile points to into L2, without waiting for it."""
-    tl.inline_asm_elementwise(
-        ASK, "=r,l,r", [ptrs.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-    )
+@dataclass(frozen=True, slots=True)
+class BackwardBlocks(BackwardConfig):
+    """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
+
+    A slab is `pieces` pieces, a piece `chunks` tiles of as many positions as a vector of 16 bytes of x a thread
+    makes. Blocks that groups straddle go together.  `programs_per_sm`, `lag` and `ahead` are those of
+    `BackwardShared`.
+    """
+
+    columns: int
+    chunks: int
+    pieces: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+    def vectors(self, itemsize: int) -> int:
+        """Threads side by side along the columns, some of which may have none."""
+        return next_power_of_2(self.columns * itemsize // 16)
+
+    def rows(self, itemsize: int) -> int:
+        """Positions of a tile."""
+        return 32 * self.num_warps // self.vectors(itemsize)
+
+    def slab_rows(self, itemsize: int) -> int:
+        """Positions of a slab."""
+        return self.pieces * self.chunks * self.rows(itemsize)
+
+    def splits(self, sample: Sample, itemsize: int) -> int:
+        """Slabs of a block."""
+        return -(-sample.hw // self.slab_rows(itemsize))
+
+    def bundle_blocks(self, sample: Sample) -> int:
+        """Blocks that go together: the fewest that hold whole groups."""
+        blocks = sample.channels // gcd(self.columns, sample.channels)
+        return min(blocks, -(-sample.c // self.columns))
+
+    def members(self, sample: Sample, itemsize: int) -> int:
+        """Programs that share a bundle of blocks."""
+        return self.splits(sample, itemsize) * self.bundle_blocks(sample)
+
+    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
+        """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
+        programs = self.programs_per_sm * multiprocessors
+        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
+        return (
+            sample.c * itemsize % 16 == 0
+            and self.members(sample, itemsize) <= programs
+            and under_way <= L2_BYTES
+            and sample.hw < MAX_OFFSET
+        )
+
+    def padded_width(self, sample: Sample, itemsize: int) -> int:
+        """Columns of the tiles of all blocks."""
+        return -(-sample.c // self.columns) * self.vectors(itemsize) * (16 // itemsize)
+
+    def launches(self, call: BackwardCall) -> list[Launch]:
+        sample, itemsize = call.sample, call.x.element_size()
+        group = 16 // itemsize
+        splits, members = self.splits(sample, itemsize), self.members(sample, itemsize)
+        blocks = self.bundle_blocks(sample)
+        bundle_groups = min(blocks * self.columns, sample.c) // sample.channels
+        bundles = cdiv(sample.groups, bundle_groups)
+        units = call.n * bundles
+        resident = multiprocessor_count(call.x.device) * self.programs_per_sm
+        teams = max(1, min(units, resident // members))
+        # Then no other block has columns of its group.
+        direct = self.columns == sample.channels
+        depth = next_power_of_2((2 if direct else 1) * cdiv(self.lag, self.pieces))
+        overlap = min(blocks, most_touched(self.columns, sample.channels))
+        partial = call.wanted_parts(splits)
+        pairs = teams * depth * bundle_groups * (splits * overlap + 1)
+        arguments = (
+            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+            mailbox(call.x.device, cdiv(pairs, 2)),
+            units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
+            bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
+            call.scale_stride, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        whole = self.columns // group == self.vectors(itemsize) and sample.c % (blocks * self.columns) == 0
+        options = {
+            "GROUP": group,
+            "CV": self.vectors(itemsize),
+            "LANES": 32 * self.num_warps,
+            "CHUNKS": self.chunks,
+            "PIECES": self.pieces,
+            "EVEN": whole and sample.hw % self.slab_rows(itemsize) == 0,
+            "LABELS": most_touched(sample.channels, group),
+            "SPAN": next_power_of_2(min(bundle_groups, most_touched(sample.channels, self.columns))),
+            "OVERLAP": overlap,
+            "DIRECT": direct,
+            "SLOTS": next_power_of_2(splits * overlap),
+            "DEPTH": depth,
+            "LAG": self.lag,
+            "AHEAD": self.ahead,
+            "EARLY": call.early,
+            "num_warps": self.num_warps,
+            **resident_options(self),
+            **call.gradient_options,
+        }
+        return [
+            Launch(group_norm_nhwc_backward_shared_kernel, (teams * members,), arguments, options),
+            *fold_parameters(call, partial, splits),
+        ]
 
 
 @triton.jit(
@@ -172,8 +274,8 @@ def group_norm_nhwc_backward_shared_kernel(
             ahead_columns = column_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
             for i in tl.static_range(CHUNKS):
                 there = tile_mask(row + i * ROWS, hw - first - ahead_run, ahead_columns, True, EVEN)
-                _ask(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
-                _ask(dy_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
+                prefetch_tile(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
+                prefetch_tile(dy_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
 
         if not DIRECT:  # noqa: SIM102 (a constexpr and a run-time condition)
             if step >= PIECES and step % PIECES == 0 and step <= steps:

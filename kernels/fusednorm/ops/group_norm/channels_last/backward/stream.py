@@ -1,100 +1,93 @@
-"""Backward kernels of GroupNorm that stream channels-last samples twice: sums of each column first, then dx.
+"""Backward pass that streams channels-last samples twice: sums of each column first, then dx.
 
 The formulas are in `contiguous.backward.tile`, z's slope and offset, and GAIN, in `gradients`,
 the tiles in `channels_last.positions`.  No program waits for another.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import widened
 from fusednorm.jit.pieces import chunk_of
-from fusednorm.jit.prefetch import prefetch
-from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.channels_last.blocks import load_statistic
+from fusednorm.launch.launch import Launch, can_prefetch, dependent, dropout_arguments
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, empty_statistics
+from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched
 from fusednorm.ops.group_norm.channels_last.positions import (
+    add_gradient_positions,
+    load_gradient_positions,
     load_masked_positions,
     places,
-    position_mask,
+    prefetch_gradient_positions,
     stored_mask,
+    sums_of_columns,
     turns_of,
 )
+from fusednorm.ops.group_norm.channels_last.stream import stream_walk
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
+from fusednorm.ops.group_norm.reduce_sums import fold_groups, fold_parameters
 
 
-@triton.jit
-def _load(
-    dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
-    CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """`load_masked_positions` of dy, x and residual, which lie alike."""
-    return (
-        load_masked_positions(
-            dy_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
-        ),
-        load_masked_positions(x_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT),
-        load_masked_positions(
-            residual_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class BackwardStream(BackwardConfig):
+    """Sums over up to `splits` parts of each channels-last sample, all columns of a position side by side.
 
-
-@triton.jit
-def _ask(dy_ptr, x_ptr, residual_ptr, start, size):
-    """`prefetch` of `size` elements from `start` on of each that is not None."""
-    prefetch(dy_ptr + start, size)
-    prefetch(x_ptr + start, size)
-    if residual_ptr is not None:
-        prefetch(residual_ptr + start, size)
-
-
-@triton.jit
-def _add(
-    tiles, mean, scale, offset, sums, sums_centred, sample, sample_at, tile, positions, left, position,
-    seed, dropout_threshold, dropout_scale,
-    WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    """Sums of GAIN * dz, and of that times h - mean, of each column, [LANES, VEC], with those of the tiles."""
-    for i in tl.static_range(len(tiles[0])):
-        centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
-        if not WHOLE:
-            # z of what is not there may be infinite, and 0 * inf would spoil a sum.
-            centred = tl.where(position_mask(position, positions, left, i, WHOLE), centred, 0.0)
-        dz = gained_gradient(
-            widened(tiles[0][i], FAST), centred, scale, offset, sample, sample_at + i * tile,
-            seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN, FAST,
-        )  # fmt: skip
-        sums += dz
-        sums_centred += dz * centred
-    return sums, sums_centred
-
-
-@triton.jit
-def _of_all_positions(
-    a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr, FAST: tl.constexpr
-):
-    """Sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each, and which of these columns exist.
-
-    Where no lane is idle, lanes are POSITIONS times COLUMNS; else positions start at any multiple of `units` lanes.
+    `chunks` accesses of a thread a step; dx of `apply_pieces` pieces of `apply_chunks` accesses a program.
     """
-    lanes: tl.constexpr = a.shape[0] * a.shape[1]
-    if IDLE:
-        column = tl.arange(0, COLUMNS)
-        columns = units * a.shape[1]
-        flat_a = tl.reshape(a, (lanes,))
-        flat_b = tl.reshape(b, (lanes,))
-        sum_a = tl.zeros((COLUMNS,), tl.float32)
-        sum_b = tl.zeros((COLUMNS,), tl.float32)
-        for position in tl.static_range(POSITIONS):
-            index = tl.minimum(position * columns + column, lanes - 1)
-            sum_a += tl.gather(flat_a, index, 0)
-            sum_b += tl.gather(flat_b, index, 0)
-        return sum_a[None, :], sum_b[None, :], (column < columns)[None, :]
-    else:
-        sum_a, sum_b = sum_pair(tl.reshape(a, (POSITIONS, COLUMNS)), tl.reshape(b, (POSITIONS, COLUMNS)), 0, FAST)
-        return sum_a, sum_b, tl.full((1, COLUMNS), True, tl.int1)
+
+    num_warps: int
+    chunks: int
+    apply_chunks: int
+    apply_pieces: int
+    splits: int
+
+    def launches(self, call: BackwardCall) -> list[Launch]:
+        sample = call.sample
+        walk = stream_walk(sample, call.x.element_size(), self, call.n, call.x.device)
+        parts = call.parts(walk.splits)
+        sum_g, sum_g_xhat = empty_statistics(call.x, sample)
+        piece = walk.positions * walk.apply_chunks
+        pieces = 1 if walk.is_cut_finer else self.apply_pieces
+        programs = cdiv(sample.hw, piece * pieces)
+        epilogue = (call.scale_stride, *dropout_arguments(call.epilogue))
+        sums = (
+            *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, sample.hw, walk.units,
+            sample.groups, sample.channels, walk.splits, *epilogue,
+        )  # fmt: skip
+        apply = (
+            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
+            call.out.dx, sample.hw, walk.units, sample.groups, sample.channels, call.n, pieces, *epilogue,
+        )  # fmt: skip
+        options = {
+            **walk.tile(self.num_warps),
+            "IDLE": walk.idle,
+            "LABELS": most_touched(sample.channels, walk.vec),
+            "PREFETCH": can_prefetch(sample.c, *call.inputs),
+            **call.gradient_options,
+        }
+        sums_options = {
+            **options,
+            "POSITIONS": walk.positions,
+            "COLUMNS": walk.vec * next_power_of_2(walk.units),
+            "CHUNKS": self.chunks,
+            "WHOLE": sample.hw % walk.step == 0,
+            "EARLY": call.early,
+        }
+        apply_options = {
+            **options,
+            "CHUNKS": walk.apply_chunks,
+            "WHOLE": sample.hw % (piece * pieces) == 0,
+            **dependent(call.early),
+        }
+        return [
+            Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * walk.splits,), sums, sums_options),
+            fold_groups(call, parts, sum_g, sum_g_xhat, walk.splits),
+            Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
+            *fold_parameters(call, parts, walk.splits, beside=True),
+        ]
 
 
 @triton.jit(
@@ -162,7 +155,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole > 0:
             # Parameters and statistics come from memory, too, and what follows waits for them.
-            _ask(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
+            prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
     mean = load_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     slope, offset = load_gained_affine(parameters, column, sample * scale_stride + column, there, GAIN)
@@ -170,31 +163,31 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     sums = tl.zeros((LANES, VEC), tl.float32)
     sums_centred = tl.zeros((LANES, VEC), tl.float32)
     for turn in range(0, whole):
-        tiles = _load(
+        tiles = load_gradient_positions(
             dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, 0,
             CHUNKS, True, IDLE, "",
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
             if turn + 1 < whole:
-                _ask(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
-        sums, sums_centred = _add(
+                prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
+        sums, sums_centred = add_gradient_positions(
             tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, 0, position,
             seed, dropout_threshold, dropout_scale, True, IDLE, ACTIVATION, DROPOUT, GAIN, FAST,
         )  # fmt: skip
         inside += stride
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole < turns:
-            tiles = _load(
+            tiles = load_gradient_positions(
                 dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
                 CHUNKS, False, IDLE, "",
             )  # fmt: skip
-            sums, sums_centred = _add(
+            sums, sums_centred = add_gradient_positions(
                 tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, left,
                 position, seed, dropout_threshold, dropout_scale, False, IDLE, ACTIVATION, DROPOUT, GAIN, FAST,
             )  # fmt: skip
     sums *= 1.0 / GAIN
     sums_centred *= rstd * (1.0 / GAIN)
-    of_column, of_column_xhat, here = _of_all_positions(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE, FAST)
+    of_column, of_column_xhat, here = sums_of_columns(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE, FAST)
     of_part = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
     tl.store(dz_part_ptr + of_part, of_column, mask=here)
     tl.store(dz_xhat_part_ptr + of_part, of_column_xhat, mask=here)
@@ -271,7 +264,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
         start_position = first + (pieces - 1 - back) * piece_positions
         inside = start_position * c
         left = tl.minimum(hw - start_position, piece_positions).to(tl.int32)
-        tiles = _load(
+        tiles = load_gradient_positions(
             dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
             CHUNKS, WHOLE, IDLE, "evict_first",
         )  # fmt: skip
@@ -281,7 +274,9 @@ def group_norm_nhwc_backward_stream_apply_kernel(
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
             if back + 1 < pieces and start_position <= hw:
-                _ask(dy_ptr, x_ptr, residual_ptr, base + inside - CHUNKS * tile, CHUNKS * tile)
+                prefetch_gradient_positions(
+                    dy_ptr, x_ptr, residual_ptr, base + inside - CHUNKS * tile, CHUNKS * tile
+                )
         for i in tl.static_range(CHUNKS):
             centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
             dz = gained_gradient(

@@ -1,20 +1,109 @@
-"""Forward kernels of GroupNorm where channels come last in memory, [N, positions, C], and x is read twice.
+"""Forward pass of blocks of channels-last columns: a kernel for moments of channels, then one for y.
 
-Blocks of columns in a kernel for moments of channels and one for y, for what `channels_last.forward.stream` do
-not take: a residual in the other layout, and more columns than a program has lanes.
+Nothing waits.  A residual may be contiguous.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fusednorm.device import INTERPRETED, since_hopper
+from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.launch.launch import Launch, dependent, dropout_arguments
 from fusednorm.ops.group_norm.affine import load_masked_affine
-from fusednorm.ops.group_norm.channels_last.sweeps import (
+from fusednorm.ops.group_norm.call import (
+    ForwardCall,
+    ForwardConfig,
+    empty_statistics,
+    epilogue_options,
+    pair,
+)
+from fusednorm.ops.group_norm.channels_last.columns import (
     block_of_columns,
     channel_moments,
     load_statistic,
     normalise_rows,
 )
+from fusednorm.ops.group_norm.checks import lies_otherwise
+from fusednorm.ops.group_norm.reduce import fold_moments_launch
+from fusednorm.ops.group_norm.sample import Sample, vector_width
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardColumns(ForwardConfig):
+    """Blocks of `width` columns: statistics over `split_rows` positions in tiles of `rows`, `unroll` a step,
+    then runs of `run_rows` in tiles of `apply_rows`."""
+
+    width: int
+    rows: int
+    unroll: int
+    split_rows: int
+    apply_rows: int
+    run_rows: int
+    num_warps: int
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        sample, out = call.sample, call.out
+        if out.mean is None or out.rstd is None:
+            mean, rstd = empty_statistics(call.x, sample)
+        else:
+            mean, rstd = out.mean, out.rstd
+        blocks = cdiv(sample.c, self.width)
+        runs = cdiv(sample.hw, self.run_rows)
+        tile = self._tile(sample, call.x.element_size())
+        arguments = (
+            *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
+            runs, self.run_rows, blocks, call.scale_stride, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            "ROWS": self.apply_rows,
+            "RESIDUAL_OTHER": lies_otherwise(call.residual, True),
+            **tile,
+            **dependent(call.early),
+            **epilogue_options(call.epilogue),
+        }
+        return [
+            *self.statistics(call.x, sample, call.eps, call.residual, mean, rstd),
+            Launch(group_norm_nhwc_apply_kernel, (call.n * runs * blocks,), arguments, options),
+        ]
+
+    def statistics(
+        self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
+    ) -> list[Launch]:
+        """The launches that fill mean and rstd: channel moments over splits of the positions, and their fold."""
+        splits = cdiv(sample.hw, self.split_rows)
+        blocks = cdiv(sample.c, self.width)
+        tile = self._tile(sample, x.element_size())
+        parts = pair(x, x.shape[0], splits, sample.c)
+        arguments = (
+            x, residual, *parts, sample.hw, sample.c // tile["VEC"], splits, self.split_rows, blocks
+        )  # fmt: skip
+        options = {
+            "ROWS": self.rows,
+            "UNROLL": self.unroll,
+            "RESIDUAL_OTHER": lies_otherwise(residual, True),
+            "EARLY": since_hopper(x.device),
+            "FAST": not INTERPRETED,
+            **tile,
+        }
+        grid = (x.shape[0] * splits * blocks,)
+        return [
+            Launch(group_norm_nhwc_stats_kernel, grid, arguments, options),
+            fold_moments_launch(parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw),
+        ]
+
+    def _tile(self, sample: Sample, itemsize: int) -> Mapping[str, int]:
+        vec = vector_width(itemsize, sample.c)
+        return {
+            "VEC": vec,
+            "CV": self.width // vec,
+            "EVEN": sample.c % self.width == 0,
+            "num_warps": self.num_warps,
+        }
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "splits", "split_rows", "blocks"])

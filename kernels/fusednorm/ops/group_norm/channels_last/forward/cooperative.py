@@ -1,11 +1,20 @@
-"""Forward kernel of GroupNorm for channels-last samples whose column blocks one or several programs hold."""
+"""Forward pass of channels-last samples whose column blocks several programs share."""
+
+from dataclasses import dataclass
+from typing import Self
 
 import triton
 import triton.language as tl
 
+from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
 from fusednorm.jit.prefetch import touch_rows
+from fusednorm.launch.launch import Launch, dropout_arguments, mailbox, resident_options
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_room
 from fusednorm.ops.group_norm.channels_last.pieces import (
+    block_options,
+    block_tile,
     columns_of,
     fold_to_groups,
     load_columns,
@@ -14,107 +23,68 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
     of_runs,
     row_of_lane,
     run_moments,
+    store_statistics,
     write_rows,
 )
+from fusednorm.ops.group_norm.sample import Sample
 
 
-@triton.jit
-def _store_statistics(mean_ptr, rstd_ptr, mean, rstd, at, mask):
-    if mean_ptr is not None:
-        tl.store(mean_ptr + at, mean, mask=mask)
-        tl.store(rstd_ptr + at, rstd, mask=mask)
+@dataclass(frozen=True, slots=True)
+class ForwardSharedBlock(ForwardConfig):
+    """Programs that share a block of `block_groups` groups of one sample, `chunks` chunks of positions each.
 
-
-@triton.jit(
-    do_not_specialize=[
-        "writers", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
-        "seed", "dropout_threshold",
-    ]
-)  # fmt: skip
-def group_norm_nhwc_held_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    shift_ptr,
-    y_ptr,
-    residual_out_ptr,
-    mean_ptr,
-    rstd_ptr,
-    writers: tl.int32,
-    hw: tl.int32,
-    column_units: tl.int32,
-    groups: tl.int32,
-    channels: tl.int32,
-    blocks: tl.int32,
-    block_groups: tl.int32,
-    eps: tl.float32,
-    scale_stride: tl.int64,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
-    dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    CV: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    FULL: tl.constexpr,
-    EVEN: tl.constexpr,
-    KEEP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SHARED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """A block of whole groups' columns of one sample a program, read once; SHARED, `writers` programs a block.
-
-    Those each take all of its moments and write a share of its chunks; see `group_norm_nchw_held_kernel`.
+    Otherwise as `ForwardShared`.
     """
-    program = tl.program_id(0)
-    if SHARED:
-        unit = program // writers
-        writer = program % writers
-    else:
-        unit = program
-        writer = 0
-    sample = (unit // blocks).to(tl.int64)
-    block = unit % blocks
-    c = column_units * VEC
-    block_units = block_groups * channels // VEC
-    column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
-    at = row_of_lane(ROWS, CV).to(tl.int64) * c + column
-    stride = c.to(tl.int64)
-    base = sample * hw * c
-    group = tl.arange(0, GROUPS)
-    run = tl.arange(0, CV * KEEP) * (VEC // KEEP)
-    belongs = (run // channels)[:, None] == group[None, :]
-    group_mask = group < tl.minimum(block_groups, groups - block * block_groups)
 
-    chunks = load_rows(x_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
-    residuals = load_rows(residual_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
-    affine = (
-        load_columns(weight_ptr, column, column_mask),
-        load_columns(bias_ptr, column, column_mask),
-        load_columns(scale_ptr, sample * scale_stride + column, column_mask),
-        load_columns(shift_ptr, sample * scale_stride + column, column_mask),
-    )
-    run_mean, run_square = run_moments(chunks, residuals, hw, FULL, ROWS, KEEP, FAST)
-    width: tl.constexpr = VEC // KEEP
-    length = (hw * channels).to(tl.float32)
-    mean, square = fold_to_groups(
-        run_mean, run_square, belongs, channels.to(tl.float32) / width, hw.to(tl.float32) * width, FAST
-    )
-    rstd = 1.0 / tl.sqrt(square / length + eps)
-    _store_statistics(
-        mean_ptr, rstd_ptr, mean, rstd, sample * groups + block * block_groups + group, group_mask & (writer == 0)
-    )
-    write_rows(
-        chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, hw, column_mask,
-        of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
-        (seed, dropout_threshold, dropout_scale), writer, writers,
-        FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT, FAST,
-    )  # fmt: skip
+    block_groups: int
+    chunks: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+    def members(self, sample: Sample, itemsize: int) -> int:
+        """Programs that share a block."""
+        rows = block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
+        return -(-sample.hw // (self.chunks * rows))
+
+    def is_resident(self, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+        return waits and self.members(sample, itemsize) <= multiprocessors * self.programs_per_sm
+
+    def fitted(self, call: ForwardCall) -> Self | None:
+        sample, size = call.sample, call.x.element_size()
+        tile = block_tile(sample, self.block_groups, self.num_warps, size)
+        slabs = 1 if self.lag == 0 else 2
+        held = slabs * self.chunks * tile.vec * call.held_bytes
+        return with_room(self, call, held, members=self.members(sample, size))
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        sample = call.sample
+        blocks = cdiv(sample.groups, self.block_groups)
+        units = call.n * blocks
+        tile = block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
+        members = self.members(sample, call.x.element_size())
+        depth = next_power_of_2(max(2, 2 * self.lag))
+        programs = min(units, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
+        options = {
+            **block_options(sample, self.block_groups, self.num_warps, tile),
+            "CHUNKS": self.chunks,
+            "FULL": self.chunks if sample.hw % (self.chunks * tile.rows) == 0 else 0,
+            "SLOTS": next_power_of_2(members),
+            "DEPTH": depth,
+            "LAG": self.lag,
+            "AHEAD": 0 if INTERPRETED else self.ahead,
+            **resident_options(self),
+            **epilogue_options(call.epilogue),
+        }
+        # A pair of words for each group of a block, where a slot of the mailbox is four.
+        box = mailbox(call.x.device, -(-depth * programs * next_power_of_2(self.block_groups) // 2))
+        arguments = (
+            *call.tensors, *call.statistics, box, units, members, sample.hw, sample.c // tile.vec,
+            sample.groups, sample.channels, blocks, self.block_groups, call.eps,
+            call.scale_stride, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        return [Launch(group_norm_nhwc_shared_kernel, (programs,), arguments, options)]
 
 
 @triton.jit(
@@ -265,9 +235,7 @@ def group_norm_nhwc_shared_kernel(
             rstd = 1.0 / tl.sqrt(square / length + eps)
             first_group = late_block * block_groups
             group_mask = (group < tl.minimum(block_groups, groups - first_group)) & (member == 0)
-            _store_statistics(
-                mean_ptr, rstd_ptr, mean, rstd, late_sample * groups + first_group + group, group_mask
-            )
+            store_statistics(mean_ptr, rstd_ptr, mean, rstd, late_sample * groups + first_group + group, group_mask)
             write_rows(
                 late, late_residuals, affine, y_ptr, residual_out_ptr, late_base, row + late_column, stride, rows,
                 late_mask, of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC),

@@ -1,16 +1,99 @@
-"""Forward kernels of GroupNorm that stream channels-last samples twice: moments, their fold, then y.
+"""Forward pass that streams channels-last samples twice: moments, their fold, then y.
 
 No program waits for another.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from fusednorm.device import INTERPRETED
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import total_pair
+from fusednorm.launch.launch import Launch, dependent, dropout_arguments
 from fusednorm.ops.group_norm.affine import load_masked_affine
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, pair
 from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
 from fusednorm.ops.group_norm.channels_last.samples import load_sample_piece, split_moments, write_sample_piece
+from fusednorm.ops.group_norm.channels_last.stream import stream_walk
+
+_FOLD_CHANNELS = 512
+"""Channels at a time, at most, for which a fold writes coefficients."""
+
+_FOLD_WARPS = 4
+"""Of a program that folds a group's moments; one warp, which has nobody to wait for, is quicker where few do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStream(ForwardConfig):
+    """Moments of up to `splits` parts of each sample, `chunks` accesses of a thread a step; their fold; then y of
+    pieces of `apply_chunks` accesses."""
+
+    num_warps: int
+    chunks: int
+    apply_chunks: int
+    splits: int
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        sample, x, out = call.sample, call.x, call.out
+        walk = stream_walk(sample, x.element_size(), self, call.n, x.device)
+        parts = pair(x, call.n, walk.splits, sample.groups)
+        coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
+        piece = walk.positions * walk.apply_chunks
+        moments = (
+            x, call.residual, *parts, sample.hw, walk.units, sample.groups, sample.channels, walk.splits
+        )  # fmt: skip
+        fold = (
+            *parts, *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
+            sample.channels, walk.splits, walk.step, call.scale_stride, call.n * sample.c, call.eps,
+        )  # fmt: skip
+        apply = (
+            x, call.residual, out.y, out.residual_out, coefficients, sample.hw, walk.units, call.n,
+            *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        return [
+            Launch(
+                group_norm_nhwc_stream_moments_kernel,
+                (call.n * walk.splits,),
+                moments,
+                {
+                    **walk.tile(self.num_warps),
+                    **walk.moments(sample),
+                    "CHUNKS": self.chunks,
+                    "WHOLE": sample.hw % walk.step == 0,
+                    "FAST": not INTERPRETED,
+                    "EARLY": call.early,
+                },
+            ),
+            Launch(
+                group_norm_nhwc_stream_fold_kernel,
+                (call.n * sample.groups,),
+                fold,
+                {
+                    "SPLITS": next_power_of_2(walk.splits),
+                    "BLOCK_CHANNELS": min(_FOLD_CHANNELS, next_power_of_2(sample.channels)),
+                    "FAST": not INTERPRETED,
+                    "num_warps": 1 if walk.is_cut_finer else _FOLD_WARPS,
+                    **dependent(call.early),
+                },
+            ),
+            Launch(
+                group_norm_nhwc_stream_apply_kernel,
+                (call.n * cdiv(sample.hw, piece),),
+                apply,
+                {
+                    **walk.tile(self.num_warps),
+                    "IDLE": walk.idle,
+                    "CHUNKS": walk.apply_chunks,
+                    "WHOLE": sample.hw % piece == 0,
+                    **dependent(call.early),
+                    **epilogue_options(call.epilogue),
+                },
+            ),
+        ]
 
 
 @triton.jit(do_not_specialize=["hw", "units", "groups", "channels", "splits"])

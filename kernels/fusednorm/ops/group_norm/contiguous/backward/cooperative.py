@@ -1,40 +1,118 @@
-"""Backward kernel of GroupNorm for contiguous groups that several programs share.
+"""Backward pass of contiguous groups that several programs share.
 
 The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from fusednorm.device import multiprocessor_count
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
+from fusednorm.launch.launch import Launch, can_prefetch, dropout_arguments, mailbox, resident_options
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import (
     load_gradient_runs,
     load_runs,
+    prefetch_runs,
     run_gradient,
     run_mask,
     run_position,
     write_run,
 )
 from fusednorm.ops.group_norm.gradients import load_gained_affine
+from fusednorm.ops.group_norm.reduce_sums import fold_parameters
+from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
 
 
-@triton.jit
-def _prefetch_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CHANNELS: tl.constexpr):
-    """Ask for RUN positions, or `left` if fewer, of each channel of a piece."""
-    count = tl.minimum(left, RUN)
-    if CHANNELS == 1:
-        if count > 0:
-            prefetch(ptr, count)
-    else:
-        there = tl.minimum(channels_left, CHANNELS)
-        if channel_size <= RUN:
-            prefetch(ptr, there * channel_size)
-        elif count > 0:
-            for channel in range(0, there):
-                prefetch(ptr + channel * channel_size, count)
+@dataclass(frozen=True, slots=True)
+class BackwardShared(BackwardConfig):
+    """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
+
+    A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile a vector of 16 bytes of x a thread.
+    `programs_per_sm` programs are resident; they exchange the group's sums, and a piece is read again `lag` pieces
+    after the part's sums went out.  The piece `ahead` pieces on is asked into L2 meanwhile.
+    """
+
+    channels: int
+    chunks: int
+    pieces: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+    @property
+    def units(self) -> int:
+        """Threads side by side along a channel."""
+        return 32 * self.num_warps // self.channels
+
+    def part_positions(self, itemsize: int) -> int:
+        """Positions of a part."""
+        return self.pieces * self.chunks * self.units * (16 // itemsize)
+
+    def members(self, sample: Sample, itemsize: int) -> int:
+        """Programs that share a group."""
+        parts = -(-sample.hw // self.part_positions(itemsize))
+        return parts * -(-sample.channels // self.channels)
+
+    def padded_length(self, sample: Sample, itemsize: int) -> int:
+        """Elements of all members' tiles."""
+        return self.members(sample, itemsize) * self.channels * self.part_positions(itemsize)
+
+    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
+        """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
+        programs = self.programs_per_sm * multiprocessors
+        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
+        return (
+            sample.hw * itemsize % 16 == 0
+            and self.members(sample, itemsize) <= programs
+            and under_way <= L2_BYTES
+            and self.channels * sample.hw < MAX_OFFSET
+        )
+
+    def launches(self, call: BackwardCall) -> list[Launch]:
+        sample, itemsize = call.sample, call.x.element_size()
+        vec = call.channel_vec
+        members = self.members(sample, itemsize)
+        parts = cdiv(sample.hw, self.part_positions(itemsize))
+        resident = multiprocessor_count(call.x.device) * self.programs_per_sm
+        rows = call.n * sample.groups
+        # A team that is not resident is refused by the device.
+        teams = max(1, min(rows, resident // members))
+        depth = next_power_of_2(2 * cdiv(self.lag, self.pieces))
+        partial = call.wanted_parts(parts)
+        arguments = (
+            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+            mailbox(call.x.device, depth * teams * members),
+            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
+            *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            "VEC": vec,
+            "CHANNELS": self.channels,
+            "LANES": 32 * self.num_warps,
+            "GROUP": 16 // itemsize,
+            "CHUNKS": self.chunks,
+            "PIECES": self.pieces,
+            "EVEN": sample.hw % self.part_positions(itemsize) == 0 and sample.channels % self.channels == 0,
+            "SLOTS": next_power_of_2(members),
+            "DEPTH": depth,
+            "LAG": self.lag,
+            "AHEAD": self.ahead if can_prefetch(vec, call.x, call.dy) else 0,
+            "EARLY": call.early,
+            "num_warps": self.num_warps,
+            **resident_options(self),
+            **call.gradient_options,
+        }
+        return [
+            Launch(group_norm_nchw_backward_shared_kernel, (teams * members,), arguments, options),
+            *fold_parameters(call, partial, parts),
+        ]
 
 
 @triton.jit(
@@ -149,8 +227,8 @@ def group_norm_nchw_backward_shared_kernel(
             at_ahead = (team + turn_ahead * teams) * group_size + inside + run_ahead
             left_ahead = hw - first - run_ahead
             channels_left = channels - first_channel
-            _prefetch_runs(x_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
-            _prefetch_runs(dy_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
+            prefetch_runs(x_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
+            prefetch_runs(dy_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
 
         if step >= BEHIND:
             late_turn = (step - BEHIND) // PIECES

@@ -1,20 +1,63 @@
-"""Backward kernels of GroupNorm for contiguous groups whose programs wait for nothing: sums first, then dx.
+"""Backward pass of contiguous groups whose programs wait for nothing: sums first, then dx.
 
 The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
 dy, residual and dresidual_out may be channels-last: their elements are then read one by one.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair
+from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.ops.group_norm.backward_split import sums_and_apply
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import load_runs, run_gradient, run_mask, run_position, write_run
 from fusednorm.ops.group_norm.gradients import load_gained_affine
 
 _SIZES = [
     "parts", "blocks", "pieces", "channel_units", "groups", "channels", "scale_stride", "seed", "dropout_threshold"
 ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSplit(BackwardConfig):
+    """Parts of contiguous groups as in `BackwardShared`, one a program, in a kernel for sums and one for dx."""
+
+    channels: int
+    chunks: int
+    pieces: int
+    num_warps: int
+
+    def part_positions(self, itemsize: int) -> int:
+        """Positions of a part."""
+        return self.pieces * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
+
+    def launches(self, call: BackwardCall) -> list[Launch]:
+        sample, itemsize = call.sample, call.x.element_size()
+        vec = call.channel_vec
+        parts = cdiv(sample.hw, self.part_positions(itemsize))
+        blocks = cdiv(sample.channels, self.channels)
+        walk = (
+            parts, blocks, self.pieces, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
+            *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            "VEC": vec,
+            "CHANNELS": self.channels,
+            "LANES": 32 * self.num_warps,
+            "GROUP": 16 // itemsize,
+            "CHUNKS": self.chunks,
+            "EVEN": sample.hw % self.part_positions(itemsize) == 0 and sample.channels % self.channels == 0,
+            "EARLY": call.early,
+            "num_warps": self.num_warps,
+            **call.gradient_options,
+        }
+        kernels = group_norm_nchw_backward_sums_kernel, group_norm_nchw_backward_apply_kernel
+        return sums_and_apply(call, kernels, (call.n * sample.groups * blocks * parts,), walk, options, parts)
 
 
 @triton.jit

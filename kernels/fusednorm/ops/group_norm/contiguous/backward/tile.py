@@ -1,4 +1,4 @@
-"""Backward kernel of GroupNorm for contiguous groups small enough for the registers of one program.
+"""Backward pass of contiguous groups small enough for the registers of one program.
 
 With z = x_hat * slope + offset, dz = dy * act'(z) (dropout's factor included) and g = slope * dz, over a group of M
 values: dx = rstd * (g - (sum(g) + x_hat * sum(g * x_hat)) / M).  Both sums come from the sums of dz and of
@@ -6,13 +6,56 @@ dz * x_hat over each channel of the sample, which are what the gradients of slop
 centred, so neither cancels.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
+from fusednorm.jit.loads import load_masked, load_sum
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.contiguous.tiles import load_masked, load_sum
+from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
+from fusednorm.ops.group_norm.reduce_sums import fold_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile(BackwardConfig):
+    """`rows` whole groups a program, padded to `channels` x `positions` elements, in registers."""
+
+    rows: int
+    channels: int
+    positions: int
+    num_warps: int
+
+    takes_statistics: ClassVar[bool] = False
+
+    def launches(self, call: BackwardCall) -> list[Launch]:
+        vec, sample = call.channel_vec, call.sample
+        rows = call.n * sample.groups
+        parts = call.wanted_parts(1)
+        arguments = (
+            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *parts,
+            rows, sample.hw // vec, sample.groups, sample.channels, call.scale_stride, call.eps,
+            *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            "VEC": vec,
+            "ROWS": self.rows,
+            "CHANNELS": self.channels,
+            "POSITIONS": self.positions,
+            "EARLY": call.early,
+            "num_warps": self.num_warps,
+            **call.gradient_options,
+        }
+        grid = (cdiv(rows, self.rows),)
+        return [
+            Launch(group_norm_nchw_backward_tile_kernel, grid, arguments, options),
+            *fold_parameters(call, parts, 1),
+        ]
 
 
 @triton.jit(do_not_specialize=["rows", "channel_units", "groups", "channels", "scale_stride"])

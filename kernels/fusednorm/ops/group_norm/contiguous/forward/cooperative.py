@@ -1,19 +1,92 @@
-"""Forward kernel of GroupNorm for contiguous groups that several programs share."""
+"""Forward pass of contiguous groups that several programs share."""
+
+from dataclasses import dataclass
+from typing import Self
 
 import triton
 import triton.language as tl
 
+from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.integers import next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.pieces import merge, merge_even, total_moments
 from fusednorm.jit.prefetch import prefetch
+from fusednorm.launch.launch import Launch, dropout_arguments, known_whole_in_slabs, mailbox, resident_options
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_room
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
+    can_prefetch_groups,
+    chunk_options,
     lane_moments,
     load_chunk_affine,
     load_chunks,
+    parameters_mode,
+    piece_walk,
     same_for_all,
     write_chunks,
 )
+from fusednorm.ops.group_norm.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardShared(ForwardConfig):
+    """Programs that share a group, a slab of `chunks` chunks of 8 elements a thread each.
+
+    `programs_per_sm` of them are resident.  A slab is read again `lag` groups after its moments went out; with 0
+    it stays in registers.  The slab `ahead` groups on is asked into L2 meanwhile.
+    """
+
+    chunks: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+    @property
+    def block(self) -> int:
+        """Elements of a chunk."""
+        return 256 * self.num_warps
+
+    def members(self, sample: Sample) -> int:
+        """Programs that share a group."""
+        return -(-sample.frame_length // (self.chunks * self.block))
+
+    def is_resident(self, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+        return waits and self.members(sample) <= multiprocessors * self.programs_per_sm
+
+    def fitted(self, call: ForwardCall) -> Self | None:
+        slabs = 1 if self.lag == 0 else 2
+        # Vectors in two channels take the parameters of both.
+        extra = 48 if call.sample.hw * call.x.element_size() % 16 else 0
+        return with_room(self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.members(call.sample))
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        rows, sample = call.n * call.sample.groups, call.sample
+        slab = self.chunks * self.block
+        members = self.members(sample)
+        slots = next_power_of_2(members)
+        depth = next_power_of_2(max(2, 2 * self.lag))
+        programs = min(rows, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
+        arguments = (
+            *call.tensors, *call.statistics, mailbox(call.x.device, depth * programs), rows, members,
+            call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            **chunk_options(call, self, self.chunks),
+            "FULL": known_whole_in_slabs(sample.group_length, self.block, self.chunks, call.has_lane_a_thread),
+            "LANE_A_THREAD": call.has_lane_a_thread,
+            # A full tree of the compiler's; the interpreter goes from slot to slot.
+            "EQUAL": sample.group_length == slab * slots and slots <= 32 * self.num_warps and not INTERPRETED,
+            "SKEWED": call.is_skewed,
+            "SLOTS": slots,
+            "DEPTH": depth,
+            "LAG": self.lag,
+            "AHEAD": self.ahead if can_prefetch_groups(call) else 0,
+            "PARAMETERS": parameters_mode(call, self.block, slab),
+            **resident_options(self),
+            **epilogue_options(call.epilogue),
+        }
+        return [Launch(group_norm_nchw_shared_kernel, (programs,), arguments, options)]
 
 
 @triton.jit

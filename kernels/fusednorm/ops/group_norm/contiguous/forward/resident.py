@@ -1,18 +1,75 @@
-"""Forward kernel of GroupNorm for contiguous groups that one program holds as they lie in memory."""
+"""Forward pass of contiguous groups that one program holds as they lie in memory."""
+
+from dataclasses import dataclass, replace
+from typing import Self
 
 import triton
 import triton.language as tl
 
+from fusednorm.device import multiprocessor_count
+from fusednorm.integers import cdiv
 from fusednorm.jit.pieces import total_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, touch
+from fusednorm.launch.launch import Launch, dropout_arguments, known_whole, registers_for
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, shared_writers, with_room
 from fusednorm.ops.group_norm.contiguous.frames import frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
+    can_prefetch_groups,
+    chunk_options,
     lane_moments,
     load_chunk_affine,
     load_chunks,
+    parameters_mode,
+    piece_walk,
     same_for_all,
     write_chunks,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardHeld(ForwardConfig):
+    """One group a program, held as it lies in memory in chunks of 8 elements a thread.
+
+    Registers are kept to what lets `programs_per_sm` of them be resident.  Launches with fewer programs than half
+    the multiprocessors take up to `writers` programs a group.  The group that many multiprocessors times
+    `ahead_per_sm` on is asked into L2 meanwhile.
+    """
+
+    num_warps: int
+    programs_per_sm: int
+    writers: int = 1
+    ahead_per_sm: int = 0
+
+    @property
+    def block(self) -> int:
+        """Elements of a chunk."""
+        return 256 * self.num_warps
+
+    def fitted(self, call: ForwardCall) -> Self | None:
+        chunks = cdiv(call.sample.frame_length, self.block)
+        return with_room(self, call, chunks * 8 * call.held_bytes)
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        rows, sample = call.n * call.sample.groups, call.sample
+        multiprocessors = multiprocessor_count(call.x.device)
+        writers = shared_writers(rows, self.writers, multiprocessors)
+        chunks = cdiv(sample.frame_length, self.block)
+        arguments = (
+            *call.tensors, *call.statistics, writers, self.ahead_per_sm * multiprocessors if writers == 1 else 0,
+            call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            **chunk_options(call, self, chunks),
+            "FULL": known_whole(sample.group_length, self.block, chunks, call.has_lane_a_thread),
+            "SKEWED": call.is_skewed,
+            "PREFETCH": can_prefetch_groups(call),
+            "PARAMETERS": parameters_mode(call, self.block, self.block * chunks),
+            "SHARED": writers > 1,
+            # Shared groups are few: a program has its multiprocessor to itself.
+            "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
+            **epilogue_options(call.epilogue),
+        }
+        return [Launch(group_norm_nchw_held_kernel, (rows * writers,), arguments, options)]
 
 
 @triton.jit(

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
+from fusednorm.jit.loads import load_sum
 from fusednorm.jit.reductions import rounded_product, sum_pair
 from fusednorm.ops.group_norm.affine import load_masked_affine
-from fusednorm.ops.group_norm.contiguous.tiles import load_sum
 
 
 @triton.jit

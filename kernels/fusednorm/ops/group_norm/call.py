@@ -1,0 +1,281 @@
+"""The checked arguments of GroupNorm's passes, and what the configurations of all algorithms share."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import Epilogue
+from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
+from fusednorm.launch.launch import Launch, Resident, has_lane_a_thread, registers_for
+from fusednorm.ops.group_norm.checks import lies_otherwise
+from fusednorm.ops.group_norm.gradients import derivative_gain
+from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.results import Backward, Forward
+
+USUAL_REGISTERS = 20
+"""Registers of a thread beside what it holds, at the least."""
+
+
+def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Room for two float32 values of each group, [N, groups]."""
+    shape = (x.shape[0], sample.groups)
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+
+
+def pair(x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    """Room for two float32 tensors of that shape on x's device, one behind the other."""
+    first, second = x.new_empty((2, *shape), dtype=torch.float32).unbind()
+    return first, second
+
+
+def epilogue_options(epilogue: Epilogue) -> dict[str, object]:
+    """The constexprs that say what follows the affine step."""
+    return {
+        "ACTIVATION": epilogue.activation,
+        "DROPOUT": epilogue.dropout > 0.0,
+        "FAST": not INTERPRETED,
+    }
+
+
+def sample_stride(scale: Tensor | None, shift: Tensor | None) -> int:
+    """Elements from sample to sample of scale and of shift, [N, C]; 0 where it does not matter."""
+    tensor = shift if scale is None else scale
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """The checked arguments of one forward pass."""
+
+    x: Tensor
+    sample: Sample
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    residual: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    epilogue: Epilogue
+    out: Forward
+
+    @property
+    def n(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may start before the one before it ends."""
+        return since_hopper(self.x.device)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """x, what is added to it, what follows the norm, and the outputs."""
+        return (
+            self.x, self.residual, self.weight, self.bias, self.scale, self.shift, self.out.y, self.out.residual_out
+        )  # fmt: skip
+
+    @property
+    def statistics(self) -> tuple[Tensor | None, ...]:
+        return self.out.mean, self.out.rstd
+
+    @property
+    def scale_stride(self) -> int:
+        """Elements from sample to sample of scale and of shift."""
+        return sample_stride(self.scale, self.shift)
+
+    @property
+    def group_vec(self) -> int:
+        """Elements of one access where groups are contiguous."""
+        return vector_width(self.x.element_size(), self.sample.group_length)
+
+    @property
+    def group_units(self) -> int:
+        return self.sample.group_length // self.group_vec
+
+    @property
+    def channel_walk(self) -> tuple[int, ...]:
+        """`walk` of kernels that find the channel of each vector of `group_vec` elements, where it has one."""
+        return self.walk(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether contiguous groups do not all start at multiples of 16 bytes, but samples do."""
+        sample, vector = self.sample, 16 // self.x.element_size()
+        return sample.group_length % vector != 0 and sample.c * sample.hw % vector == 0
+
+    @property
+    def has_lane_a_thread(self) -> bool:
+        """`launch.has_lane_a_thread` of pieces of contiguous groups, which may be skewed."""
+        width = 16 if self.is_skewed else self.group_vec * self.x.element_size()
+        return has_lane_a_thread(width, self.x, self.residual, self.out.y, self.out.residual_out)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of x and of residual for each element that a thread holds."""
+        return self.x.element_size() + (0 if self.residual is None else self.residual.element_size())
+
+    @property
+    def fused_registers(self) -> int:
+        """Registers for what is fused, beyond the usual."""
+        return 48 if self.epilogue.dropout else 16 if self.epilogue.activation == "gelu" else 0
+
+    def walk(self, unit: int) -> tuple[int, ...]:
+        """Groups, channels, what finds the channel of a unit of elements, and the stride of scale and shift."""
+        return self.sample.groups, self.sample.channels, *_division(self.sample.hw // unit), self.scale_stride
+
+    def contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
+        """Constexprs of the kernels that walk contiguous groups."""
+        return {
+            "VEC": self.group_vec,
+            "UNITS": units,
+            "ALIGNED": self.sample.hw % self.group_vec == 0,
+            "num_warps": num_warps,
+            **epilogue_options(self.epilogue),
+        }
+
+
+def _division(divisor: int) -> tuple[int, int, int]:
+    """The divisor, and the multiplier and shift that divide any i < 2^31 by it."""
+    shift = (divisor - 1).bit_length()
+    return divisor, -(-(1 << (31 + shift)) // divisor), shift
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardCall:
+    """The checked arguments of one backward pass."""
+
+    dy: Tensor
+    x: Tensor
+    sample: Sample
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    mean: Tensor | None
+    rstd: Tensor | None
+    residual: Tensor | None
+    dresidual_out: Tensor | None
+    epilogue: Epilogue
+    out: Backward
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+    @property
+    def n(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may start before the one before it ends."""
+        return since_hopper(self.x.device)
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        return self.dy, self.x, self.residual
+
+    @property
+    def affine(self) -> bool:
+        return any(parameter is not None for parameter in self.affine_parameters)
+
+    @property
+    def gradient_options(self) -> dict[str, object]:
+        """The constexprs that say how dy leads back to dz."""
+        gain = derivative_gain(self.epilogue.activation, self.x.element_size())
+        return {"GAIN": gain, **epilogue_options(self.epilogue)}
+
+    def lies_otherwise(self, tensor: Tensor | None) -> bool:
+        """Whether a companion of x is in the other of the two layouts."""
+        return lies_otherwise(tensor, self.sample.channels_last)
+
+    @property
+    def channel_vec(self) -> int:
+        """Elements of one access where channels are contiguous."""
+        return vector_width(self.x.element_size(), self.sample.hw)
+
+    @property
+    def scale_stride(self) -> int:
+        """Elements from sample to sample of scale and of shift."""
+        return sample_stride(self.scale, self.shift)
+
+    @property
+    def affine_parameters(self) -> tuple[Tensor | None, ...]:
+        """What makes z of x_hat: weight, bias, scale, shift."""
+        return self.weight, self.bias, self.scale, self.shift
+
+    def parts(self, splits: int) -> tuple[Tensor, Tensor]:
+        """Room for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
+        return pair(self.x, self.n * splits, self.sample.c)
+
+    def wanted_parts(self, splits: int) -> tuple[Tensor | None, Tensor | None]:
+        """`parts`, or twice None where nothing will be folded from them."""
+        if not self.affine:
+            return None, None
+        return self.parts(splits)
+
+
+class ForwardConfig(ABC):
+    """How one algorithm computes a forward pass; subclasses are frozen dataclasses."""
+
+    __slots__ = ()
+
+    def is_resident(self, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+        """Whether its programs that wait for one another, if there are any, may, and fit the device together."""
+        return True
+
+    def fitted(self, call: ForwardCall) -> Self | None:
+        """With as few resident programs as what is fused leaves registers for; None where it leaves none."""
+        return self
+
+    @abstractmethod
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        """What computes the pass, workspaces allocated."""
+
+
+class BackwardConfig(ABC):
+    """How one algorithm computes a backward pass; subclasses are frozen dataclasses."""
+
+    __slots__ = ()
+
+    takes_statistics: ClassVar[bool] = True
+    """Whether mean and rstd must be there; if not, the algorithm computes them where they did not come."""
+
+    @abstractmethod
+    def launches(self, call: BackwardCall) -> list[Launch]:
+        """What computes the pass, workspaces allocated."""
+
+
+class _Fewer(Resident, Protocol):
+    """A dataclass whose programs are resident."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Fewer = TypeVar("Fewer", bound=_Fewer)
+
+
+def with_room(config: Fewer, call: ForwardCall, held_bytes: int, extra: int = 0, members: int = 1) -> Fewer | None:
+    """`config` with as few resident programs as leave a thread registers for what it holds; None if none do.
+
+    Args:
+        held_bytes: what a thread holds.
+        extra: registers, beyond those of what is fused.
+        members: programs that must be resident together.
+    """
+    multiprocessors = multiprocessor_count(call.x.device)
+    for programs_per_sm in range(config.programs_per_sm, 0, -1):
+        fewer = replace(config, programs_per_sm=programs_per_sm)
+        if members > multiprocessors * programs_per_sm:
+            return None
+        if held_bytes // 4 + call.fused_registers + extra + USUAL_REGISTERS <= registers_for(fewer):
+            return fewer
+    return None
+
+
+def shared_writers(units: int, most: int, multiprocessors: int) -> int:
+    """Programs that share the writing of a group or block; the bits do not depend on it."""
+    writers = 1
+    while writers < most and 2 * writers * units <= multiprocessors:
+        writers *= 2
+    return writers

@@ -1,0 +1,162 @@
+"""Forward pass of channels-last samples whose column blocks one program holds."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import triton
+import triton.language as tl
+
+from fusednorm.device import multiprocessor_count
+from fusednorm.integers import cdiv
+from fusednorm.launch.launch import Launch, dropout_arguments, registers_for
+from fusednorm.ops.group_norm.call import (
+    ForwardCall,
+    ForwardConfig,
+    epilogue_options,
+    shared_writers,
+    with_room,
+)
+from fusednorm.ops.group_norm.channels_last.pieces import (
+    block_options,
+    block_tile,
+    columns_of,
+    fold_to_groups,
+    load_columns,
+    load_rows,
+    of_runs,
+    row_of_lane,
+    run_moments,
+    store_statistics,
+    write_rows,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBlock(ForwardConfig):
+    """A block of `block_groups` groups of one sample a program, held as it lies in memory.
+
+    Otherwise as `ForwardHeld`: 16 bytes a thread for each chunk of positions.
+    """
+
+    block_groups: int
+    num_warps: int
+    programs_per_sm: int
+    writers: int = 1
+
+    def fitted(self, call: ForwardCall) -> Self | None:
+        tile = block_tile(call.sample, self.block_groups, self.num_warps, call.x.element_size())
+        return with_room(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        sample = call.sample
+        blocks = cdiv(sample.groups, self.block_groups)
+        units = call.n * blocks
+        writers = shared_writers(units, self.writers, multiprocessor_count(call.x.device))
+        tile = block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
+        arguments = (
+            *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
+            sample.channels, blocks, self.block_groups, call.eps, call.scale_stride,
+            *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            **block_options(sample, self.block_groups, self.num_warps, tile),
+            "CHUNKS": cdiv(sample.hw, tile.rows),
+            "FULL": sample.hw // tile.rows,
+            "SHARED": writers > 1,
+            # Shared groups are few: a program has its multiprocessor to itself.
+            "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
+            **epilogue_options(call.epilogue),
+        }
+        return [Launch(group_norm_nhwc_held_kernel, (units * writers,), arguments, options)]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "writers", "hw", "column_units", "groups", "channels", "blocks", "block_groups",
+        "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nhwc_held_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    writers: tl.int32,
+    hw: tl.int32,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    blocks: tl.int32,
+    block_groups: tl.int32,
+    eps: tl.float32,
+    scale_stride: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    CV: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FULL: tl.constexpr,
+    EVEN: tl.constexpr,
+    KEEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A block of whole groups' columns of one sample a program, read once; SHARED, `writers` programs a block.
+
+    Those each take all of its moments and write a share of its chunks; see `group_norm_nchw_held_kernel`.
+    """
+    program = tl.program_id(0)
+    if SHARED:
+        unit = program // writers
+        writer = program % writers
+    else:
+        unit = program
+        writer = 0
+    sample = (unit // blocks).to(tl.int64)
+    block = unit % blocks
+    c = column_units * VEC
+    block_units = block_groups * channels // VEC
+    column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
+    at = row_of_lane(ROWS, CV).to(tl.int64) * c + column
+    stride = c.to(tl.int64)
+    base = sample * hw * c
+    group = tl.arange(0, GROUPS)
+    run = tl.arange(0, CV * KEEP) * (VEC // KEEP)
+    belongs = (run // channels)[:, None] == group[None, :]
+    group_mask = group < tl.minimum(block_groups, groups - block * block_groups)
+
+    chunks = load_rows(x_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
+    residuals = load_rows(residual_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
+    affine = (
+        load_columns(weight_ptr, column, column_mask),
+        load_columns(bias_ptr, column, column_mask),
+        load_columns(scale_ptr, sample * scale_stride + column, column_mask),
+        load_columns(shift_ptr, sample * scale_stride + column, column_mask),
+    )
+    run_mean, run_square = run_moments(chunks, residuals, hw, FULL, ROWS, KEEP, FAST)
+    width: tl.constexpr = VEC // KEEP
+    length = (hw * channels).to(tl.float32)
+    mean, square = fold_to_groups(
+        run_mean, run_square, belongs, channels.to(tl.float32) / width, hw.to(tl.float32) * width, FAST
+    )
+    rstd = 1.0 / tl.sqrt(square / length + eps)
+    store_statistics(
+        mean_ptr, rstd_ptr, mean, rstd, sample * groups + block * block_groups + group, group_mask & (writer == 0)
+    )
+    write_rows(
+        chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, hw, column_mask,
+        of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
+        (seed, dropout_threshold, dropout_scale), writer, writers,
+        FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip

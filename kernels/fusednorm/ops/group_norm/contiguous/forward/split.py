@@ -1,0 +1,204 @@
+"""Forward pass of contiguous groups whose parts several programs read: a kernel for moments, then one for y.
+
+Nothing waits.  A residual may be channels-last.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusednorm.device import INTERPRETED, since_hopper
+from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.launch.launch import Launch, dependent, dropout_arguments
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, pair
+from fusednorm.ops.group_norm.checks import lies_otherwise
+from fusednorm.ops.group_norm.contiguous.ranges import normalise_run, run_moments
+from fusednorm.ops.group_norm.reduce import FOLD_BLOCK, fold_moments, fold_moments_launch
+from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, vector_width
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSplit(ForwardConfig):
+    """Statistics over parts of `split_units` vectors, then runs of `program_units`; tiles of `units`."""
+
+    units: int
+    split_units: int
+    program_units: int
+    num_warps: int
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        parts, splits, partial = self._parts(call.x, call.sample, call.residual)
+        programs = cdiv(call.group_units, self.program_units)
+        arguments = (
+            *call.tensors, *parts, *call.statistics, call.group_units, *call.channel_walk,
+            splits, self.split_units, programs, self.program_units,
+            call.eps, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = {
+            "BLOCK_SPLITS": min(FOLD_BLOCK, next_power_of_2(splits)),
+            "WIDE": call.sample.group_length >= WIDE_GROUP,
+            "RESIDUAL_OTHER": lies_otherwise(call.residual, False),
+            **dependent(call.early),
+            **call.contiguous_options(self.units, self.num_warps),
+        }
+        grid = (call.n * call.sample.groups * programs,)
+        return [partial, Launch(group_norm_nchw_apply_kernel, grid, arguments, options)]
+
+    def statistics(
+        self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
+    ) -> list[Launch]:
+        """The launches that fill mean and rstd alone."""
+        vec = vector_width(x.element_size(), sample.group_length)
+        parts, splits, partial = self._parts(x, sample, residual)
+        fold = fold_moments_launch(parts, splits, mean, rstd, eps, 1, self.split_units * vec, sample.group_length)
+        return [partial, fold]
+
+    def _parts(
+        self, x: Tensor, sample: Sample, residual: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], int, Launch]:
+        """Moments of parts of contiguous groups, [N, splits, groups] each, their splits, and what computes them."""
+        vec = vector_width(x.element_size(), sample.group_length)
+        group_units = sample.group_length // vec
+        splits = cdiv(group_units, self.split_units)
+        parts = pair(x, x.shape[0], splits, sample.groups)
+        arguments = (
+            x, residual, *parts, group_units, sample.groups, sample.channels, splits, self.split_units
+        )  # fmt: skip
+        options = {
+            "VEC": vec,
+            "UNITS": self.units,
+            "WIDE": sample.group_length >= WIDE_GROUP,
+            "RESIDUAL_OTHER": lies_otherwise(residual, False),
+            "EARLY": since_hopper(x.device),
+            "FAST": not INTERPRETED,
+            "num_warps": self.num_warps,
+        }
+        grid = (x.shape[0] * sample.groups * splits,)
+        return parts, splits, Launch(group_norm_nchw_stats_kernel, grid, arguments, options)
+
+
+@triton.jit(do_not_specialize=["group_units", "groups", "channels", "splits", "split_units"])
+def group_norm_nchw_stats_kernel(
+    x_ptr,
+    residual_ptr,
+    mean_part_ptr,
+    square_part_ptr,
+    group_units: tl.int64,
+    groups: tl.int32,
+    channels: tl.int32,
+    splits: tl.int32,
+    split_units: tl.int64,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Moments of one part of one group; parts lie as [N, splits, G]."""
+    let_next_start(EARLY)
+    program = tl.program_id(0).to(tl.int64)
+    row = program // splits
+    split = program - row * splits
+    base = row * (group_units * VEC)
+    first = split * split_units
+    last = tl.minimum(first + split_units, group_units)
+    if not WIDE:
+        first = first.to(tl.int32)
+        last = last.to(tl.int32)
+    sample = row // groups
+    elsewhere = ((row - sample * groups) * channels, group_units * VEC // channels, groups.to(tl.int64) * channels)
+    x_ptr += base
+    if residual_ptr is not None:
+        residual_ptr += sample * groups * (group_units * VEC) if RESIDUAL_OTHER else base
+    mean, square = run_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST)
+    slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
+    tl.store(mean_part_ptr + slot, mean)
+    tl.store(square_part_ptr + slot, square)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride", "splits",
+        "split_units",
+        "programs_a_group", "program_units",
+    ]
+)  # fmt: skip
+def group_norm_nchw_apply_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_part_ptr,
+    square_part_ptr,
+    mean_ptr,
+    rstd_ptr,
+    group_units: tl.int64,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int64,
+    magic: tl.int64,
+    shift: tl.int32,
+    scale_stride: tl.int64,
+    splits: tl.int32,
+    split_units: tl.int64,
+    programs_a_group: tl.int32,
+    program_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    RESIDUAL_OTHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Fold the parts of one group, then write one run of it; programs walk the tensor backwards."""
+    await_previous(EARLY)
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    row = program // programs_a_group
+    part = program - row * programs_a_group
+    sample = row // groups
+    mean, variance = fold_moments(
+        mean_part_ptr + sample * splits * groups,
+        square_part_ptr + sample * splits * groups,
+        row - sample * groups,
+        1,
+        groups,
+        splits,
+        split_units * VEC,
+        group_units * VEC,
+        BLOCK_SPLITS,
+        1,
+        FAST,
+    )
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
+        if part == 0:
+            tl.store(mean_ptr + row, mean)
+            tl.store(rstd_ptr + row, rstd)
+    first = part * program_units
+    last = tl.minimum(first + program_units, group_units)
+    if not WIDE:
+        first = first.to(tl.int32)
+        last = last.to(tl.int32)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    normalise_run(
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
+        VEC, UNITS, ALIGNED, WIDE, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Forward pass of contiguous groups that one program each reads twice."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.contiguous.ranges import normalise_run, run_moments
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSweep(ForwardConfig):
+    """One group a program, swept twice in tiles of `units` vectors."""
+
+    units: int
+    num_warps: int
+
+    def launches(self, call: ForwardCall) -> list[Launch]:
+        arguments = (
+            *call.tensors, *call.statistics, call.group_units, *call.channel_walk,
+            call.eps, *dropout_arguments(call.epilogue),
+        )  # fmt: skip
+        options = call.contiguous_options(self.units, self.num_warps)
+        return [Launch(group_norm_nchw_sweep_kernel, (call.n * call.sample.groups,), arguments, options)]
+
+
+@triton.jit(
+    do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride"]
+)
+def group_norm_nchw_sweep_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    group_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    channel_length: tl.int32,
+    magic: tl.int64,
+    shift: tl.int32,
+    scale_stride: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    UNITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One group a program in two sweeps; the second walks backwards and finds the group in L1 or L2."""
+    row = tl.program_id(0).to(tl.int64)
+    base = row * (group_units.to(tl.int64) * VEC)
+    group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
+    mean, square = run_moments(x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False, FAST)
+    rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
+        tl.store(rstd_ptr + row + tl.zeros((1, 1, 1), tl.int32), rstd)
+    parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
+    normalise_run(
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
+        group_units, groups, channels, channel_length, magic, shift, scale_stride,
+        seed, dropout_threshold, dropout_scale,
+        VEC, UNITS, ALIGNED, False, False, ACTIVATION, DROPOUT, FAST,
+    )  # fmt: skip
