@@ -10,17 +10,17 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.ops.group_norm.backward_choice import MOST_LABELS, choose_backward, split_backward, stream
+from fusednorm.ops.group_norm.backward_choice import MOST_LABELS, choose_backward, split_backward, stream_backward
 from fusednorm.ops.group_norm.call import BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
 from fusednorm.ops.group_norm.channels_last.blocks import most_touched
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 
-Shared = TypeVar("Shared", BackwardShared, BackwardBlocks)
+Timed = TypeVar("Timed", BackwardCooperative, BackwardCooperativeBlock)
 
 _MULTIPROCESSORS = 132
 """Of an H200: programs that share groups must all be resident."""
@@ -42,15 +42,15 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Backwar
     yield choose_backward(sample, itemsize, _MULTIPROCESSORS)
     yield split_backward(sample, itemsize)
     if sample.channels_last:
-        yield from _blocks(sample, itemsize, samples)
+        yield from _cooperative_blocks(sample, itemsize, samples)
         yield from _streams(sample, itemsize)
         yield from _columns(sample, itemsize)
     else:
-        yield from _shared(sample, itemsize, samples)
+        yield from _cooperative(sample, itemsize, samples)
         yield from _splits(sample, itemsize)
 
 
-def _shared(sample: Sample, itemsize: int, samples: int) -> list[BackwardShared]:
+def _cooperative(sample: Sample, itemsize: int, samples: int) -> list[BackwardCooperative]:
     """Of the shapes of part that waste little those that are expected to be fast, with lags."""
     fitting = [
         config
@@ -60,7 +60,7 @@ def _shared(sample: Sample, itemsize: int, samples: int) -> list[BackwardShared]
         if resident_warps % warps == 0
         and 64 + 8 * chunks <= 2048 // resident_warps
         and (resident_warps <= 16 or chunks <= 2)
-        and (config := BackwardShared(channels, chunks, pieces, warps, resident_warps // warps, 2, 1)).fits(
+        and (config := BackwardCooperative(channels, chunks, pieces, warps, resident_warps // warps, 2, 1)).fits(
             sample, itemsize, _MULTIPROCESSORS
         )
     ]
@@ -76,7 +76,7 @@ def _shared(sample: Sample, itemsize: int, samples: int) -> list[BackwardShared]
     return _with_lags(lean)
 
 
-def _blocks(sample: Sample, itemsize: int, samples: int) -> list[BackwardBlocks]:
+def _cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> list[BackwardCooperativeBlock]:
     """Blocks of 64 to 256 bytes, and of whole groups, over slabs that fit."""
     vector = 16 // itemsize
     if sample.c % vector or most_touched(sample.channels, vector) > MOST_LABELS:
@@ -93,9 +93,9 @@ def _blocks(sample: Sample, itemsize: int, samples: int) -> list[BackwardBlocks]
         and columns <= sample.c
         and resident_warps % warps == 0
         and 96 + 8 * chunks <= 2048 // resident_warps
-        and (config := BackwardBlocks(columns, chunks, pieces, warps, resident_warps // warps, 2, 1)).fits(
-            sample, itemsize, _MULTIPROCESSORS
-        )
+        and (
+            config := BackwardCooperativeBlock(columns, chunks, pieces, warps, resident_warps // warps, 2, 1)
+        ).fits(sample, itemsize, _MULTIPROCESSORS)
     ]
     fitting.sort(
         key=lambda config: (
@@ -107,9 +107,9 @@ def _blocks(sample: Sample, itemsize: int, samples: int) -> list[BackwardBlocks]
     return _with_lags(fitting)
 
 
-def _with_lags(shapes: list[Shared]) -> list[Shared]:
+def _with_lags(shapes: list[Timed]) -> list[Timed]:
     """The first of these that differ in what a program holds, each with as many lags as its place is worth."""
-    chosen: dict[tuple[int, ...], Shared] = {}
+    chosen: dict[tuple[int, ...], Timed] = {}
     for config in shapes:
         chosen.setdefault((config.chunks, config.num_warps, config.programs_per_sm), config)
     return [
@@ -119,11 +119,13 @@ def _with_lags(shapes: list[Shared]) -> list[Shared]:
     ]
 
 
-def _bundles(config: BackwardBlocks, sample: Sample) -> int:
+def _bundles(config: BackwardCooperativeBlock, sample: Sample) -> int:
     return ceil(sample.c / (config.bundle_blocks(sample) * config.columns))
 
 
-def _preference(config: BackwardShared | BackwardBlocks, sample: Sample, itemsize: int, units: int) -> float:
+def _preference(
+    config: BackwardCooperative | BackwardCooperativeBlock, sample: Sample, itemsize: int, units: int
+) -> float:
     """Small for what is expected to be fast: a few chunks and pieces, and few programs idle in the last turn."""
     programs = config.programs_per_sm * _MULTIPROCESSORS
     members = config.members(sample, itemsize)
@@ -158,7 +160,7 @@ def _columns(sample: Sample, itemsize: int) -> Iterator[BackwardColumns]:
 
 def _streams(sample: Sample, itemsize: int) -> Iterator[BackwardStream]:
     """All columns of a position side by side."""
-    usual = stream(sample, itemsize)
+    usual = stream_backward(sample, itemsize)
     if usual is not None:
         for chunks, apply_chunks, apply_pieces in ((2, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 2), (2, 2, 1)):
             yield replace(usual, chunks=chunks, apply_chunks=apply_chunks, apply_pieces=apply_pieces)

@@ -13,32 +13,32 @@ from typing import TypeVar
 
 from fusednorm.launch.launch import registers_for
 from fusednorm.ops.group_norm.call import ForwardConfig
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
 from fusednorm.ops.group_norm.channels_last.pieces import block_tile
 from fusednorm.ops.group_norm.channels_last.stream import STREAM_WARPS
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
-from fusednorm.ops.group_norm.forward_choice import block_groups, choose_forward, never_waiting, stream
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.forward_choice import block_groups, choose_forward, never_waiting, stream_forward
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 from triton import next_power_of_2
 
-Shared = TypeVar("Shared", ForwardShared, ForwardBlock, ForwardSharedBlock)
+Timed = TypeVar("Timed", ForwardCooperative, ForwardResidentBlock, ForwardCooperativeBlock)
 
 _MULTIPROCESSORS = 132
 """Of an H200: programs that share a group must all be resident."""
 
-_HELD_BYTES = 128 << 10
+_RESIDENT_BYTES = 128 << 10
 """Groups up to as many bytes are held by one program."""
 
-_SHARED_BYTES = 16 << 10
+_COOPERATIVE_BYTES = 16 << 10
 """Groups of fewer bytes are not shared."""
 
-_FOLD_REGISTERS = 40
-"""Of a thread, for folding columns to groups, and 5 more for each run of columns that is kept apart."""
+_REDUCE_REGISTERS = 40
+"""Of a thread, for reducing columns to groups, and 5 more for each run of columns that is kept apart."""
 
-_SHARED_BY_LAG = {0: 6, 1: 2, 2: 4, 3: 2}
+_COOPERATIVE_BY_LAG = {0: 6, 1: 2, 2: 4, 3: 2}
 """Configurations that share groups, by lag; twice as many of 0 where lags are not worth their second read."""
 
 _WORTH_LAGS = 256 << 10
@@ -54,39 +54,39 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward
     yield choose_forward(sample, itemsize, _MULTIPROCESSORS)
     yield never_waiting(sample, itemsize)
     if sample.channels_last:
-        yield from blocks(sample, itemsize, samples)
-        yield from shared_blocks(sample, itemsize, samples)
+        yield from resident_blocks(sample, itemsize, samples)
+        yield from cooperative_blocks(sample, itemsize, samples)
         yield from streams(sample, itemsize)
     else:
-        yield from held(sample, itemsize, samples)
-        yield from shared(sample, itemsize, samples)
+        yield from resident(sample, itemsize, samples)
+        yield from cooperative(sample, itemsize, samples)
 
 
-def held(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardHeld]:
+def resident(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardResident]:
     """Groups in the registers of one program; what is asked ahead, and by how many it is written."""
-    if sample.group_length * itemsize > _HELD_BYTES:
+    if sample.group_length * itemsize > _RESIDENT_BYTES:
         return
     units = samples * sample.groups
     for warps in (4, 8, 16, 32):
         chunks = ceil(sample.group_length / (256 * warps))
-        fitting = [p for p in range(1, 9) if _fits(ForwardHeld(warps, p), chunks * 2 * itemsize)]
+        fitting = [p for p in range(1, 9) if _fits(ForwardResident(warps, p), chunks * 2 * itemsize)]
         for programs_per_sm in fitting[-2:]:
             for ahead in (0, 1) if units > _MULTIPROCESSORS * programs_per_sm else (0,):
-                yield ForwardHeld(warps, programs_per_sm, 1, ahead)
+                yield ForwardResident(warps, programs_per_sm, 1, ahead)
         for writers in (2, 4):
             if fitting and writers * units <= _MULTIPROCESSORS:
-                yield ForwardHeld(warps, fitting[0], writers, 0)
+                yield ForwardResident(warps, fitting[0], writers, 0)
 
 
-def shared(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardShared]:
+def cooperative(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardCooperative]:
     """Slabs in registers, or read again some groups later."""
     nbytes = sample.group_length * itemsize
-    if nbytes <= _SHARED_BYTES:
+    if nbytes <= _COOPERATIVE_BYTES:
         return
     for lag, count in _by_lag(nbytes):
-        found: dict[ForwardShared, float] = {}
+        found: dict[ForwardCooperative, float] = {}
         for chunks, warps, programs_per_sm in product((2, 3, 4, 5, 6, 8, 10, 12, 16), (4, 8, 16), range(1, 7)):
-            config = ForwardShared(max(1, chunks * 2 // itemsize), warps, programs_per_sm, lag, 1)
+            config = ForwardCooperative(max(1, chunks * 2 // itemsize), warps, programs_per_sm, lag, 1)
             held = config.chunks * 2 * itemsize
             if _fits(config, held * (1 if lag == 0 else 2)):
                 members = config.members(sample)
@@ -97,36 +97,36 @@ def shared(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardShare
         yield from _best(found, count)
 
 
-def blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardBlock]:
+def resident_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardResidentBlock]:
     """Blocks of columns in the registers of one program."""
-    found: dict[ForwardBlock, float] = {}
+    found: dict[ForwardResidentBlock, float] = {}
     for groups, warps, programs_per_sm in product(block_groups(sample, itemsize)[:3], (4, 8, 16), range(1, 7)):
         tile = block_tile(sample, groups, warps, itemsize)
         chunks = ceil(sample.hw / tile.rows)
         units = samples * ceil(sample.groups / groups)
-        config = ForwardBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
-        if chunks <= 20 and _fits(config, chunks * 4, sums=_FOLD_REGISTERS + 5 * tile.keep):
+        config = ForwardResidentBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
+        if chunks <= 20 and _fits(config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.keep):
             turns = units / (_MULTIPROCESSORS * programs_per_sm)
             found[config] = _width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
     yield from _best(found, 8)
 
 
-def shared_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardSharedBlock]:
+def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardCooperativeBlock]:
     """Pieces of as many positions for each program, in registers or read again some blocks later."""
     for lag, count in _by_lag(sample.group_length * itemsize):
-        found: dict[ForwardSharedBlock, float] = {}
+        found: dict[ForwardCooperativeBlock, float] = {}
         for groups, warps, programs_per_sm, most in product(
             block_groups(sample, itemsize)[:4], (4, 8, 16), range(1, 5), (4, 6, 8, 12, 16)
         ):
             tile = block_tile(sample, groups, warps, itemsize)
             members = ceil(sample.hw / (most * tile.rows))
-            config = ForwardSharedBlock(
+            config = ForwardCooperativeBlock(
                 groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
             )
             members = config.members(sample, itemsize)
             # What a thread collects of all members and groups at once.
             pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
-            sums = _FOLD_REGISTERS + 5 * tile.keep + 3 * pairs
+            sums = _REDUCE_REGISTERS + 5 * tile.keep + 3 * pairs
             if _fits(config, config.chunks * (4 if lag == 0 else 8), sums):
                 padding = members * config.chunks * tile.rows / sample.hw
                 found[config] = (
@@ -145,7 +145,7 @@ def shared_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[Forwa
 
 def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
     """Two sweeps of all columns of a position."""
-    usual = stream(sample, itemsize)
+    usual = stream_forward(sample, itemsize)
     if usual is None:
         return
     units = sample.c // vector_width(itemsize, sample.c)
@@ -158,8 +158,8 @@ def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
 
 def _by_lag(group_bytes: int) -> Iterable[tuple[int, int]]:
     if group_bytes < _WORTH_LAGS:
-        return ((0, 2 * _SHARED_BY_LAG[0]),)
-    return _SHARED_BY_LAG.items()
+        return ((0, 2 * _COOPERATIVE_BY_LAG[0]),)
+    return _COOPERATIVE_BY_LAG.items()
 
 
 def _cost(members: int, units: int, programs_per_sm: int, sm_bytes: int, lag: int) -> float:
@@ -182,9 +182,9 @@ def _width_cost(sample: Sample, groups: int, lanes: int, itemsize: int) -> float
     return ceil(sample.groups / groups) * lanes / sample.c * (1 + 0.3 * max(0.0, 128 / nbytes - 1))
 
 
-def _best(found: dict[Shared, float], count: int) -> list[Shared]:
+def _best(found: dict[Timed, float], count: int) -> list[Timed]:
     """The `count` of least cost, of those that differ in the number of resident programs alone the best."""
-    chosen: dict[Shared, Shared] = {}
+    chosen: dict[Timed, Timed] = {}
     for config in sorted(found, key=lambda config: found[config]):
         if len(chosen) == count or found[config] == float("inf"):
             break
@@ -193,7 +193,7 @@ def _best(found: dict[Shared, float], count: int) -> list[Shared]:
 
 
 def _fits(
-    config: ForwardHeld | ForwardShared | ForwardBlock | ForwardSharedBlock,
+    config: ForwardResident | ForwardCooperative | ForwardResidentBlock | ForwardCooperativeBlock,
     held: int,
     sums: int = 0,
 ) -> bool:

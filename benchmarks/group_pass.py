@@ -29,7 +29,7 @@ ACTIVATION = "silu"
 
 
 def name_of(config: Config) -> str:
-    """ForwardHeld(8,3,1,0)."""
+    """ForwardResident(8,3,1,0)."""
     return f"{type(config).__name__}({','.join(map(str, asdict(config).values()))})"
 
 

@@ -5,7 +5,7 @@ import csv
 import pytest
 from fusednorm.ops.group_norm.backward_choice import choose_backward
 from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.forward_choice import choose_forward
 
@@ -62,7 +62,7 @@ class Timer:
 @pytest.mark.parametrize(
     ("cell", "configs"),
     [
-        (SMALL, [ForwardHeld(1, 1), ForwardSweep(4, 1)]),
+        (SMALL, [ForwardResident(1, 1), ForwardSweep(4, 1)]),
         (Cell("backward", (1, 64, 12), "nchw", "float32"), [BackwardSplit(2, 2, 1, 1), BackwardSplit(1, 2, 1, 1)]),
     ],
 )

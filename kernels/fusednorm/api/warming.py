@@ -12,10 +12,10 @@ from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
 from fusednorm.ops.group_norm.call import BackwardConfig, ForwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
-from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.channels_last.stream import StreamWalk, stream_walk
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.channels_last.stream import StreamPartition, stream_partition
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.forward_choice import choose_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm.table import SINGLE_ROW_COLS
@@ -103,7 +103,7 @@ def warmup_group_norm(
 
     Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
     them with weight and bias.  A call with other options or without parameters compiles at its first use, as does
-    a backward pass over so many samples that their gradients of weight and bias are folded in two steps.
+    a backward pass over so many samples that their gradients of weight and bias are reduced in two steps.
 
     Args:
         dtype: of x, y and dy.
@@ -150,17 +150,17 @@ def warmup_group_norm(
     multiprocessors = multiprocessor_count(device)
     sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
     config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
-    if isinstance(config, ForwardHeld | ForwardBlock) and config.writers > 1:
+    if isinstance(config, ForwardResident | ForwardResidentBlock) and config.writers > 1:
         # Few groups or blocks are written by several programs each, which is another kernel than for many.
-        of_sample = num_groups if isinstance(config, ForwardHeld) else -(-num_groups // config.block_groups)
+        of_sample = num_groups if isinstance(config, ForwardResident) else -(-num_groups // config.block_groups)
         run(multiprocessors // (2 * of_sample) + 1)
     configs: list[ForwardConfig | BackwardConfig] = [config]
     if backward:
         configs.append(choose_backward(sample, dtype.itemsize, multiprocessors, may_wait()))
     streams = [each for each in configs if isinstance(each, ForwardStream | BackwardStream)]
 
-    def walks(samples: int) -> list[StreamWalk]:
-        return [stream_walk(sample, dtype.itemsize, stream, samples, device) for stream in streams]
+    def walks(samples: int) -> list[StreamPartition]:
+        return [stream_partition(sample, dtype.itemsize, stream, samples, device) for stream in streams]
 
     samples = 1
     # The fewer there are, the finer they are cut.

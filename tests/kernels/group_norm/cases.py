@@ -13,7 +13,7 @@ from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStrea
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
 from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from torch import Tensor
@@ -24,12 +24,12 @@ from tests.kernels.accuracy import assert_close_to_oracle
 # programs, with full and partial ones among them.
 CONTIGUOUS = {
     "tile": (None, None),
-    "held": (ForwardHeld(1, 1), None),
+    "resident": (ForwardResident(1, 1), None),
     "sweep": (ForwardSweep(16, 4), None),
     "split": (ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
 }
 CHANNELS_LAST = {
-    "block": (None, None),
+    "resident_block": (None, None),
     "stream": (ForwardStream(1, 2, 3, 3), BackwardStream(1, 2, 1, 2, 3)),
     "columns": (ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
 }

@@ -8,8 +8,8 @@ import pytest
 import torch
 from fusednorm import reference
 from fusednorm.ops.group_norm import plan
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 
 from tests.kernels.group_norm.cases import check_backward, make_case
 from tests.kernels.jit.plain_mailbox import use_plain_mailbox
@@ -37,9 +37,13 @@ def share(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "groups", "config"),
     [
-        ((1, 4, 16, 24), 2, BackwardShared(1, 1, 2, 1, 4, 2, 0)),  # parts in one channel, of two pieces
-        ((1, 8, 8, 16), 2, BackwardShared(2, 1, 1, 1, 4, 1, 0)),  # of two channels
-        ((1, 6, 5, 24), 2, BackwardShared(2, 2, 1, 1, 6, 1, 0)),  # neither channels nor positions come out even
+        ((1, 4, 16, 24), 2, BackwardCooperative(1, 1, 2, 1, 4, 2, 0)),  # parts in one channel, of two pieces
+        ((1, 8, 8, 16), 2, BackwardCooperative(2, 1, 1, 1, 4, 1, 0)),  # of two channels
+        (
+            (1, 6, 5, 24),
+            2,
+            BackwardCooperative(2, 2, 1, 1, 6, 1, 0),
+        ),  # neither channels nor positions come out even
     ],
 )
 def test_parts_of_contiguous_groups_match_the_oracle(shape, groups, config, dtype, share, device, poisoned):
@@ -50,11 +54,23 @@ def test_parts_of_contiguous_groups_match_the_oracle(shape, groups, config, dtyp
 @pytest.mark.parametrize(
     ("shape", "groups", "config"),
     [
-        ((1, 16, 8, 8), 4, BackwardBlocks(16, 1, 2, 1, 4, 2, 0)),  # a block of whole groups, slabs of two pieces
-        ((1, 48, 5, 5), 8, BackwardBlocks(16, 2, 1, 1, 8, 1, 0)),  # groups in two blocks, the last slab not full
-        ((1, 80, 11), 8, BackwardBlocks(40, 1, 1, 1, 16, 1, 0)),  # groups of ten that vectors straddle
-        ((2, 32, 8, 8), 2, BackwardBlocks(16, 1, 1, 1, 4, 1, 0)),  # a block of one group, in four slabs
-        ((1, 80, 11), 2, BackwardBlocks(40, 1, 1, 1, 16, 2, 0)),  # that leaves lanes idle, the last slab not full
+        (
+            (1, 16, 8, 8),
+            4,
+            BackwardCooperativeBlock(16, 1, 2, 1, 4, 2, 0),
+        ),  # a block of whole groups, slabs of two pieces
+        (
+            (1, 48, 5, 5),
+            8,
+            BackwardCooperativeBlock(16, 2, 1, 1, 8, 1, 0),
+        ),  # groups in two blocks, the last slab not full
+        ((1, 80, 11), 8, BackwardCooperativeBlock(40, 1, 1, 1, 16, 1, 0)),  # groups of ten that vectors straddle
+        ((2, 32, 8, 8), 2, BackwardCooperativeBlock(16, 1, 1, 1, 4, 1, 0)),  # a block of one group, in four slabs
+        (
+            (1, 80, 11),
+            2,
+            BackwardCooperativeBlock(40, 1, 1, 1, 16, 2, 0),
+        ),  # that leaves lanes idle, the last slab not full
     ],
 )
 def test_blocks_of_channels_last_groups_match_the_oracle(shape, groups, config, share, device, poisoned):
@@ -63,9 +79,10 @@ def test_blocks_of_channels_last_groups_match_the_oracle(shape, groups, config, 
 
 
 @pytest.mark.parametrize(
-    ("last", "config"), [(False, BackwardShared(2, 1, 1, 1, 4, 1, 0)), (True, BackwardBlocks(8, 1, 2, 1, 4, 2, 0))]
+    ("last", "config"),
+    [(False, BackwardCooperative(2, 1, 1, 1, 4, 1, 0)), (True, BackwardCooperativeBlock(8, 1, 2, 1, 4, 2, 0))],
 )
-def test_scale_shift_and_outside_gradients_of_shared_groups(last, config, share, device, poisoned):
+def test_scale_shift_and_outside_gradients_of_cooperative_groups(last, config, share, device, poisoned):
     share(config)
     case = make_case((1, 8, 8, 8), 2, torch.float32, device, last, residual=True, activation="gelu")
     saved = case.forward(reference, stats=True)

@@ -6,8 +6,8 @@ import fusednorm.api.group_norm as ours
 import pytest
 import torch
 from fusednorm.ops.group_norm import backward_choice as launch
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 from fusednorm.ops.group_norm.sample import Sample
 
 from tests.kernels.group_norm.cases import check_backward, make_case
@@ -16,29 +16,33 @@ from tests.kernels.on_gpu import on_streams_of_their_own
 pytestmark = pytest.mark.gpu
 
 # Whole and partial channels, parts of several pieces, and parts that no channel fills.
-SHARED = [
-    ((5, 64, 64, 64), 16, BackwardShared(1, 2, 1, 4, 4, 2, 1)),
-    ((5, 64, 64, 64), 16, BackwardShared(2, 4, 1, 4, 3, 3, 2)),
-    ((3, 80, 40, 40), 8, BackwardShared(4, 2, 1, 4, 4, 1, 1)),
-    ((300, 64, 16, 16), 2, BackwardShared(8, 1, 1, 4, 4, 2, 2)),
-    ((3, 30, 100, 100), 3, BackwardShared(1, 2, 4, 4, 4, 2, 1)),
-    ((2, 8, 300, 300), 1, BackwardShared(1, 2, 5, 8, 2, 3, 2)),
+COOPERATIVE = [
+    ((5, 64, 64, 64), 16, BackwardCooperative(1, 2, 1, 4, 4, 2, 1)),
+    ((5, 64, 64, 64), 16, BackwardCooperative(2, 4, 1, 4, 3, 3, 2)),
+    ((3, 80, 40, 40), 8, BackwardCooperative(4, 2, 1, 4, 4, 1, 1)),
+    ((300, 64, 16, 16), 2, BackwardCooperative(8, 1, 1, 4, 4, 2, 2)),
+    ((3, 30, 100, 100), 3, BackwardCooperative(1, 2, 4, 4, 4, 2, 1)),
+    ((2, 8, 300, 300), 1, BackwardCooperative(1, 2, 5, 8, 2, 3, 2)),
 ]
 # Groups that fill a vector, a block or neither, and blocks that do not divide the channels.
 BLOCKS = [
-    ((5, 64, 32, 32), 16, BackwardBlocks(64, 2, 1, 4, 4, 2, 1)),
-    ((3, 512, 32, 32), 32, BackwardBlocks(64, 4, 1, 4, 3, 2, 0)),
-    ((7, 320, 32, 32), 32, BackwardBlocks(64, 2, 2, 4, 4, 2, 1)),
-    ((2, 960, 40, 40), 32, BackwardBlocks(120, 2, 4, 4, 3, 1, 1)),
-    ((16, 320, 64, 64), 32, BackwardBlocks(64, 2, 4, 4, 3, 1, 1)),  # many turns, vectors and blocks across groups
-    ((40, 320, 17, 19), 32, BackwardBlocks(120, 2, 1, 4, 3, 3, 2)),
-    ((3, 128, 50, 50), 32, BackwardBlocks(32, 4, 2, 8, 2, 2, 1)),
-    ((2, 256, 30, 30), 1, BackwardBlocks(128, 2, 4, 4, 4, 2, 1)),
-    ((2, 64, 30, 30), 64, BackwardBlocks(64, 2, 1, 4, 3, 2, 1)),
-    ((70, 1280, 16, 16), 32, BackwardBlocks(40, 4, 1, 4, 2, 1, 1)),  # a block is a group; many turns
-    ((33, 512, 31, 33), 32, BackwardBlocks(16, 2, 2, 8, 2, 2, 1)),
+    ((5, 64, 32, 32), 16, BackwardCooperativeBlock(64, 2, 1, 4, 4, 2, 1)),
+    ((3, 512, 32, 32), 32, BackwardCooperativeBlock(64, 4, 1, 4, 3, 2, 0)),
+    ((7, 320, 32, 32), 32, BackwardCooperativeBlock(64, 2, 2, 4, 4, 2, 1)),
+    ((2, 960, 40, 40), 32, BackwardCooperativeBlock(120, 2, 4, 4, 3, 1, 1)),
+    (
+        (16, 320, 64, 64),
+        32,
+        BackwardCooperativeBlock(64, 2, 4, 4, 3, 1, 1),
+    ),  # many turns, vectors and blocks across groups
+    ((40, 320, 17, 19), 32, BackwardCooperativeBlock(120, 2, 1, 4, 3, 3, 2)),
+    ((3, 128, 50, 50), 32, BackwardCooperativeBlock(32, 4, 2, 8, 2, 2, 1)),
+    ((2, 256, 30, 30), 1, BackwardCooperativeBlock(128, 2, 4, 4, 4, 2, 1)),
+    ((2, 64, 30, 30), 64, BackwardCooperativeBlock(64, 2, 1, 4, 3, 2, 1)),
+    ((70, 1280, 16, 16), 32, BackwardCooperativeBlock(40, 4, 1, 4, 2, 1, 1)),  # a block is a group; many turns
+    ((33, 512, 31, 33), 32, BackwardCooperativeBlock(16, 2, 2, 8, 2, 2, 1)),
 ]
-CONFIGS = [*((*case, False) for case in SHARED), *((*case, True) for case in BLOCKS)]
+CONFIGS = [*((*case, False) for case in COOPERATIVE), *((*case, True) for case in BLOCKS)]
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def share(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("shape", "groups", "config", "last"), CONFIGS)
-def test_shared_groups_match_the_oracle(shape, groups, config, last, dtype, share, device, poisoned):
+def test_cooperative_groups_match_the_oracle(shape, groups, config, last, dtype, share, device, poisoned):
     share(config)
     check_backward(make_case(shape, groups, dtype, device, last, activation="silu"), saved=True)
     check_backward(make_case(shape, groups, dtype, device, last, affine=False, residual=True), saved=False)
@@ -57,7 +61,7 @@ def test_shared_groups_match_the_oracle(shape, groups, config, last, dtype, shar
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("shape", "groups", "config", "last"), [CONFIGS[0], CONFIGS[8]])
-def test_shared_groups_take_any_activation(shape, groups, config, last, activation, share, device, poisoned):
+def test_cooperative_groups_take_any_activation(shape, groups, config, last, activation, share, device, poisoned):
     share(config)
     for dtype in (torch.float16, torch.float32):
         check_backward(make_case(shape, groups, dtype, device, last, activation=activation), saved=True)

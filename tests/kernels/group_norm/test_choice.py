@@ -4,14 +4,14 @@ import pytest
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.backward_choice import choose_backward, split_backward
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
 from fusednorm.ops.group_norm.forward_choice import choose_forward
 from fusednorm.ops.group_norm.sample import Sample
@@ -27,7 +27,7 @@ SAMPLES = [
 
 def chosen_like(config, entry):
     """Whether a configuration is the entry, perhaps with fewer chunks that come out even."""
-    if isinstance(entry, ForwardShared | ForwardSharedBlock):
+    if isinstance(entry, ForwardCooperative | ForwardCooperativeBlock):
         return type(config) is type(entry) and config.chunks <= entry.chunks and config.lag == entry.lag
     return config == entry
 
@@ -57,15 +57,15 @@ def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
     forward = choose_forward(sample, itemsize, MULTIPROCESSORS)
-    if isinstance(forward, ForwardShared):
+    if isinstance(forward, ForwardCooperative):
         members = forward.members(sample)
         slab = forward.chunks * forward.block
         assert (members - 1) * slab < sample.group_length <= members * slab
         assert members <= MULTIPROCESSORS * forward.programs_per_sm
-    elif isinstance(forward, ForwardSharedBlock):
+    elif isinstance(forward, ForwardCooperativeBlock):
         assert forward.members(sample, itemsize) <= MULTIPROCESSORS * forward.programs_per_sm
     backward = choose_backward(sample, itemsize, MULTIPROCESSORS)
-    if isinstance(backward, BackwardShared | BackwardBlocks):
+    if isinstance(backward, BackwardCooperative | BackwardCooperativeBlock):
         assert backward.members(sample, itemsize) <= MULTIPROCESSORS * backward.programs_per_sm
 
 
@@ -73,16 +73,20 @@ def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_nothing_is_shared_where_programs_may_not_wait(sample, itemsize):
     forward = choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False)
-    assert not isinstance(forward, ForwardShared | ForwardSharedBlock)
+    assert not isinstance(forward, ForwardCooperative | ForwardCooperativeBlock)
     backward = choose_backward(sample, itemsize, MULTIPROCESSORS, waits=False)
-    assert not isinstance(backward, BackwardShared | BackwardBlocks)
+    assert not isinstance(backward, BackwardCooperative | BackwardCooperativeBlock)
 
 
 def test_groups_larger_than_the_device_are_read_twice():
     for last in (False, True):
         sample = Sample(1, 64, 2**24, last)
-        assert not isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardShared | ForwardSharedBlock)
-        assert not isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardShared | BackwardBlocks)
+        assert not isinstance(
+            choose_forward(sample, 2, MULTIPROCESSORS), ForwardCooperative | ForwardCooperativeBlock
+        )
+        assert not isinstance(
+            choose_backward(sample, 2, MULTIPROCESSORS), BackwardCooperative | BackwardCooperativeBlock
+        )
 
 
 POSITIONS = [Sample(32, 10, 32 * 32, True), Sample(32, 20, 32 * 32, True), Sample(32, 4, 64 * 64, True)]
@@ -96,12 +100,12 @@ def test_samples_of_many_positions_are_streamed_where_programs_would_share_them(
 
 def test_what_a_program_holds_has_few_positions_or_no_lanes_for_its_columns_is_not_streamed():
     held = Sample(32, 8, 32 * 32, True)
-    assert isinstance(choose_forward(held, 2, MULTIPROCESSORS), ForwardBlock)
+    assert isinstance(choose_forward(held, 2, MULTIPROCESSORS), ForwardResidentBlock)
     few = Sample(32, 40, 16 * 16, True)
-    assert isinstance(choose_forward(few, 4, MULTIPROCESSORS), ForwardSharedBlock)
-    assert isinstance(choose_backward(few, 2, MULTIPROCESSORS), BackwardBlocks)
+    assert isinstance(choose_forward(few, 4, MULTIPROCESSORS), ForwardCooperativeBlock)
+    assert isinstance(choose_backward(few, 2, MULTIPROCESSORS), BackwardCooperativeBlock)
     more_columns_than_lanes = Sample(256, 18, 10 * 10, True)
-    assert isinstance(choose_forward(more_columns_than_lanes, 2, MULTIPROCESSORS), ForwardSharedBlock)
+    assert isinstance(choose_forward(more_columns_than_lanes, 2, MULTIPROCESSORS), ForwardCooperativeBlock)
 
 
 @pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])

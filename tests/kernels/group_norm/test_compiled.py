@@ -18,12 +18,12 @@ SHAPES = [
 ]
 
 # What is outside of loops over chunks, stored and read again once a group or block: numbers of the walk, and, where
-# groups straddle vectors (ten channels), the moments of runs while they are folded to groups and back.
+# groups straddle vectors (ten channels), the moments of runs while they are reduced to groups and back.
 SPILLS = {
-    "group_norm_nchw_shared_kernel": 16,
-    "group_norm_nhwc_shared_kernel": 104,
-    "group_norm_nhwc_backward_shared_kernel": 16,
-    "group_norm_nhwc_held_kernel": 8,
+    "group_norm_nchw_cooperative_kernel": 16,
+    "group_norm_nhwc_cooperative_kernel": 104,
+    "group_norm_nhwc_backward_cooperative_kernel": 16,
+    "group_norm_nhwc_resident_kernel": 8,
 }
 
 COMPILE = """
@@ -70,15 +70,15 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
     for kernel, options, _, spilled, registers, widest in reports:
         what = f"{kernel} {options}: {registers} registers, {spilled} bytes spilled, widest accesses {widest}"
         assert spilled <= SPILLS.get(kernel, 0), what
-        if "fold" not in kernel:
+        if "reduce" not in kernel:
             assert widest["ld"] == 16, what
-        if all(part not in kernel for part in ("fold", "stats", "sums", "moments")):
+        if all(part not in kernel for part in ("reduce", "stats", "sums", "moments")):
             assert widest["st"] == 16, what
 
 
 def test_contiguous_groups_that_start_anywhere_are_read_and_written_in_128_bits():
     reports = compile_elsewhere(COMPILE, "bfloat16", json.dumps([((2, 240, 61, 67), 8), ((8, 80, 59, 61), 8)]))
-    walked = {"group_norm_nchw_shared_kernel", "group_norm_nchw_held_kernel"}
+    walked = {"group_norm_nchw_cooperative_kernel", "group_norm_nchw_resident_kernel"}
     assert walked <= {kernel for kernel, *_ in reports}
     for kernel, options, _, spilled, registers, widest in reports:
         if kernel in walked:

@@ -5,8 +5,8 @@ import fusednorm.ops.group_norm.contiguous.forward.cooperative as nchw
 import pytest
 import torch
 from fusednorm.ops.group_norm import plan
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 
 from tests.kernels.group_norm.cases import check_forward, make_case
 from tests.kernels.jit.plain_mailbox import use_plain_mailbox
@@ -42,7 +42,7 @@ def share(monkeypatch):
     ],
 )
 def test_slabs_of_contiguous_groups_match_the_oracle(shape, groups, lag, dtype, share, device, poisoned):
-    share(ForwardShared(2, num_warps=1, programs_per_sm=2, lag=lag, ahead=1))
+    share(ForwardCooperative(2, num_warps=1, programs_per_sm=2, lag=lag, ahead=1))
     check_forward(make_case(shape, groups, dtype, device, activation="silu"))
 
 
@@ -58,11 +58,14 @@ def test_slabs_of_contiguous_groups_match_the_oracle(shape, groups, lag, dtype, 
     ],
 )
 def test_pieces_of_blocks_match_the_oracle(shape, groups, block_groups, lag, dtype, share, device, poisoned):
-    share(ForwardSharedBlock(block_groups, 2, num_warps=1, programs_per_sm=4, lag=lag, ahead=1))
+    share(ForwardCooperativeBlock(block_groups, 2, num_warps=1, programs_per_sm=4, lag=lag, ahead=1))
     check_forward(make_case(shape, groups, dtype, device, last=True))
 
 
-def test_a_residual_and_dropout_of_shared_groups(share, device):
-    for last, config in ((False, ForwardShared(1, 1, 1, 0, 1)), (True, ForwardSharedBlock(2, 1, 1, 1, 0, 1))):
+def test_a_residual_and_dropout_of_cooperative_groups(share, device):
+    for last, config in (
+        (False, ForwardCooperative(1, 1, 1, 0, 1)),
+        (True, ForwardCooperativeBlock(2, 1, 1, 1, 0, 1)),
+    ):
         share(config)
         check_forward(make_case((1, 4, 8, 12), 2, torch.float32, device, last, residual=True))

@@ -5,10 +5,10 @@ import pytest
 import torch
 from fusednorm import reference
 from fusednorm.ops.group_norm import forward_choice as launch
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 
 from tests.kernels.group_norm.cases import check_forward, make_case
 from tests.kernels.on_gpu import on_streams_of_their_own
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.gpu
 
 # Few warps and chunks, so that small groups have many members.
 CONTIGUOUS = [
-    ForwardShared(2, num_warps=4, programs_per_sm=4, lag=0, ahead=1),
-    ForwardShared(2, num_warps=4, programs_per_sm=4, lag=1, ahead=1),
-    ForwardShared(4, num_warps=8, programs_per_sm=2, lag=3, ahead=2),
+    ForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=0, ahead=1),
+    ForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=1, ahead=1),
+    ForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=2),
 ]
 CHANNELS_LAST = [
-    ForwardSharedBlock(2, 2, num_warps=4, programs_per_sm=4, lag=0, ahead=1),
-    ForwardSharedBlock(2, 3, num_warps=4, programs_per_sm=3, lag=1, ahead=1),
-    ForwardSharedBlock(2, 2, num_warps=8, programs_per_sm=2, lag=2, ahead=2),
+    ForwardCooperativeBlock(2, 2, num_warps=4, programs_per_sm=4, lag=0, ahead=1),
+    ForwardCooperativeBlock(2, 3, num_warps=4, programs_per_sm=3, lag=1, ahead=1),
+    ForwardCooperativeBlock(2, 2, num_warps=8, programs_per_sm=2, lag=2, ahead=2),
 ]
-SHARED = [(config, False) for config in CONTIGUOUS] + [(config, True) for config in CHANNELS_LAST]
+COOPERATIVE = [(config, False) for config in CONTIGUOUS] + [(config, True) for config in CHANNELS_LAST]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def use(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(("config", "last"), SHARED)
+@pytest.mark.parametrize(("config", "last"), COOPERATIVE)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [
@@ -52,13 +52,13 @@ def use(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_shared_groups_match_the_oracle(config, last, shape, groups, dtype, use, device, poisoned):
+def test_cooperative_groups_match_the_oracle(config, last, shape, groups, dtype, use, device, poisoned):
     use(config)
     check_forward(make_case(shape, groups, dtype, device, last, activation="silu"))
 
 
-@pytest.mark.parametrize(("config", "last"), SHARED)
-def test_residuals_and_dropout_of_shared_groups(config, last, use, device, poisoned):
+@pytest.mark.parametrize(("config", "last"), COOPERATIVE)
+def test_residuals_and_dropout_of_cooperative_groups(config, last, use, device, poisoned):
     use(config)
     check_forward(make_case((2, 64, 64, 64), 8, torch.bfloat16, device, last, residual=True))
     case = make_case((2, 64, 64, 64), 8, torch.float32, device, last, dropout=0.5, seed=3)
@@ -68,7 +68,7 @@ def test_residuals_and_dropout_of_shared_groups(config, last, use, device, poiso
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("config", "last"),
-    [*SHARED, (ForwardHeld(8, 2), False), (ForwardBlock(4, 8, 2), True)],
+    [*COOPERATIVE, (ForwardResident(8, 2), False), (ForwardResidentBlock(4, 8, 2), True)],
 )
 def test_scale_and_shift_of_groups_in_registers(config, last, dtype, use, device, poisoned):
     use(config)
@@ -80,7 +80,7 @@ def test_scale_and_shift_of_groups_in_registers(config, last, dtype, use, device
     torch.testing.assert_close(actual.double(), exact.double(), rtol=tolerance, atol=4 * tolerance)
 
 
-@pytest.mark.parametrize(("config", "last"), SHARED)
+@pytest.mark.parametrize(("config", "last"), COOPERATIVE)
 def test_a_mean_far_from_zero_does_not_cancel_between_members(config, last, use, device):
     use(config)
     case = make_case((2, 32, 64, 64), 4, torch.float32, device, last, affine=False)
@@ -89,7 +89,7 @@ def test_a_mean_far_from_zero_does_not_cancel_between_members(config, last, use,
     torch.testing.assert_close(case.forward(ours).y.double(), expected, rtol=0, atol=4e-3)
 
 
-@pytest.mark.parametrize(("config", "last"), SHARED)
+@pytest.mark.parametrize(("config", "last"), COOPERATIVE)
 def test_two_streams_and_a_long_kernel_at_once(config, last, use, device):
     use(config)
     cases = [make_case((16, 128, 64, 64), 16, torch.bfloat16, device, last) for _ in range(2)]
@@ -99,7 +99,7 @@ def test_two_streams_and_a_long_kernel_at_once(config, last, use, device):
         assert all(torch.equal(y, wanted) for y, wanted in zip(ys, expected, strict=True))
 
 
-@pytest.mark.parametrize(("config", "last"), SHARED)
+@pytest.mark.parametrize(("config", "last"), COOPERATIVE)
 def test_a_captured_launch_can_be_replayed(config, last, use, device):
     use(config)
     case = make_case((5, 64, 64, 64), 8, torch.bfloat16, device, last, activation="silu")
@@ -114,7 +114,8 @@ def test_a_captured_launch_can_be_replayed(config, last, use, device):
 
 
 @pytest.mark.parametrize(
-    ("config", "last"), [(ForwardHeld(8, 2, writers=4), False), (ForwardBlock(4, 8, 2, writers=4), True)]
+    ("config", "last"),
+    [(ForwardResident(8, 2, writers=4), False), (ForwardResidentBlock(4, 8, 2, writers=4), True)],
 )
 def test_programs_that_share_the_writing_do_not_change_the_bits(config, last, use, device, poisoned):
     use(config)

@@ -6,16 +6,16 @@ from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
 from fusednorm.ops.group_norm.plan import plan_forward, plan_statistics
-from fusednorm.ops.group_norm.reduce import FOLD_BLOCK, FOLD_NUM_WARPS, fold_tile
+from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, REDUCE_NUM_WARPS, reduction_tile
 from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample
 from fusednorm.results import Forward
 
@@ -52,15 +52,15 @@ def named(launch) -> dict:
 @pytest.mark.parametrize(
     ("config", "last", "channels", "kernels"),
     [
-        (ForwardHeld(1, 1), False, 2, ["nchw_held"]),
-        (ForwardShared(2, 1, 2, 1, 1), False, 16, ["nchw_shared"]),
-        (ForwardBlock(2, 1, 1), True, 4, ["nhwc_held"]),
-        (ForwardSharedBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_shared"]),
+        (ForwardResident(1, 1), False, 2, ["nchw_resident"]),
+        (ForwardCooperative(2, 1, 2, 1, 1), False, 16, ["nchw_cooperative"]),
+        (ForwardResidentBlock(2, 1, 1), True, 4, ["nhwc_resident"]),
+        (ForwardCooperativeBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_cooperative"]),
         (
             ForwardStream(1, 2, 3, 3),
             True,
             4,
-            ["nhwc_stream_moments", "nhwc_stream_fold", "nhwc_stream_apply"],
+            ["nhwc_stream_moments", "nhwc_stream_reduce", "nhwc_stream_apply"],
         ),
     ],
     ids=lambda value: type(value).__name__ if "Forward" in type(value).__name__ else None,
@@ -78,7 +78,9 @@ def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_othe
     to_other = (lambda x: x.contiguous()) if last else channels_last
     launches, *_ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
     if otherwise:
-        assert names(launches)[0] == ("group_norm_nhwc_stats_kernel" if last else "group_norm_nchw_stats_kernel")
+        assert names(launches)[0] == (
+            "group_norm_nhwc_columns_moments_kernel" if last else "group_norm_nchw_split_moments_kernel"
+        )
     else:
         assert names(launches)[0] == (
             "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
@@ -98,8 +100,8 @@ def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dty
     plain, added = (
         plan_forward(x, sample, None, None, 1e-5, residual, Epilogue(), Forward(x)) for residual in (None, x)
     )
-    assert names(plain) == ["group_norm_nchw_held_kernel"]
-    assert names(added) == ["group_norm_nchw_shared_kernel"]
+    assert names(plain) == ["group_norm_nchw_resident_kernel"]
+    assert names(added) == ["group_norm_nchw_cooperative_kernel"]
 
 
 def test_tiles_take_so_many_groups_each():
@@ -122,7 +124,7 @@ def test_a_sweep_is_a_program_a_group():
 @pytest.mark.parametrize(("hw", "splits", "programs"), [(160, 2, 4), (164, 3, 4), (192, 3, 4), (196, 3, 5)])
 def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
     (partial, apply), x, _ = plan(SPLIT, 2, hw)
-    assert names([partial, apply]) == ["group_norm_nchw_stats_kernel", "group_norm_nchw_apply_kernel"]
+    assert names([partial, apply]) == ["group_norm_nchw_split_moments_kernel", "group_norm_nchw_split_apply_kernel"]
     units = 2 * hw // 4
     assert (splits - 1) * 40 < units <= splits * 40
     assert (programs - 1) * 24 < units <= programs * 24
@@ -172,21 +174,21 @@ def test_a_residual_of_the_other_layout_is_known_as_such(config, last, residual,
 def test_columns_are_covered_by_splits_runs_and_blocks(channels, hw, splits, runs, blocks, even):
     launches, _, out = plan(COLUMNS, channels, hw, last=True)
     assert names(launches) == [
-        "group_norm_nhwc_stats_kernel",
-        "group_norm_fold_moments_kernel",
-        "group_norm_nhwc_apply_kernel",
+        "group_norm_nhwc_columns_moments_kernel",
+        "group_norm_reduce_moments_kernel",
+        "group_norm_nhwc_columns_apply_kernel",
     ]
-    stats, fold, apply = launches
+    stats, reduce, apply = launches
     assert stats.grid == (N * splits * blocks,)
-    assert fold.grid == (N * GROUPS,)
+    assert reduce.grid == (N * GROUPS,)
     assert apply.grid == (N * runs * blocks,)
     assert {launch.options["EVEN"] for launch in (stats, apply)} == {even}
     assert {launch.options["VEC"] * launch.options["CV"] for launch in (stats, apply)} == {8}
     assert stats.arguments[2].shape == (N, splits, GROUPS * channels)
     assert stats.arguments[4:] == (hw, GROUPS * channels // 4, splits, 16, blocks)
-    assert fold.arguments[2] is out.mean
-    assert fold.arguments[3] is out.rstd
-    assert fold.arguments[4:] == (GROUPS, channels, splits, 16, hw, 1e-5)
+    assert reduce.arguments[2] is out.mean
+    assert reduce.arguments[3] is out.rstd
+    assert reduce.arguments[4:] == (GROUPS, channels, splits, 16, hw, 1e-5)
     assert (stats.options["ROWS"], stats.options["UNROLL"], apply.options["ROWS"]) == (4, 2, 8)
     assert apply.arguments[8] is out.mean
     assert apply.arguments[9] is out.rstd
@@ -198,8 +200,8 @@ def test_statistics_that_nobody_wants_are_the_launches_own(given):
     wanted = {given: torch.empty(N, GROUPS)} if given else {}
     out = Forward(torch.empty_like(x), **wanted)
     sample = Sample(GROUPS, 4, 36, True)
-    _, fold, apply = plan_forward(x, sample, None, None, 1e-5, None, Epilogue("none"), out, COLUMNS)
-    own = fold.arguments[2:4]
+    _, reduce, apply = plan_forward(x, sample, None, None, 1e-5, None, Epilogue("none"), out, COLUMNS)
+    own = reduce.arguments[2:4]
     assert [each.shape for each in own] == [(N, GROUPS)] * 2
     assert all(each is not other for each in own for other in wanted.values())
     assert apply.arguments[8] is own[0]
@@ -212,13 +214,13 @@ def test_statistics_alone_fill_mean_and_rstd(last):
     x = channels_last(x) if last else x
     mean, rstd = torch.empty(N, GROUPS), torch.empty(N, GROUPS)
     launches = plan_statistics(x, Sample(GROUPS, 4, 36, last), 1e-5, None, mean, rstd)
-    partial, fold = launches
-    assert names(launches)[1] == "group_norm_fold_moments_kernel"
-    assert fold.grid == (N * GROUPS,)
-    assert fold.arguments[:2] == partial.arguments[2:4]
-    assert fold.arguments[2] is mean
-    assert fold.arguments[3] is rstd
-    group_columns, splits, split_length, column_length, eps = fold.arguments[5:]
+    partial, reduce = launches
+    assert names(launches)[1] == "group_norm_reduce_moments_kernel"
+    assert reduce.grid == (N * GROUPS,)
+    assert reduce.arguments[:2] == partial.arguments[2:4]
+    assert reduce.arguments[2] is mean
+    assert reduce.arguments[3] is rstd
+    group_columns, splits, split_length, column_length, eps = reduce.arguments[5:]
     assert (group_columns, column_length) == ((4, 36) if last else (1, 4 * 36))
     assert (splits - 1) * split_length < column_length <= splits * split_length
     assert eps == 1e-5
@@ -226,11 +228,11 @@ def test_statistics_alone_fill_mean_and_rstd(last):
 
 @pytest.mark.parametrize(
     ("splits", "columns", "block_splits", "block_columns"),
-    [(1, 1, 1, 1), (3, 5, 4, 8), (10**6, 1, FOLD_BLOCK, 1), (10**6, 100, FOLD_BLOCK // 64, 64), (2, 64, 2, 64)],
+    [(1, 1, 1, 1), (3, 5, 4, 8), (10**6, 1, REDUCE_BLOCK, 1), (10**6, 100, REDUCE_BLOCK // 64, 64), (2, 64, 2, 64)],
 )
-def test_folds_take_as_wide_a_tile_as_fits(splits, columns, block_splits, block_columns):
-    assert fold_tile(splits, columns) == {
+def test_reductions_take_as_wide_a_tile_as_fits(splits, columns, block_splits, block_columns):
+    assert reduction_tile(splits, columns) == {
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
-        "num_warps": FOLD_NUM_WARPS,
+        "num_warps": REDUCE_NUM_WARPS,
     }

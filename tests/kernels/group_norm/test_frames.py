@@ -1,4 +1,4 @@
-"""Contiguous groups that start and end between multiples of 16 bytes, held by one program."""
+"""Contiguous groups that start and end between multiples of 16 bytes, resident in one program."""
 
 import fusednorm.api.group_norm as ours
 import pytest
@@ -17,8 +17,8 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True)
-def held(monkeypatch):
-    use_configuration(monkeypatch, "held")
+def resident(monkeypatch):
+    use_configuration(monkeypatch, "resident")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -144,9 +144,9 @@ def test_offsets_of_64_bits_inside_a_group(positions, device, poisoned, monkeypa
     check_backward(case)
 
 
-def test_many_samples_fold_their_parameter_gradients_in_two_steps(device, poisoned, monkeypatch):
-    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.FOLD_TWICE_ABOVE", 16)
-    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.FOLD_RUNS", 3)
+def test_many_samples_reduce_their_parameter_gradients_in_two_steps(device, poisoned, monkeypatch):
+    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.REDUCE_TWICE_ABOVE", 16)
+    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.REDUCE_RUNS", 3)
     check_backward(make_case((40, 4, 3), 2, torch.float32, device))
 
 

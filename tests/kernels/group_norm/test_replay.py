@@ -9,10 +9,10 @@ import torch
 from fusednorm.device import INTERPRETED
 from fusednorm.launch import recipes
 from fusednorm.launch import sample_replay as group_norm_repeat
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 from fusednorm.results import Forward
 
 from tests.kernels.group_norm.cases import CHANNELS_LAST, CONTIGUOUS, channels_last, use_configuration
@@ -52,21 +52,21 @@ def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, pass_, given
     assert repeating.is_repeated(lambda: equal(second.call(pass_, **OPTIONS), planned))
 
 
-SHARED = {
-    "shared": (False, ForwardShared(2, 1, 2, 1, 1), BackwardShared(2, 1, 1, 1, 4, 1, 0)),
+COOPERATIVE = {
+    "cooperative": (False, ForwardCooperative(2, 1, 2, 1, 1), BackwardCooperative(2, 1, 1, 1, 4, 1, 0)),
     "shared blocks": (
         True,
-        ForwardSharedBlock(2, 2, 1, 4, 1, 1),
-        BackwardBlocks(16, 1, 2, 1, 4, 2, 0),
+        ForwardCooperativeBlock(2, 2, 1, 4, 1, 1),
+        BackwardCooperativeBlock(16, 1, 2, 1, 4, 2, 0),
     ),
 }
 
 
 def use(monkeypatch, name):
     """An algorithm of those that never wait, of those that do, or the one that is chosen."""
-    if name not in SHARED:
+    if name not in COOPERATIVE:
         return use_configuration(monkeypatch, name)
-    last, forward, backward = SHARED[name]
+    last, forward, backward = COOPERATIVE[name]
     monkeypatch.setattr("fusednorm.ops.group_norm.forward_choice.candidates", lambda *_: (forward,))
     monkeypatch.setattr("fusednorm.ops.group_norm.backward_choice.choose_backward", lambda *_: backward)
     return last
@@ -78,14 +78,14 @@ def addresses(*tensors):
 
 CASES = [
     *(((2, 16, 8, 16), 4, given) for given in GIVEN),
-    ((3000, 16, 4, 4), 4, "everything"),  # gradients of parameters folded in two steps
+    ((3000, 16, 4, 4), 4, "everything"),  # gradients of parameters reduced in two steps
     ((1, 24, 5, 7), 3, "everything"),  # parts of a workspace that start between multiples of 16 bytes
 ]
 
 
 @pytest.mark.parametrize(("shape", "groups", "given"), CASES)
 @pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("algorithm", [*CONTIGUOUS, *CHANNELS_LAST, *SHARED])
+@pytest.mark.parametrize("algorithm", [*CONTIGUOUS, *CHANNELS_LAST, *COOPERATIVE])
 def test_repeated_launches_are_the_planned_ones(
     algorithm, pass_, shape, groups, given, repeating, plans, monkeypatch
 ):
@@ -107,7 +107,7 @@ def test_repeated_launches_are_the_planned_ones(
     tensors = (second.x, second.dy, *second.affine, *second.options.values(), *second.gradients.values(), *result)
     compare(repeating.launched, plan, addresses(*tensors), mailboxes)
     if groups != 3:  # Those of which there are three do not fit the configurations that share.
-        assert bool(mailboxes) == (algorithm in SHARED)
+        assert bool(mailboxes) == (algorithm in COOPERATIVE)
 
 
 def compare(launched, plan, of_call, mailboxes):

@@ -11,7 +11,7 @@ from tests.kernels.on_gpu import on_streams_of_their_own, watched
 
 pytestmark = pytest.mark.gpu
 
-# One program a group, programs that share one, samples that are streamed, and parameters folded in two steps.
+# One program a group, programs that share one, samples that are streamed, and parameters reduced in two steps.
 SHAPES = [
     ((2, 64, 8, 8), 8),
     ((2, 320, 64, 64), 32),

@@ -6,8 +6,8 @@ import torch
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.channels_last.stream import StreamWalk, stream_walk
-from fusednorm.ops.group_norm.forward_choice import stream
+from fusednorm.ops.group_norm.channels_last.stream import StreamPartition, stream_partition
+from fusednorm.ops.group_norm.forward_choice import stream_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.policy import batch_invariance
 
@@ -15,9 +15,11 @@ SAMPLE = Sample(32, 10, 4096, channels_last=True)
 FORWARD = ForwardStream(4, chunks=2, apply_chunks=8, splits=80)
 
 
-def walk(samples: int, sample: Sample = SAMPLE, config: ForwardStream | BackwardStream = FORWARD) -> StreamWalk:
+def walk(
+    samples: int, sample: Sample = SAMPLE, config: ForwardStream | BackwardStream = FORWARD
+) -> StreamPartition:
     """On a device of 132 multiprocessors, as one that is absent is taken for."""
-    return stream_walk(sample, 2, config, samples, torch.device("meta"))
+    return stream_partition(sample, 2, config, samples, torch.device("meta"))
 
 
 def test_many_samples_are_streamed_as_the_configuration_says():
@@ -61,4 +63,4 @@ def test_where_bits_may_not_depend_on_their_number_samples_are_cut_as_if_alone(s
 @pytest.mark.parametrize(("hw", "is_measured"), [(512, False), (513, True), (4096, True), (4097, False)])
 def test_a_measured_stream_serves_samples_of_about_its_size(hw, is_measured):
     measured = next(config for columns, most, config in tables.FORWARD_STREAM[2] if (columns, most) == (320, 4096))
-    assert (stream(Sample(32, 10, hw, True), 2) == measured) is is_measured
+    assert (stream_forward(Sample(32, 10, hw, True), 2) == measured) is is_measured

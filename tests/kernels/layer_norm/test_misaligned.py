@@ -4,8 +4,8 @@ import pytest
 import torch
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import has_lane_a_thread
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.plan import plan_forward as plan_groups
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm import configs as layer_norm_configs
@@ -57,7 +57,7 @@ def test_rows(cols, config):
         assert not take_all_as_whole(plan(ALIGNED, MISALIGNED))
 
 
-@pytest.mark.parametrize("config", [ForwardHeld(4, 2), ForwardShared(2, 4, 4, 1, 1)])
+@pytest.mark.parametrize("config", [ForwardResident(4, 2), ForwardCooperative(2, 4, 4, 1, 1)])
 @pytest.mark.parametrize(("x_before", "y_before"), [(MISALIGNED, ALIGNED), (ALIGNED, MISALIGNED)])
 def test_contiguous_groups(config, x_before, y_before):
     sample = Sample(2, 4, 2048, False)
@@ -77,7 +77,7 @@ def test_whole_slabs_of_groups_with_narrow_accesses_are_masked_like_the_others()
         sample = Sample(2, channels, 1001, False)
         shape = (1, sample.c, sample.hw)
         out = Forward(tensor(ALIGNED, *shape))
-        config = ForwardShared(1, 4, 4, 1, 1)
+        config = ForwardCooperative(1, 4, 4, 1, 1)
         (launch,) = plan_groups(
             tensor(ALIGNED, *shape), sample, None, None, 1e-5, None, Epilogue("none"), out, config
         )

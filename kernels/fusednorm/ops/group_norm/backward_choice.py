@@ -1,8 +1,8 @@
 """How a launch configuration of GroupNorm's backward pass is chosen.
 
 A choice depends on what one sample looks like and on the width of an element, never on the number of samples: but
-for what streams cut finer (`stream_walk`), a sample's bits are the same whatever came with it, and their number
-causes no compile.
+for what streams cut finer (`stream_partition`), a sample's bits are the same whatever came with it, and their
+number causes no compile.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fusednorm.integers import next_power_of_2
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.call import BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
 from fusednorm.ops.group_norm.channels_last.blocks import most_touched
 from fusednorm.ops.group_norm.channels_last.stream import (
@@ -22,7 +22,7 @@ from fusednorm.ops.group_norm.channels_last.stream import (
     stream_splits,
     stream_warps,
 )
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
 from fusednorm.ops.group_norm.contiguous.backward.tile import BackwardTile
 from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, column_width, max_splits, vector_width
@@ -35,7 +35,7 @@ MAX_WASTE = 1.15
 
 
 def idle_share(
-    config: BackwardShared | BackwardBlocks, sample: Sample, itemsize: int, multiprocessors: int
+    config: BackwardCooperative | BackwardCooperativeBlock, sample: Sample, itemsize: int, multiprocessors: int
 ) -> float:
     """The part of the resident programs that is left over when as many teams are made as can be."""
     programs = config.programs_per_sm * multiprocessors
@@ -53,22 +53,22 @@ def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: 
         measured = measured_blocks(sample, itemsize, multiprocessors) if waits else None
         if measured is not None:
             return measured
-        streamed = stream(sample, itemsize)
+        streamed = stream_backward(sample, itemsize)
         is_large = sample.hw >= STREAM_POSITIONS or sample.hw * sample.c * itemsize >= STREAM_FROM
         if streamed is not None and is_large:
             return streamed
-        blocks = shared_blocks(sample, itemsize, multiprocessors) if waits else None
+        blocks = cooperative_blocks(sample, itemsize, multiprocessors) if waits else None
         return blocks or streamed or split_backward(sample, itemsize)
     channels, positions = next_power_of_2(sample.channels), next_power_of_2(sample.hw)
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
         rows = min(64, max(1, 1024 // padded))
         return BackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
-    shared = shared_backward(sample, itemsize, multiprocessors) if waits else None
-    return shared or split_backward(sample, itemsize)
+    cooperative = cooperative_backward(sample, itemsize, multiprocessors) if waits else None
+    return cooperative or split_backward(sample, itemsize)
 
 
-def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardShared | None:
+def cooperative_backward(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperative | None:
     """The configuration in which programs share a group, or None where it does not fit the device."""
     for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
         if (
@@ -82,7 +82,9 @@ def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Back
         for pieces in (1, 2, 4, 5, 8)
         for chunks in (2, 3, 4, 5)
         for channels in (1, 2, 4, 8, 16)
-        if (config := BackwardShared(channels, chunks, pieces, 4, 4, 2, 2)).fits(sample, itemsize, multiprocessors)
+        if (config := BackwardCooperative(channels, chunks, pieces, 4, 4, 2, 2)).fits(
+            sample, itemsize, multiprocessors
+        )
     ]
     return min(
         fitting,
@@ -93,7 +95,7 @@ def shared_backward(sample: Sample, itemsize: int, multiprocessors: int) -> Back
     )
 
 
-def stream(sample: Sample, itemsize: int) -> BackwardStream | None:
+def stream_backward(sample: Sample, itemsize: int) -> BackwardStream | None:
     """The configuration that streams samples twice, or None where lanes do not take all columns."""
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
@@ -104,7 +106,7 @@ def stream(sample: Sample, itemsize: int) -> BackwardStream | None:
     return measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
 
 
-def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
+def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperativeBlock | None:
     """The entry of the tables for the sample's class, or None where there is none that fits."""
     if sample.c % (16 // itemsize) or most_touched(sample.channels, 16 // itemsize) > MOST_LABELS:
         return None
@@ -118,7 +120,7 @@ def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Back
     return None
 
 
-def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardBlocks | None:
+def cooperative_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperativeBlock | None:
     """The configuration in which programs share blocks of columns, or None where it does not fit the device."""
     vector = 16 // itemsize
     labels = most_touched(sample.channels, vector)
@@ -132,7 +134,7 @@ def shared_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Backwa
         for pieces in (1, 2, 4, 8)
         for columns in widths
         if columns % vector == 0 and 64 <= columns * itemsize <= 256
-        if (config := BackwardBlocks(columns, 2, pieces, 4, programs_per_sm, 2, 1)).fits(
+        if (config := BackwardCooperativeBlock(columns, 2, pieces, 4, programs_per_sm, 2, 1)).fits(
             sample, itemsize, multiprocessors
         )
     ]

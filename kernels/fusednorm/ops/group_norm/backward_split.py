@@ -5,7 +5,7 @@ from typing import Any
 
 from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.call import BackwardCall, empty_statistics
-from fusednorm.ops.group_norm.reduce_sums import fold_groups, fold_parameters
+from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions
 
 
 def sums_and_apply(
@@ -16,7 +16,7 @@ def sums_and_apply(
     options: Mapping[str, object],
     splits: int,
 ) -> list[Launch]:
-    """Sums of channels, their fold to groups, dx, and the fold to gradients of parameters."""
+    """Sums of channels, their reduction to groups, dx, and the reduction to gradients of parameters."""
     sample = call.sample
     parts = call.parts(splits)
     sum_g, sum_g_xhat = empty_statistics(call.x, sample)
@@ -40,7 +40,7 @@ def sums_and_apply(
     }
     return [
         Launch(sums_kernel, grid, sums_arguments, sums_options),
-        fold_groups(call, parts, sum_g, sum_g_xhat, splits),
+        group_reduction(call, parts, sum_g, sum_g_xhat, splits),
         Launch(apply_kernel, grid, apply_arguments, apply_options),
-        *fold_parameters(call, parts, splits),
+        *parameter_reductions(call, parts, splits),
     ]

@@ -96,7 +96,7 @@ class ForwardCall:
         return self.sample.group_length // self.group_vec
 
     @property
-    def channel_walk(self) -> tuple[int, ...]:
+    def channel_indexing(self) -> tuple[int, ...]:
         """`walk` of kernels that find the channel of each vector of `group_vec` elements, where it has one."""
         return self.walk(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
 
@@ -209,7 +209,7 @@ class BackwardCall:
         return pair(self.x, self.n * splits, self.sample.c)
 
     def wanted_parts(self, splits: int) -> tuple[Tensor | None, Tensor | None]:
-        """`parts`, or twice None where nothing will be folded from them."""
+        """`parts`, or twice None where nothing will be reduced from them."""
         if not self.affine:
             return None, None
         return self.parts(splits)
@@ -255,7 +255,9 @@ class _Fewer(Resident, Protocol):
 Fewer = TypeVar("Fewer", bound=_Fewer)
 
 
-def with_room(config: Fewer, call: ForwardCall, held_bytes: int, extra: int = 0, members: int = 1) -> Fewer | None:
+def with_registers(
+    config: Fewer, call: ForwardCall, held_bytes: int, extra: int = 0, members: int = 1
+) -> Fewer | None:
     """`config` with as few resident programs as leave a thread registers for what it holds; None if none do.
 
     Args:
@@ -273,7 +275,7 @@ def with_room(config: Fewer, call: ForwardCall, held_bytes: int, extra: int = 0,
     return None
 
 
-def shared_writers(units: int, most: int, multiprocessors: int) -> int:
+def writers_of_one(units: int, most: int, multiprocessors: int) -> int:
     """Programs that share the writing of a group or block; the bits do not depend on it."""
     writers = 1
     while writers < most and 2 * writers * units <= multiprocessors:

@@ -1,9 +1,9 @@
 """How a launch configuration of GroupNorm's forward pass is chosen.
 
 A choice depends on what one sample looks like, on the width of an element and on the device, never on the number
-of samples: but for what streams cut finer (`stream_walk`), a sample's bits are the same whatever came with it, and
-their number causes no compile.  Constexprs are
-tiles, warps, vector widths and numbers of chunks, all bounded; lengths stay run-time arguments.
+of samples: but for what streams cut finer (`stream_partition`), a sample's bits are the same whatever came with it,
+and their number causes no compile.  Constexprs are tiles, warps, vector widths and numbers of chunks, all bounded;
+lengths stay run-time arguments.
 
 The forms that never wait for other programs are what a residual too large for the registers, or a group too large
 for the device, gets, and everything that would be shared where `waits` is False.
@@ -18,8 +18,8 @@ from fusednorm.integers import next_power_of_2
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.call import ForwardConfig
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
 from fusednorm.ops.group_norm.channels_last.pieces import block_tile
 from fusednorm.ops.group_norm.channels_last.stream import (
@@ -29,7 +29,7 @@ from fusednorm.ops.group_norm.channels_last.stream import (
     stream_splits,
     stream_warps,
 )
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
@@ -87,7 +87,7 @@ def candidates(
 def never_waiting(sample: Sample, itemsize: int) -> ForwardConfig:
     """The configuration of a pass whose registers neither hold nor share its groups: it reads them twice."""
     if sample.channels_last:
-        return stream(sample, itemsize) or split_forward(sample, itemsize)
+        return stream_forward(sample, itemsize) or split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
         return ForwardSweep(_sweep_units(vector_width(itemsize, sample.group_length)), 16)
     return split_forward(sample, itemsize)
@@ -120,7 +120,7 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[ForwardConfig]:
         for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:
             if sample.group_length > most:
                 continue
-            if isinstance(config, ForwardShared):
+            if isinstance(config, ForwardCooperative):
                 members = config.members(sample)
                 config = replace(config, chunks=-(-sample.frame_length // (members * config.block)))
             yield config
@@ -134,7 +134,7 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[ForwardConfig]:
             continue
         if not _in_blocks(sample, block.block_groups, itemsize):
             continue
-        if isinstance(block, ForwardSharedBlock):
+        if isinstance(block, ForwardCooperativeBlock):
             rows = block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
             members = block.members(sample, itemsize)
             block = replace(block, chunks=-(-sample.hw // (members * rows)))
@@ -172,7 +172,7 @@ def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
 
 def _block(
     sample: Sample, itemsize: int, multiprocessors: int, waits: bool
-) -> ForwardBlock | ForwardSharedBlock | None:
+) -> ForwardResidentBlock | ForwardCooperativeBlock | None:
     """Blocks of the columns that waste the fewest lanes, or None where a sample is better streamed.
 
     That is where registers do not hold enough, and, of STREAM_POSITIONS on, where programs would share a block or
@@ -189,17 +189,17 @@ def _block(
     for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
         chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
         if chunks <= most:
-            return ForwardBlock(groups, warps, programs_per_sm, writers=4)
+            return ForwardResidentBlock(groups, warps, programs_per_sm, writers=4)
     rows = block_tile(sample, groups, 8, itemsize).rows
     members = -(-sample.hw // (most * rows))
     may_stream = stream_warps(sample, itemsize) is not None
     if not waits or members > multiprocessors or (may_stream and (keep > 1 or sample.hw >= STREAM_POSITIONS)):
         return None
     chunks = -(-sample.hw // (members * rows))
-    return ForwardSharedBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
+    return ForwardCooperativeBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
 
 
-def stream(sample: Sample, itemsize: int) -> ForwardStream | None:
+def stream_forward(sample: Sample, itemsize: int) -> ForwardStream | None:
     """The configuration that streams samples twice, or None where lanes do not take all columns."""
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:

@@ -14,11 +14,11 @@ from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import rounded_product
 from fusednorm.launch.launch import Launch, dependent
 
-FOLD_BLOCK, FOLD_NUM_WARPS = 512, 4
-"""Elements of a tile, and warps, of the kernel that folds partial results of one group."""
+REDUCE_BLOCK, REDUCE_NUM_WARPS = 512, 4
+"""Elements of a tile, and warps, of the kernel that reduces partial results of one group."""
 
 
-def fold_moments_launch(
+def moments_reduction(
     parts: tuple[Tensor, Tensor],
     splits: int,
     mean: Tensor,
@@ -28,31 +28,31 @@ def fold_moments_launch(
     split_length: int,
     column_length: int,
 ) -> Launch:
-    """mean and rstd of every group from partial results of its columns, as `fold_moments` takes them."""
+    """mean and rstd of every group from partial results of its columns, as `reduce_moments` takes them."""
     arguments = (
         *parts, mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
     options = {
-        **fold_tile(splits, group_columns),
+        **reduction_tile(splits, group_columns),
         **dependent(since_hopper(mean.device)),
         "FAST": not INTERPRETED,
     }
-    return Launch(group_norm_fold_moments_kernel, (mean.numel(),), arguments, options)
+    return Launch(group_norm_reduce_moments_kernel, (mean.numel(),), arguments, options)
 
 
-def fold_tile(splits: int, columns: int) -> dict[str, int]:
-    """The tile in which one group's partial results are folded, as wide as its columns where they fit."""
+def reduction_tile(splits: int, columns: int) -> dict[str, int]:
+    """The tile in which one group's partial results are reduced, as wide as its columns where they fit."""
     block_columns = min(64, next_power_of_2(columns))
-    block_splits = min(FOLD_BLOCK // block_columns, next_power_of_2(splits))
+    block_splits = min(REDUCE_BLOCK // block_columns, next_power_of_2(splits))
     return {
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
-        "num_warps": FOLD_NUM_WARPS,
+        "num_warps": REDUCE_NUM_WARPS,
     }
 
 
 @triton.jit
-def fold_moments(
+def reduce_moments(
     mean_part_ptr,
     square_part_ptr,
     first_column,
@@ -107,7 +107,7 @@ def fold_moments(
 
 
 @triton.jit(do_not_specialize=["groups", "group_columns", "splits", "split_length", "column_length"])
-def group_norm_fold_moments_kernel(
+def group_norm_reduce_moments_kernel(
     mean_part_ptr,
     square_part_ptr,
     mean_ptr,
@@ -129,7 +129,7 @@ def group_norm_fold_moments_kernel(
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns
-    mean, variance = fold_moments(
+    mean, variance = reduce_moments(
         mean_part_ptr + sample * splits * columns,
         square_part_ptr + sample * splits * columns,
         (row - sample * groups) * group_columns,

@@ -1,4 +1,4 @@
-"""Folding of the backward pass's partial sums in a fixed order: a group's two sums, and gradients of parameters.
+"""Reduction of the backward pass's partial sums in a fixed order: a group's two sums, and gradients of parameters.
 
 Partial sums of dz and of dz * x_hat lie as [N, splits, C] in float32.  BESIDE is for a kernel that follows one with
 which it shares nothing, and which lets it start only when the partial sums are there: it goes on beside that one,
@@ -17,19 +17,19 @@ from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.call import BackwardCall, pair
 
 SUMS_ELEMENTS, SUMS_COLUMNS = 4096, 64
-"""Elements of a tile of the kernel that folds one group's two sums, and columns, at most."""
+"""Elements of a tile of the kernel that reduces one group's two sums, and columns, at most."""
 
-FOLD_ROWS, FOLD_COLUMNS, FOLD_NUM_WARPS = 512, 8, 8
-"""Tile and warps of the kernel that folds dweight and dbias: one step for most, and many programs."""
+REDUCE_ROWS, REDUCE_COLUMNS, REDUCE_NUM_WARPS = 512, 8, 8
+"""Tile and warps of the kernel that reduces dweight and dbias: one step for most, and many programs."""
 
-FOLD_TWICE_ABOVE, FOLD_RUNS = 2048, 64
-"""Partial rows above which dweight and dbias are folded in two steps, the first into FOLD_RUNS rows."""
+REDUCE_TWICE_ABOVE, REDUCE_RUNS = 2048, 64
+"""Partial rows above which dweight and dbias are reduced in two steps, the first into REDUCE_RUNS rows."""
 
 FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
 """Rows up to which column sums take tiles of as many: a larger one would be masked for the most part."""
 
 
-def fold_groups(
+def group_reduction(
     call: BackwardCall, parts: tuple[Tensor, Tensor], sum_g: Tensor, sum_g_xhat: Tensor, splits: int
 ) -> Launch:
     """The two sums of each group, [N, groups], from both of channels, [N, splits, C]."""
@@ -47,10 +47,10 @@ def fold_groups(
         "num_warps": max(4, min(8, block_splits * block_columns // 256)),
         **dependent(call.early),
     }
-    return Launch(group_norm_fold_sums_kernel, (sum_g.numel(),), arguments, options)
+    return Launch(group_norm_reduce_sums_kernel, (sum_g.numel(),), arguments, options)
 
 
-def fold_parameters(
+def parameter_reductions(
     call: BackwardCall, parts: tuple[Tensor | None, Tensor | None], splits: int, *, beside: bool = False
 ) -> list[Launch]:
     """Gradients of parameters from partial sums [N, splits, C]; none for none.
@@ -64,9 +64,9 @@ def fold_parameters(
     out, c = call.out, call.sample.c
     if dz is None or all(t is None for t in (out.dbias, out.dweight, out.dscale, out.dshift)):
         return []
-    tile = {"ROWS": FOLD_ROWS, "COLUMNS": FOLD_COLUMNS, "num_warps": FOLD_NUM_WARPS}
+    tile = {"ROWS": REDUCE_ROWS, "COLUMNS": REDUCE_COLUMNS, "num_warps": REDUCE_NUM_WARPS}
     options = {**tile, "FAST": not INTERPRETED, **dependent(call.early)}
-    blocks = cdiv(c, FOLD_COLUMNS)
+    blocks = cdiv(c, REDUCE_COLUMNS)
     rows = call.n * splits
     launches: list[Launch] = []
     affine = out.dbias is not None or out.dweight is not None
@@ -77,24 +77,27 @@ def fold_parameters(
             call.scale_stride,
         )  # fmt: skip
         launches.append(
-            Launch(group_norm_fold_samples_kernel, (blocks, call.n), of_samples, options | {"BESIDE": beside})
+            Launch(group_norm_reduce_samples_kernel, (blocks, call.n), of_samples, options | {"BESIDE": beside})
         )
         (dz, dz_xhat), rows = sums, call.n
     if not affine:
         return launches
-    if rows > FOLD_TWICE_ABOVE:
-        runs = FOLD_RUNS
+    if rows > REDUCE_TWICE_ABOVE:
+        runs = REDUCE_RUNS
         fewer = pair(call.x, runs, c)
         of_runs = (dz, dz_xhat, *fewer, rows, c, cdiv(rows, runs))
         launches.append(
             Launch(
-                group_norm_fold_rows_kernel, (blocks, runs), of_runs, options | {"BESIDE": beside and not launches}
+                group_norm_reduce_rows_kernel,
+                (blocks, runs),
+                of_runs,
+                options | {"BESIDE": beside and not launches},
             )
         )
         (dz, dz_xhat), rows = fewer, runs
     of_all = (dz, dz_xhat, out.dbias, out.dweight, rows, c, rows)
     last = options | {"BESIDE": beside and not launches}
-    return [*launches, Launch(group_norm_fold_rows_kernel, (blocks, 1), of_all, last)]
+    return [*launches, Launch(group_norm_reduce_rows_kernel, (blocks, 1), of_all, last)]
 
 
 @triton.jit
@@ -140,7 +143,7 @@ def _slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns)
 
 
 @triton.jit(do_not_specialize=["groups", "group_columns", "splits", "scale_stride"])
-def group_norm_fold_sums_kernel(
+def group_norm_reduce_sums_kernel(
     dz_part_ptr,
     dz_xhat_part_ptr,
     weight_ptr,
@@ -189,7 +192,7 @@ def group_norm_fold_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["splits", "columns", "scale_stride"])
-def group_norm_fold_samples_kernel(
+def group_norm_reduce_samples_kernel(
     dz_part_ptr,
     dz_xhat_part_ptr,
     weight_ptr,
@@ -238,7 +241,7 @@ def group_norm_fold_samples_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "rows_a_program"])
-def group_norm_fold_rows_kernel(
+def group_norm_reduce_rows_kernel(
     bias_part_ptr,
     weight_part_ptr,
     dbias_ptr,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fusednorm.integers import next_power_of_2
 
 MAX_PARTS = 65536
-"""Partial results of one sample that are aimed at, so that folding them stays a small part of the work."""
+"""Partial results of one sample that are aimed at, so that reducing them stays a small part of the work."""
 
 WIDE_GROUP = 2**31
 """Elements from which offsets inside one contiguous group are 64-bit."""

@@ -7,97 +7,113 @@ The first entry that fits the sample and the device is taken; for classes withou
 and `backward_choice` find a configuration by what it wastes.
 """
 
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardBlocks
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
-from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardSharedBlock
-from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardBlock
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardShared
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardShared
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardHeld
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 
-Contiguous = ForwardHeld | ForwardShared
-ChannelsLast = ForwardBlock | ForwardSharedBlock
+Contiguous = ForwardResident | ForwardCooperative
+ChannelsLast = ForwardResidentBlock | ForwardCooperativeBlock
 
 # Up to 64 elements a thread are held, by as many warps as leave registers for two programs on a multiprocessor or
 # more; above, what programs share is read again from L1 or L2, and 64 KB a multiprocessor are under way.
 FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
     2: (
-        (24576, ForwardHeld(8, programs_per_sm=3)),  # 0.80-0.83 (2x640x32x32, 2x1280x16x16)
-        (32768, ForwardHeld(8, programs_per_sm=2, ahead_per_sm=1)),  # 0.91 (32x256x56x56)
-        (49152, ForwardHeld(8, programs_per_sm=2, ahead_per_sm=1)),  # 0.88 (16x320x64x64), 0.77 (2x320x64x64)
-        (65536, ForwardHeld(16, programs_per_sm=1, ahead_per_sm=1)),  # 0.87 (8x512x64x64)
-        (131072, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.80 (8x640x64x64)
-        (262144, ForwardShared(16, num_warps=4, programs_per_sm=4, lag=0, ahead=1)),  # 0.85 (1x512x128x128)
-        (491520, ForwardShared(6, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.78 (2x960x128x128)
-        (524288, ForwardShared(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.83 (4x256x256x256)
-        (2**22, ForwardShared(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.69-0.78 (4x128x512x512)
-        (2**31, ForwardShared(10, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.73 (1x128x20x256x256)
+        # 0.80-0.83 (2x640x32x32, 2x1280x16x16)
+        (24576, ForwardResident(8, programs_per_sm=3)),
+        # 0.91 (32x256x56x56)
+        (32768, ForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
+        # 0.88 (16x320x64x64), 0.77 (2x320x64x64)
+        (49152, ForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
+        # 0.87 (8x512x64x64)
+        (65536, ForwardResident(16, programs_per_sm=1, ahead_per_sm=1)),
+        # 0.80 (8x640x64x64)
+        (131072, ForwardCooperative(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        # 0.85 (1x512x128x128)
+        (262144, ForwardCooperative(16, num_warps=4, programs_per_sm=4, lag=0, ahead=1)),
+        # 0.78 (2x960x128x128)
+        (491520, ForwardCooperative(6, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        # 0.83 (4x256x256x256)
+        (524288, ForwardCooperative(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        # 0.69-0.78 (4x128x512x512)
+        (2**22, ForwardCooperative(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        # 0.73 (1x128x20x256x256)
+        (2**31, ForwardCooperative(10, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
     ),
     4: (
-        (12288, ForwardHeld(8, programs_per_sm=2, writers=2)),
-        (24576, ForwardHeld(16, programs_per_sm=1, writers=2)),
-        (32768, ForwardHeld(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
-        (524288, ForwardShared(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.86 (16x320x64x64)
-        (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (12288, ForwardResident(8, programs_per_sm=2, writers=2)),
+        (24576, ForwardResident(16, programs_per_sm=1, writers=2)),
+        (32768, ForwardResident(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
+        # 0.86 (16x320x64x64)
+        (524288, ForwardCooperative(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (2**31, ForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
     ),
 }
 
 # Blocks of whole groups of 64 bytes or more that leave few lanes idle, held in registers while their programs wait.
 FORWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, ChannelsLast], ...]] = {
     2: (
-        (
-            16,
-            16384,
-            ForwardSharedBlock(4, 16, num_warps=4, programs_per_sm=2, lag=1, ahead=1),
-        ),  # 0.71 (1x512x128x128)
-        (40, 256, ForwardBlock(3, num_warps=16, programs_per_sm=1, writers=4)),  # 0.63 (2x1280x16x16)
+        # 0.71 (1x512x128x128)
+        (16, 16384, ForwardCooperativeBlock(4, 16, num_warps=4, programs_per_sm=2, lag=1, ahead=1)),
+        # 0.63 (2x1280x16x16)
+        (40, 256, ForwardResidentBlock(3, num_warps=16, programs_per_sm=1, writers=4)),
     ),
     4: (),
 }
 
 # Parts that channels fill, four programs of four warps on a multiprocessor.
-BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardShared], ...]] = {
+BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardCooperative], ...]] = {
     2: (
-        (
-            4,
-            262144,
-            BackwardShared(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1),
-        ),  # 0.71 (4x128x512x512)
-        (4, 1048576, BackwardShared(1, 2, 4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.72
-        (4, 1310720, BackwardShared(1, 2, 5, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.67
-        (8, 3136, BackwardShared(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.69 (32x256x56x56)
-        (8, 65536, BackwardShared(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.74 (4x256x256x256)
-        (10, 4096, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.75 (16x320x64x64)
-        (16, 4096, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.74 (8x512x64x64)
-        (
-            16,
-            16384,
-            BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1),
-        ),  # 0.65 (1x512x128x128)
-        (20, 1024, BackwardShared(4, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.83 (2x640x32x32)
-        (
-            30,
-            16384,
-            BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1),
-        ),  # 0.71 (2x960x128x128)
-        (40, 256, BackwardShared(8, 2, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.77 (2x1280x16x16)
+        # 0.71 (4x128x512x512)
+        (4, 262144, BackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        # 0.72
+        (4, 1048576, BackwardCooperative(1, 2, 4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        # 0.67
+        (4, 1310720, BackwardCooperative(1, 2, 5, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        # 0.69 (32x256x56x56)
+        (8, 3136, BackwardCooperative(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        # 0.74 (4x256x256x256)
+        (8, 65536, BackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        # 0.75 (16x320x64x64)
+        (10, 4096, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        # 0.74 (8x512x64x64)
+        (16, 4096, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        # 0.65 (1x512x128x128)
+        (16, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        # 0.83 (2x640x32x32)
+        (20, 1024, BackwardCooperative(4, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
+        # 0.71 (2x960x128x128)
+        (30, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        # 0.77 (2x1280x16x16)
+        (40, 256, BackwardCooperative(8, 2, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
     ),
     4: (
-        (4, 262144, BackwardShared(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.76
-        (8, 3136, BackwardShared(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),  # 0.74
-        (8, 65536, BackwardShared(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),  # 0.75
-        (10, 4096, BackwardShared(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.81 (16x320x64x64)
-        (16, 4096, BackwardShared(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.76
-        (16, 16384, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.75
-        (30, 16384, BackwardShared(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.69
+        # 0.76
+        (4, 262144, BackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        # 0.74
+        (8, 3136, BackwardCooperative(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        # 0.75
+        (8, 65536, BackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        # 0.81 (16x320x64x64)
+        (10, 4096, BackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        # 0.76
+        (16, 4096, BackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        # 0.75
+        (16, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        # 0.69
+        (30, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
     ),
 }
 
 # Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
-BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] = {
+BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardCooperativeBlock], ...]] = {
     2: (
-        (40, 256, BackwardBlocks(40, 8, 1, num_warps=4, programs_per_sm=3, lag=1, ahead=1)),  # 0.61 (2x1280x16x16)
+        # 0.61 (2x1280x16x16)
+        (40, 256, BackwardCooperativeBlock(40, 8, 1, num_warps=4, programs_per_sm=3, lag=1, ahead=1)),
     ),
     4: (),
 }
@@ -105,23 +121,24 @@ BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardBlocks], ...]] =
 # Splits that make one turn of the resident programs, or two, of the samples that were measured.
 FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
     2: (
-        (128, 4096, ForwardStream(4, chunks=4, apply_chunks=4, splits=32)),  # 0.70 (16x128x64x64)
-        (128, 262144, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.64 (4x128x512x512)
-        (128, 2**21, ForwardStream(4, chunks=8, apply_chunks=8, splits=512)),  # 0.64 (1x128x1024x1024)
-        (256, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=49)),  # 0.66 (32x256x56x56)
-        (256, 65536, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),  # 0.63 (4x256x256x256)
-        (
-            320,
-            4096,
-            ForwardStream(4, chunks=2, apply_chunks=8, splits=80),
-        ),  # 0.64 (16x320x64x64), 0.60 (2x320x64x64)
-        (512, 4096, ForwardStream(4, chunks=4, apply_chunks=8, splits=128)),  # 0.66 (8x512x64x64)
-        (
-            640,
-            1024,
-            ForwardStream(8, chunks=2, apply_chunks=4, splits=40),
-        ),  # 0.67 (16x640x32x32), 0.54 (2x640x32x32)
-        (960, 16384, ForwardStream(8, chunks=4, apply_chunks=4, splits=320)),  # 0.63 (2x960x128x128)
+        # 0.70 (16x128x64x64)
+        (128, 4096, ForwardStream(4, chunks=4, apply_chunks=4, splits=32)),
+        # 0.64 (4x128x512x512)
+        (128, 262144, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),
+        # 0.64 (1x128x1024x1024)
+        (128, 2**21, ForwardStream(4, chunks=8, apply_chunks=8, splits=512)),
+        # 0.66 (32x256x56x56)
+        (256, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=49)),
+        # 0.63 (4x256x256x256)
+        (256, 65536, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),
+        # 0.64 (16x320x64x64), 0.60 (2x320x64x64)
+        (320, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=80)),
+        # 0.66 (8x512x64x64)
+        (512, 4096, ForwardStream(4, chunks=4, apply_chunks=8, splits=128)),
+        # 0.67 (16x640x32x32), 0.54 (2x640x32x32)
+        (640, 1024, ForwardStream(8, chunks=2, apply_chunks=4, splits=40)),
+        # 0.63 (2x960x128x128)
+        (960, 16384, ForwardStream(8, chunks=4, apply_chunks=4, splits=320)),
     ),
     4: (),
 }
@@ -129,31 +146,24 @@ FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
 # 1x512x128x128 and 2x960x128x128.
 BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardStream], ...]] = {
     2: (
-        (
-            128,
-            262144,
-            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
-        ),  # 0.55
-        (128, 2**21, BackwardStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),  # 0.57-0.58
-        (256, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=12)),  # 0.55
-        (
-            256,
-            65536,
-            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=160),
-        ),  # 0.55
-        (320, 4096, BackwardStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),  # 0.56
-        (512, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),  # 0.58
-        (
-            512,
-            16384,
-            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
-        ),  # 0.54
-        (640, 1024, BackwardStream(8, chunks=4, apply_chunks=4, apply_pieces=1, splits=40)),  # 0.50
-        (
-            960,
-            16384,
-            BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256),
-        ),  # 0.55
+        # 0.55
+        (128, 262144, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        # 0.57-0.58
+        (128, 2**21, BackwardStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),
+        # 0.55
+        (256, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=12)),
+        # 0.55
+        (256, 65536, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=160)),
+        # 0.56
+        (320, 4096, BackwardStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),
+        # 0.58
+        (512, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),
+        # 0.54
+        (512, 16384, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        # 0.50
+        (640, 1024, BackwardStream(8, chunks=4, apply_chunks=4, apply_pieces=1, splits=40)),
+        # 0.55
+        (960, 16384, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
     ),
     4: (),
 }

@@ -29,7 +29,7 @@ def most_touched(size: int, window: int) -> int:
 
 
 @triton.jit
-def column_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
+def vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
     """Which vectors of a block exist."""
     if EVEN:
         return tl.full(vector.shape, True, tl.int1)

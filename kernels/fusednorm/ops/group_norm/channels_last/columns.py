@@ -2,7 +2,7 @@
 
 A program owns a block of columns (channels) and walks positions in tiles [ROWS, CV, VEC]: VEC channels are
 one 128-bit access of one thread, and a thread keeps its channels for the whole walk, so parameters and
-statistics are loaded once.  Groups of any width share tiles: moments are kept per channel and folded to
+statistics are loaded once.  Groups of any width share tiles: moments are kept per channel and reduced to
 groups at the end.
 
 Each row of a tile holds its own pivot of a channel; as in the contiguous kernels, with n values a row of the
@@ -147,7 +147,7 @@ def normalise_rows(
 
 
 @triton.jit
-def load_statistic(ptr, column, column_mask):
+def statistic_of_columns(ptr, column, column_mask):
     """A float32 statistic of each column's group."""
     return tl.load(ptr + column, mask=column_mask, other=0.0)
 
@@ -156,7 +156,7 @@ def load_statistic(ptr, column, column_mask):
 def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
     """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist: all when EVEN.
 
-    A constant mask is folded away.
+    A constant mask is dropped.
     """
     unit = first_unit + tl.arange(0, CV)[None, :, None]
     column = unit * VEC + tl.arange(0, VEC)[None, None, :]

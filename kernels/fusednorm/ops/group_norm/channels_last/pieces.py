@@ -159,7 +159,7 @@ def _by_position(value, ROWS: tl.constexpr):
 
 
 @triton.jit
-def fold_to_groups(mean, square, belongs, runs, run_length, FAST: tl.constexpr):
+def reduce_to_groups(mean, square, belongs, runs, run_length, FAST: tl.constexpr):
     """Mean and sum of squared deviations of each group, [GROUPS], from those of runs of as many values each.
 
     Args:

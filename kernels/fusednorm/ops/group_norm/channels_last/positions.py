@@ -74,7 +74,7 @@ def load_masked_positions(
 
 @triton.jit
 def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr):
-    """Which lanes' positions of tile i exist, [LANES, 1]; a constant mask is folded away."""
+    """Which lanes' positions of tile i exist, [LANES, 1]; a constant mask is dropped."""
     if WHOLE:
         return tl.full(position.shape, True, tl.int1)
     else:

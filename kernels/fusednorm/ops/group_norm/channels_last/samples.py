@@ -146,9 +146,9 @@ def split_moments(
     tiles = load_positions(x_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
     residuals = load_positions(residual_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
     pivot = tl.sum(runs_of(chunk_of(tiles, residuals, 0, FAST), KEEP), 2) * (1.0 / width)
-    nought = tl.zeros(pivot.shape, tl.float32)
+    zero = tl.zeros(pivot.shape, tl.float32)
     sum_1, sum_2 = _add_tiles(
-        tiles, residuals, pivot, nought, nought, positions, first_left, position, WHOLE, KEEP, FAST
+        tiles, residuals, pivot, zero, zero, positions, first_left, position, WHOLE, KEEP, FAST
     )
     for _ in range(1, whole):
         start += stride

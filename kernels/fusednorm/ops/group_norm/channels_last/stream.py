@@ -1,4 +1,4 @@
-"""How both GroupNorm passes stream channels-last samples: which, in how many parts, and in what walk."""
+"""How both GroupNorm passes stream channels-last samples: which, in how many parts, and in what partition."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sample) 
 
 
 @dataclass(frozen=True, slots=True)
-class StreamWalk:
+class StreamPartition:
     """How programs of `lanes` lanes walk a streamed sample: `units` vectors of `vec` columns a position.
 
     Lanes that are too few for one more position are `idle`.
@@ -117,11 +117,13 @@ class StreamWalk:
         return {"KEEP": keep, "GROUPS": max(2, next_power_of_2(sample.groups)), "RUNS": next_power_of_2(runs)}
 
 
-def stream_walk(sample: Sample, itemsize: int, config: Streaming, samples: int, device: torch.device) -> StreamWalk:
+def stream_partition(
+    sample: Sample, itemsize: int, config: Streaming, samples: int, device: torch.device
+) -> StreamPartition:
     """The walk over `samples` samples of elements of `itemsize` bytes.
 
     Few samples are cut finer until their programs have STREAM_LEAST_WARPS warps on each multiprocessor; no further,
-    for parts have to be folded.  Where bits may not depend on `samples`, there is one.
+    for parts have to be reduced.  Where bits may not depend on `samples`, there is one.
     """
     if is_batch_invariant():
         samples = 1
@@ -140,4 +142,6 @@ def stream_walk(sample: Sample, itemsize: int, config: Streaming, samples: int, 
         splits = cdiv(steps, steps // splits)
     while apply_chunks > 1 and cdiv(sample.hw, positions * apply_chunks) < least:
         apply_chunks //= 2
-    return StreamWalk(vec, units, lanes, positions, positions * config.chunks, splits, apply_chunks, is_cut_finer)
+    return StreamPartition(
+        vec, units, lanes, positions, positions * config.chunks, splits, apply_chunks, is_cut_finer
+    )

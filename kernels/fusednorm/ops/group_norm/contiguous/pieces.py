@@ -46,7 +46,7 @@ def chunk_options(call: ForwardCall, config: InChunks, chunks: int) -> dict[str,
     }
 
 
-def piece_walk(call: ForwardCall) -> tuple[int, ...]:
+def piece_indexing(call: ForwardCall) -> tuple[int, ...]:
     """`ForwardCall.walk` in 16 bytes, or in elements where these may be of two channels."""
     vector = 16 // call.x.element_size()
     return call.walk(vector if call.sample.hw % vector == 0 else 1)
@@ -84,7 +84,7 @@ def load_chunks(
 
 
 @triton.jit
-def lane_moments(
+def moments_of_lanes(
     chunks, residuals, before, length,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
     SKEWED: tl.constexpr = False,

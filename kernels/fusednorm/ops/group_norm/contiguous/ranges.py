@@ -55,7 +55,7 @@ def _accumulate(
 
 
 @triton.jit
-def run_moments(
+def range_moments(
     x_ptr,
     residual_ptr,
     elsewhere,
@@ -156,7 +156,7 @@ def store_normalised(
 
 
 @triton.jit
-def normalise_run(
+def normalise_range(
     x_ptr,
     residual_ptr,
     parameters,

@@ -17,12 +17,12 @@ from fusednorm.launch.launch import Launch, dropout_arguments
 from fusednorm.ops.group_norm.backward_split import sums_and_apply
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.blocks import (
-    column_mask,
     load_statistic,
     load_tiles,
     most_touched,
     tile_gradient,
     tile_mask,
+    vector_mask,
 )
 from fusednorm.ops.group_norm.gradients import load_gained_affine
 from fusednorm.ops.group_norm.sample import vector_width
@@ -67,7 +67,7 @@ class BackwardColumns(BackwardConfig):
             "num_warps": self.num_warps,
             **call.gradient_options,
         }
-        kernels = group_norm_nhwc_backward_sums_kernel, group_norm_nhwc_backward_apply_kernel
+        kernels = group_norm_nhwc_backward_columns_sums_kernel, group_norm_nhwc_backward_columns_apply_kernel
         return sums_and_apply(call, kernels, (call.n * splits * blocks,), walk, options, splits)
 
 
@@ -81,7 +81,7 @@ def _start_of(sample, column, position, hw, c, lane_column, lane_row, ROWS: tl.c
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def group_norm_nhwc_backward_sums_kernel(
+def group_norm_nhwc_backward_columns_sums_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -132,7 +132,7 @@ def group_norm_nhwc_backward_sums_kernel(
     lane_column = vector * GROUP + tl.arange(0, GROUP)[None, :]
     vector_group = vector_first // channels
     place = (block_first + lane_column) // channels - vector_group
-    columns = column_mask(vector, CV, vector_first, c, EVEN)
+    columns = vector_mask(vector, CV, vector_first, c, EVEN)
     mean = load_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column
@@ -177,7 +177,7 @@ def group_norm_nhwc_backward_sums_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def group_norm_nhwc_backward_apply_kernel(
+def group_norm_nhwc_backward_columns_apply_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -232,7 +232,7 @@ def group_norm_nhwc_backward_apply_kernel(
     lane_column = vector * GROUP + tl.arange(0, GROUP)[None, :]
     vector_group = vector_first // channels
     place = (block_first + lane_column) // channels - vector_group
-    columns = column_mask(vector, CV, vector_first, c, EVEN)
+    columns = vector_mask(vector, CV, vector_first, c, EVEN)
     mean = load_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column

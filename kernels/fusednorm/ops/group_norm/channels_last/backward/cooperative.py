@@ -18,7 +18,6 @@ from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch, dropout_arguments, mailbox, resident_options
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.blocks import (
-    column_mask,
     load_gradient_tiles,
     load_statistic,
     load_tiles,
@@ -27,20 +26,21 @@ from fusednorm.ops.group_norm.channels_last.blocks import (
     prefetch_tile,
     tile_gradient,
     tile_mask,
+    vector_mask,
 )
 from fusednorm.ops.group_norm.channels_last.bundles import post_totals, slots_of_group, total_of_parts
 from fusednorm.ops.group_norm.gradients import load_gained_affine
-from fusednorm.ops.group_norm.reduce_sums import fold_parameters
+from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
 from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardBlocks(BackwardConfig):
+class BackwardCooperativeBlock(BackwardConfig):
     """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
 
     A slab is `pieces` pieces, a piece `chunks` tiles of as many positions as a vector of 16 bytes of x a thread
     makes. Blocks that groups straddle go together.  `programs_per_sm`, `lag` and `ahead` are those of
-    `BackwardShared`.
+    `BackwardCooperative`.
     """
 
     columns: int
@@ -136,8 +136,8 @@ class BackwardBlocks(BackwardConfig):
             **call.gradient_options,
         }
         return [
-            Launch(group_norm_nhwc_backward_shared_kernel, (teams * members,), arguments, options),
-            *fold_parameters(call, partial, splits),
+            Launch(group_norm_nhwc_backward_cooperative_kernel, (teams * members,), arguments, options),
+            *parameter_reductions(call, partial, splits),
         ]
 
 
@@ -147,7 +147,7 @@ class BackwardBlocks(BackwardConfig):
         "bundle_units", "bundle_blocks", "block_units", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nhwc_backward_shared_kernel(
+def group_norm_nhwc_backward_cooperative_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -259,7 +259,7 @@ def group_norm_nhwc_backward_shared_kernel(
         bundle_first = bundle * bundle_columns
         sample_size = hw.to(tl.int64) * c
         start_at = sample * sample_size + bundle_first + inside + piece * RUN * c.to(tl.int64)
-        columns = column_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
+        columns = vector_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
         tiles = load_gradient_tiles(
             dy_ptr, x_ptr, residual_ptr, start_at, at, step_size, row, left, columns, wanted,
             EVEN, ROWS, CHUNKS, "evict_last",
@@ -271,7 +271,7 @@ def group_norm_nhwc_backward_shared_kernel(
             ahead_sample = ahead_unit // bundles
             ahead_first = (ahead_unit - ahead_sample * bundles) * bundle_columns
             ahead_at = ahead_sample * sample_size + ahead_first + inside + ahead_run * c.to(tl.int64)
-            ahead_columns = column_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
+            ahead_columns = vector_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
             for i in tl.static_range(CHUNKS):
                 there = tile_mask(row + i * ROWS, hw - first - ahead_run, ahead_columns, True, EVEN)
                 prefetch_tile(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
@@ -297,7 +297,7 @@ def group_norm_nhwc_backward_shared_kernel(
             late_first = late_bundle * bundle_columns
             late_at = late_sample * sample_size + late_first + inside + late_run * c.to(tl.int64)
             late_left = hw - first - late_run
-            late_columns = column_mask(vector, block_units, late_first + vector_first, c, EVEN)
+            late_columns = vector_mask(vector, block_units, late_first + vector_first, c, EVEN)
             late_group = late_bundle * bundle_groups
             last_group = tl.minimum(bundle_groups, groups - late_group) - 1
             tile = load_gradient_tiles(

@@ -26,9 +26,9 @@ from fusednorm.ops.group_norm.channels_last.positions import (
     sums_of_columns,
     turns_of,
 )
-from fusednorm.ops.group_norm.channels_last.stream import stream_walk
+from fusednorm.ops.group_norm.channels_last.stream import stream_partition
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
-from fusednorm.ops.group_norm.reduce_sums import fold_groups, fold_parameters
+from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,47 +46,47 @@ class BackwardStream(BackwardConfig):
 
     def launches(self, call: BackwardCall) -> list[Launch]:
         sample = call.sample
-        walk = stream_walk(sample, call.x.element_size(), self, call.n, call.x.device)
-        parts = call.parts(walk.splits)
+        partition = stream_partition(sample, call.x.element_size(), self, call.n, call.x.device)
+        parts = call.parts(partition.splits)
         sum_g, sum_g_xhat = empty_statistics(call.x, sample)
-        piece = walk.positions * walk.apply_chunks
-        pieces = 1 if walk.is_cut_finer else self.apply_pieces
+        piece = partition.positions * partition.apply_chunks
+        pieces = 1 if partition.is_cut_finer else self.apply_pieces
         programs = cdiv(sample.hw, piece * pieces)
         epilogue = (call.scale_stride, *dropout_arguments(call.epilogue))
         sums = (
-            *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, sample.hw, walk.units,
-            sample.groups, sample.channels, walk.splits, *epilogue,
+            *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, sample.hw, partition.units,
+            sample.groups, sample.channels, partition.splits, *epilogue,
         )  # fmt: skip
         apply = (
             *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
-            call.out.dx, sample.hw, walk.units, sample.groups, sample.channels, call.n, pieces, *epilogue,
+            call.out.dx, sample.hw, partition.units, sample.groups, sample.channels, call.n, pieces, *epilogue,
         )  # fmt: skip
         options = {
-            **walk.tile(self.num_warps),
-            "IDLE": walk.idle,
-            "LABELS": most_touched(sample.channels, walk.vec),
+            **partition.tile(self.num_warps),
+            "IDLE": partition.idle,
+            "LABELS": most_touched(sample.channels, partition.vec),
             "PREFETCH": can_prefetch(sample.c, *call.inputs),
             **call.gradient_options,
         }
         sums_options = {
             **options,
-            "POSITIONS": walk.positions,
-            "COLUMNS": walk.vec * next_power_of_2(walk.units),
+            "POSITIONS": partition.positions,
+            "COLUMNS": partition.vec * next_power_of_2(partition.units),
             "CHUNKS": self.chunks,
-            "WHOLE": sample.hw % walk.step == 0,
+            "WHOLE": sample.hw % partition.step == 0,
             "EARLY": call.early,
         }
         apply_options = {
             **options,
-            "CHUNKS": walk.apply_chunks,
+            "CHUNKS": partition.apply_chunks,
             "WHOLE": sample.hw % (piece * pieces) == 0,
             **dependent(call.early),
         }
         return [
-            Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * walk.splits,), sums, sums_options),
-            fold_groups(call, parts, sum_g, sum_g_xhat, walk.splits),
+            Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * partition.splits,), sums, sums_options),
+            group_reduction(call, parts, sum_g, sum_g_xhat, partition.splits),
             Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
-            *fold_parameters(call, parts, walk.splits, beside=True),
+            *parameter_reductions(call, parts, partition.splits, beside=True),
         ]
 
 

@@ -25,11 +25,11 @@ from fusednorm.ops.group_norm.call import (
 from fusednorm.ops.group_norm.channels_last.columns import (
     block_of_columns,
     channel_moments,
-    load_statistic,
     normalise_rows,
+    statistic_of_columns,
 )
 from fusednorm.ops.group_norm.checks import lies_otherwise
-from fusednorm.ops.group_norm.reduce import fold_moments_launch
+from fusednorm.ops.group_norm.reduce import moments_reduction
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 
 
@@ -68,13 +68,13 @@ class ForwardColumns(ForwardConfig):
         }
         return [
             *self.statistics(call.x, sample, call.eps, call.residual, mean, rstd),
-            Launch(group_norm_nhwc_apply_kernel, (call.n * runs * blocks,), arguments, options),
+            Launch(group_norm_nhwc_columns_apply_kernel, (call.n * runs * blocks,), arguments, options),
         ]
 
     def statistics(
         self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
     ) -> list[Launch]:
-        """The launches that fill mean and rstd: channel moments over splits of the positions, and their fold."""
+        """The launches that fill mean and rstd: moments of channels over splits of the positions, reduced."""
         splits = cdiv(sample.hw, self.split_rows)
         blocks = cdiv(sample.c, self.width)
         tile = self._tile(sample, x.element_size())
@@ -92,8 +92,8 @@ class ForwardColumns(ForwardConfig):
         }
         grid = (x.shape[0] * splits * blocks,)
         return [
-            Launch(group_norm_nhwc_stats_kernel, grid, arguments, options),
-            fold_moments_launch(parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw),
+            Launch(group_norm_nhwc_columns_moments_kernel, grid, arguments, options),
+            moments_reduction(parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw),
         ]
 
     def _tile(self, sample: Sample, itemsize: int) -> Mapping[str, int]:
@@ -107,7 +107,7 @@ class ForwardColumns(ForwardConfig):
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "splits", "split_rows", "blocks"])
-def group_norm_nhwc_stats_kernel(
+def group_norm_nhwc_columns_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
@@ -149,7 +149,7 @@ def group_norm_nhwc_stats_kernel(
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks"])
-def group_norm_nhwc_apply_kernel(
+def group_norm_nhwc_columns_apply_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -199,10 +199,10 @@ def group_norm_nhwc_apply_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
     await_previous(EARLY)
-    scale = load_statistic(rstd_ptr, group, column_mask) * weight
+    scale = statistic_of_columns(rstd_ptr, group, column_mask) * weight
     normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
-        load_statistic(mean_ptr, group, column_mask), scale, bias,
+        statistic_of_columns(mean_ptr, group, column_mask), scale, bias,
         sample, first_row, tl.minimum(first_row + run_rows, hw), hw, c.to(tl.int64), column, column_mask,
         seed, dropout_threshold, dropout_scale, ROWS, 1, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

@@ -11,16 +11,16 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
 from fusednorm.jit.prefetch import touch_rows
 from fusednorm.launch.launch import Launch, dropout_arguments, mailbox, resident_options
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_room
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_registers
 from fusednorm.ops.group_norm.channels_last.pieces import (
     block_options,
     block_tile,
     columns_of,
-    fold_to_groups,
     load_columns,
     load_rows,
     merge_members,
     of_runs,
+    reduce_to_groups,
     row_of_lane,
     run_moments,
     store_statistics,
@@ -30,10 +30,10 @@ from fusednorm.ops.group_norm.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardSharedBlock(ForwardConfig):
+class ForwardCooperativeBlock(ForwardConfig):
     """Programs that share a block of `block_groups` groups of one sample, `chunks` chunks of positions each.
 
-    Otherwise as `ForwardShared`.
+    Otherwise as `ForwardCooperative`.
     """
 
     block_groups: int
@@ -56,7 +56,7 @@ class ForwardSharedBlock(ForwardConfig):
         tile = block_tile(sample, self.block_groups, self.num_warps, size)
         slabs = 1 if self.lag == 0 else 2
         held = slabs * self.chunks * tile.vec * call.held_bytes
-        return with_room(self, call, held, members=self.members(sample, size))
+        return with_registers(self, call, held, members=self.members(sample, size))
 
     def launches(self, call: ForwardCall) -> list[Launch]:
         sample = call.sample
@@ -84,7 +84,7 @@ class ForwardSharedBlock(ForwardConfig):
             sample.groups, sample.channels, blocks, self.block_groups, call.eps,
             call.scale_stride, *dropout_arguments(call.epilogue),
         )  # fmt: skip
-        return [Launch(group_norm_nhwc_shared_kernel, (programs,), arguments, options)]
+        return [Launch(group_norm_nhwc_cooperative_kernel, (programs,), arguments, options)]
 
 
 @triton.jit(
@@ -93,7 +93,7 @@ class ForwardSharedBlock(ForwardConfig):
         "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nhwc_shared_kernel(
+def group_norm_nhwc_cooperative_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -261,6 +261,6 @@ def _post_moments(
 ):  # fmt: skip
     """Tell the other members the moments of a piece, a pair for each group."""
     mean, square = run_moments(chunks, residuals, rows, FULL, ROWS, KEEP, FAST)
-    mean, square = fold_to_groups(mean, square, belongs, runs, rows.to(tl.float32) * WIDTH, FAST)
+    mean, square = reduce_to_groups(mean, square, belongs, runs, rows.to(tl.float32) * WIDTH, FAST)
     slots = pair_slot_of(mailbox_ptr, team, tag, member, members, group, GROUPS, DEPTH)
     post_pairs(slots, group < GROUPS, tag, mean, square)

@@ -13,17 +13,17 @@ from fusednorm.ops.group_norm.call import (
     ForwardCall,
     ForwardConfig,
     epilogue_options,
-    shared_writers,
-    with_room,
+    with_registers,
+    writers_of_one,
 )
 from fusednorm.ops.group_norm.channels_last.pieces import (
     block_options,
     block_tile,
     columns_of,
-    fold_to_groups,
     load_columns,
     load_rows,
     of_runs,
+    reduce_to_groups,
     row_of_lane,
     run_moments,
     store_statistics,
@@ -32,10 +32,10 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBlock(ForwardConfig):
+class ForwardResidentBlock(ForwardConfig):
     """A block of `block_groups` groups of one sample a program, held as it lies in memory.
 
-    Otherwise as `ForwardHeld`: 16 bytes a thread for each chunk of positions.
+    Otherwise as `ForwardResident`: 16 bytes a thread for each chunk of positions.
     """
 
     block_groups: int
@@ -45,13 +45,13 @@ class ForwardBlock(ForwardConfig):
 
     def fitted(self, call: ForwardCall) -> Self | None:
         tile = block_tile(call.sample, self.block_groups, self.num_warps, call.x.element_size())
-        return with_room(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
+        return with_registers(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
 
     def launches(self, call: ForwardCall) -> list[Launch]:
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
-        writers = shared_writers(units, self.writers, multiprocessor_count(call.x.device))
+        writers = writers_of_one(units, self.writers, multiprocessor_count(call.x.device))
         tile = block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
@@ -67,7 +67,7 @@ class ForwardBlock(ForwardConfig):
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
             **epilogue_options(call.epilogue),
         }
-        return [Launch(group_norm_nhwc_held_kernel, (units * writers,), arguments, options)]
+        return [Launch(group_norm_nhwc_resident_kernel, (units * writers,), arguments, options)]
 
 
 @triton.jit(
@@ -76,7 +76,7 @@ class ForwardBlock(ForwardConfig):
         "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nhwc_held_kernel(
+def group_norm_nhwc_resident_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -114,7 +114,7 @@ def group_norm_nhwc_held_kernel(
 ):
     """A block of whole groups' columns of one sample a program, read once; SHARED, `writers` programs a block.
 
-    Those each take all of its moments and write a share of its chunks; see `group_norm_nchw_held_kernel`.
+    Those each take all of its moments and write a share of its chunks; see `group_norm_nchw_resident_kernel`.
     """
     program = tl.program_id(0)
     if SHARED:
@@ -147,7 +147,7 @@ def group_norm_nhwc_held_kernel(
     run_mean, run_square = run_moments(chunks, residuals, hw, FULL, ROWS, KEEP, FAST)
     width: tl.constexpr = VEC // KEEP
     length = (hw * channels).to(tl.float32)
-    mean, square = fold_to_groups(
+    mean, square = reduce_to_groups(
         run_mean, run_square, belongs, channels.to(tl.float32) / width, hw.to(tl.float32) * width, FAST
     )
     rstd = 1.0 / tl.sqrt(square / length + eps)

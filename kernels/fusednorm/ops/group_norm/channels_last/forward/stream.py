@@ -1,4 +1,4 @@
-"""Forward pass that streams channels-last samples twice: moments, their fold, then y.
+"""Forward pass that streams channels-last samples twice: moments, their reduction, then y.
 
 No program waits for another.
 """
@@ -18,19 +18,21 @@ from fusednorm.ops.group_norm.affine import load_masked_affine
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, pair
 from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
 from fusednorm.ops.group_norm.channels_last.samples import load_sample_piece, split_moments, write_sample_piece
-from fusednorm.ops.group_norm.channels_last.stream import stream_walk
+from fusednorm.ops.group_norm.channels_last.stream import stream_partition
 
-_FOLD_CHANNELS = 512
-"""Channels at a time, at most, for which a fold writes coefficients."""
+_REDUCE_CHANNELS = 512
+"""Channels at a time, at most, for which a reduction writes coefficients."""
 
-_FOLD_WARPS = 4
-"""Of a program that folds a group's moments; one warp, which has nobody to wait for, is quicker where few do."""
+_REDUCE_WARPS = 4
+"""Of a program that reduces a group's moments; one warp, which has nobody to wait for, is quicker where few do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardStream(ForwardConfig):
-    """Moments of up to `splits` parts of each sample, `chunks` accesses of a thread a step; their fold; then y of
-    pieces of `apply_chunks` accesses."""
+    """Moments of up to `splits` parts of each sample, `chunks` accesses of a thread a step; then y of pieces.
+
+    A piece is `apply_chunks` accesses of a thread.
+    """
 
     num_warps: int
     chunks: int
@@ -39,44 +41,44 @@ class ForwardStream(ForwardConfig):
 
     def launches(self, call: ForwardCall) -> list[Launch]:
         sample, x, out = call.sample, call.x, call.out
-        walk = stream_walk(sample, x.element_size(), self, call.n, x.device)
-        parts = pair(x, call.n, walk.splits, sample.groups)
+        partition = stream_partition(sample, x.element_size(), self, call.n, x.device)
+        parts = pair(x, call.n, partition.splits, sample.groups)
         coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
-        piece = walk.positions * walk.apply_chunks
+        piece = partition.positions * partition.apply_chunks
         moments = (
-            x, call.residual, *parts, sample.hw, walk.units, sample.groups, sample.channels, walk.splits
+            x, call.residual, *parts, sample.hw, partition.units, sample.groups, sample.channels, partition.splits
         )  # fmt: skip
-        fold = (
+        reduce = (
             *parts, *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
-            sample.channels, walk.splits, walk.step, call.scale_stride, call.n * sample.c, call.eps,
+            sample.channels, partition.splits, partition.step, call.scale_stride, call.n * sample.c, call.eps,
         )  # fmt: skip
         apply = (
-            x, call.residual, out.y, out.residual_out, coefficients, sample.hw, walk.units, call.n,
+            x, call.residual, out.y, out.residual_out, coefficients, sample.hw, partition.units, call.n,
             *dropout_arguments(call.epilogue),
         )  # fmt: skip
         return [
             Launch(
                 group_norm_nhwc_stream_moments_kernel,
-                (call.n * walk.splits,),
+                (call.n * partition.splits,),
                 moments,
                 {
-                    **walk.tile(self.num_warps),
-                    **walk.moments(sample),
+                    **partition.tile(self.num_warps),
+                    **partition.moments(sample),
                     "CHUNKS": self.chunks,
-                    "WHOLE": sample.hw % walk.step == 0,
+                    "WHOLE": sample.hw % partition.step == 0,
                     "FAST": not INTERPRETED,
                     "EARLY": call.early,
                 },
             ),
             Launch(
-                group_norm_nhwc_stream_fold_kernel,
+                group_norm_nhwc_stream_reduce_kernel,
                 (call.n * sample.groups,),
-                fold,
+                reduce,
                 {
-                    "SPLITS": next_power_of_2(walk.splits),
-                    "BLOCK_CHANNELS": min(_FOLD_CHANNELS, next_power_of_2(sample.channels)),
+                    "SPLITS": next_power_of_2(partition.splits),
+                    "BLOCK_CHANNELS": min(_REDUCE_CHANNELS, next_power_of_2(sample.channels)),
                     "FAST": not INTERPRETED,
-                    "num_warps": 1 if walk.is_cut_finer else _FOLD_WARPS,
+                    "num_warps": 1 if partition.is_cut_finer else _REDUCE_WARPS,
                     **dependent(call.early),
                 },
             ),
@@ -85,9 +87,9 @@ class ForwardStream(ForwardConfig):
                 (call.n * cdiv(sample.hw, piece),),
                 apply,
                 {
-                    **walk.tile(self.num_warps),
-                    "IDLE": walk.idle,
-                    "CHUNKS": walk.apply_chunks,
+                    **partition.tile(self.num_warps),
+                    "IDLE": partition.idle,
+                    "CHUNKS": partition.apply_chunks,
                     "WHOLE": sample.hw % piece == 0,
                     **dependent(call.early),
                     **epilogue_options(call.epilogue),
@@ -130,7 +132,7 @@ def group_norm_nhwc_stream_moments_kernel(
 
 
 @triton.jit(do_not_specialize=["hw", "groups", "channels", "splits", "step", "scale_stride", "columns"])
-def group_norm_nhwc_stream_fold_kernel(
+def group_norm_nhwc_stream_reduce_kernel(
     mean_part_ptr,
     square_part_ptr,
     weight_ptr,

@@ -25,12 +25,12 @@ from fusednorm.ops.group_norm.contiguous.runs import (
     write_run,
 )
 from fusednorm.ops.group_norm.gradients import load_gained_affine
-from fusednorm.ops.group_norm.reduce_sums import fold_parameters
+from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
 from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardShared(BackwardConfig):
+class BackwardCooperative(BackwardConfig):
     """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
 
     A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile a vector of 16 bytes of x a thread.
@@ -110,8 +110,8 @@ class BackwardShared(BackwardConfig):
             **call.gradient_options,
         }
         return [
-            Launch(group_norm_nchw_backward_shared_kernel, (teams * members,), arguments, options),
-            *fold_parameters(call, partial, parts),
+            Launch(group_norm_nchw_backward_cooperative_kernel, (teams * members,), arguments, options),
+            *parameter_reductions(call, partial, parts),
         ]
 
 
@@ -121,7 +121,7 @@ class BackwardShared(BackwardConfig):
         "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nchw_backward_shared_kernel(
+def group_norm_nchw_backward_cooperative_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,

@@ -25,7 +25,7 @@ _SIZES = [
 
 @dataclass(frozen=True, slots=True)
 class BackwardSplit(BackwardConfig):
-    """Parts of contiguous groups as in `BackwardShared`, one a program, in a kernel for sums and one for dx."""
+    """Parts of groups as in `BackwardCooperative`, one a program, in a kernel for sums and one for dx."""
 
     channels: int
     chunks: int
@@ -56,7 +56,7 @@ class BackwardSplit(BackwardConfig):
             "num_warps": self.num_warps,
             **call.gradient_options,
         }
-        kernels = group_norm_nchw_backward_sums_kernel, group_norm_nchw_backward_apply_kernel
+        kernels = group_norm_nchw_backward_split_sums_kernel, group_norm_nchw_backward_split_apply_kernel
         return sums_and_apply(call, kernels, (call.n * sample.groups * blocks * parts,), walk, options, parts)
 
 
@@ -91,7 +91,7 @@ def _start_of(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def group_norm_nchw_backward_sums_kernel(
+def group_norm_nchw_backward_split_sums_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -187,7 +187,7 @@ def group_norm_nchw_backward_sums_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def group_norm_nchw_backward_apply_kernel(
+def group_norm_nchw_backward_split_apply_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,

@@ -19,7 +19,7 @@ from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch, dropout_arguments
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
-from fusednorm.ops.group_norm.reduce_sums import fold_parameters
+from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BackwardTile(BackwardConfig):
         grid = (cdiv(rows, self.rows),)
         return [
             Launch(group_norm_nchw_backward_tile_kernel, grid, arguments, options),
-            *fold_parameters(call, parts, 1),
+            *parameter_reductions(call, parts, 1),
         ]
 
 

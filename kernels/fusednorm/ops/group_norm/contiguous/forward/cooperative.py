@@ -12,16 +12,16 @@ from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.pieces import merge, merge_even, total_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import Launch, dropout_arguments, known_whole_in_slabs, mailbox, resident_options
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_room
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_registers
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
     can_prefetch_groups,
     chunk_options,
-    lane_moments,
     load_chunk_affine,
     load_chunks,
+    moments_of_lanes,
     parameters_mode,
-    piece_walk,
+    piece_indexing,
     same_for_all,
     write_chunks,
 )
@@ -29,7 +29,7 @@ from fusednorm.ops.group_norm.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardShared(ForwardConfig):
+class ForwardCooperative(ForwardConfig):
     """Programs that share a group, a slab of `chunks` chunks of 8 elements a thread each.
 
     `programs_per_sm` of them are resident.  A slab is read again `lag` groups after its moments went out; with 0
@@ -58,7 +58,9 @@ class ForwardShared(ForwardConfig):
         slabs = 1 if self.lag == 0 else 2
         # Vectors in two channels take the parameters of both.
         extra = 48 if call.sample.hw * call.x.element_size() % 16 else 0
-        return with_room(self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.members(call.sample))
+        return with_registers(
+            self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.members(call.sample)
+        )
 
     def launches(self, call: ForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
@@ -69,7 +71,7 @@ class ForwardShared(ForwardConfig):
         programs = min(rows, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
             *call.tensors, *call.statistics, mailbox(call.x.device, depth * programs), rows, members,
-            call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
+            call.group_units, *piece_indexing(call), call.eps, *dropout_arguments(call.epilogue),
         )  # fmt: skip
         options = {
             **chunk_options(call, self, self.chunks),
@@ -86,7 +88,7 @@ class ForwardShared(ForwardConfig):
             **resident_options(self),
             **epilogue_options(call.epilogue),
         }
-        return [Launch(group_norm_nchw_shared_kernel, (programs,), arguments, options)]
+        return [Launch(group_norm_nchw_cooperative_kernel, (programs,), arguments, options)]
 
 
 @triton.jit
@@ -119,10 +121,10 @@ def _slab_moments(
     """Mean, rest and sum of squares of a slab; without masks where it is whole, whether or not all are."""
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
-        count, means, rests, squares = lane_moments(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP, FAST)
+        count, means, rests, squares = moments_of_lanes(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP, FAST)
         moments = total_moments(count, means, rests, squares, True, FAST)
     else:
-        count, means, rests, squares = lane_moments(
+        count, means, rests, squares = moments_of_lanes(
             chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
         )
         moments = total_moments(count, means, rests, squares, False, FAST)
@@ -158,7 +160,7 @@ def _write_slab(
         "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nchw_shared_kernel(
+def group_norm_nchw_cooperative_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,

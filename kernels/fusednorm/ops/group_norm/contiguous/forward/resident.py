@@ -11,23 +11,29 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.pieces import total_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, touch
 from fusednorm.launch.launch import Launch, dropout_arguments, known_whole, registers_for
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, shared_writers, with_room
+from fusednorm.ops.group_norm.call import (
+    ForwardCall,
+    ForwardConfig,
+    epilogue_options,
+    with_registers,
+    writers_of_one,
+)
 from fusednorm.ops.group_norm.contiguous.frames import frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
     can_prefetch_groups,
     chunk_options,
-    lane_moments,
     load_chunk_affine,
     load_chunks,
+    moments_of_lanes,
     parameters_mode,
-    piece_walk,
+    piece_indexing,
     same_for_all,
     write_chunks,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardHeld(ForwardConfig):
+class ForwardResident(ForwardConfig):
     """One group a program, held as it lies in memory in chunks of 8 elements a thread.
 
     Registers are kept to what lets `programs_per_sm` of them be resident.  Launches with fewer programs than half
@@ -47,16 +53,16 @@ class ForwardHeld(ForwardConfig):
 
     def fitted(self, call: ForwardCall) -> Self | None:
         chunks = cdiv(call.sample.frame_length, self.block)
-        return with_room(self, call, chunks * 8 * call.held_bytes)
+        return with_registers(self, call, chunks * 8 * call.held_bytes)
 
     def launches(self, call: ForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
         multiprocessors = multiprocessor_count(call.x.device)
-        writers = shared_writers(rows, self.writers, multiprocessors)
+        writers = writers_of_one(rows, self.writers, multiprocessors)
         chunks = cdiv(sample.frame_length, self.block)
         arguments = (
             *call.tensors, *call.statistics, writers, self.ahead_per_sm * multiprocessors if writers == 1 else 0,
-            call.group_units, *piece_walk(call), call.eps, *dropout_arguments(call.epilogue),
+            call.group_units, *piece_indexing(call), call.eps, *dropout_arguments(call.epilogue),
         )  # fmt: skip
         options = {
             **chunk_options(call, self, chunks),
@@ -69,7 +75,7 @@ class ForwardHeld(ForwardConfig):
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
             **epilogue_options(call.epilogue),
         }
-        return [Launch(group_norm_nchw_held_kernel, (rows * writers,), arguments, options)]
+        return [Launch(group_norm_nchw_resident_kernel, (rows * writers,), arguments, options)]
 
 
 @triton.jit(
@@ -78,7 +84,7 @@ class ForwardHeld(ForwardConfig):
         "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nchw_held_kernel(
+def group_norm_nchw_resident_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -145,7 +151,7 @@ def group_norm_nchw_held_kernel(
         if ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
             next_base, next_before = frame_of(row + ahead, length, GROUP, SKEWED)
             prefetch(x_ptr + next_base, whole_vectors(next_before + length, GROUP))
-    count, means, rests, squares = lane_moments(
+    count, means, rests, squares = moments_of_lanes(
         chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
     )
     mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED, FAST)

@@ -15,8 +15,8 @@ from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent, dropout_arguments
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, pair
 from fusednorm.ops.group_norm.checks import lies_otherwise
-from fusednorm.ops.group_norm.contiguous.ranges import normalise_run, run_moments
-from fusednorm.ops.group_norm.reduce import FOLD_BLOCK, fold_moments, fold_moments_launch
+from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
+from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, moments_reduction, reduce_moments
 from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, vector_width
 
 
@@ -33,19 +33,19 @@ class ForwardSplit(ForwardConfig):
         parts, splits, partial = self._parts(call.x, call.sample, call.residual)
         programs = cdiv(call.group_units, self.program_units)
         arguments = (
-            *call.tensors, *parts, *call.statistics, call.group_units, *call.channel_walk,
+            *call.tensors, *parts, *call.statistics, call.group_units, *call.channel_indexing,
             splits, self.split_units, programs, self.program_units,
             call.eps, *dropout_arguments(call.epilogue),
         )  # fmt: skip
         options = {
-            "BLOCK_SPLITS": min(FOLD_BLOCK, next_power_of_2(splits)),
+            "BLOCK_SPLITS": min(REDUCE_BLOCK, next_power_of_2(splits)),
             "WIDE": call.sample.group_length >= WIDE_GROUP,
             "RESIDUAL_OTHER": lies_otherwise(call.residual, False),
             **dependent(call.early),
             **call.contiguous_options(self.units, self.num_warps),
         }
         grid = (call.n * call.sample.groups * programs,)
-        return [partial, Launch(group_norm_nchw_apply_kernel, grid, arguments, options)]
+        return [partial, Launch(group_norm_nchw_split_apply_kernel, grid, arguments, options)]
 
     def statistics(
         self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
@@ -53,8 +53,8 @@ class ForwardSplit(ForwardConfig):
         """The launches that fill mean and rstd alone."""
         vec = vector_width(x.element_size(), sample.group_length)
         parts, splits, partial = self._parts(x, sample, residual)
-        fold = fold_moments_launch(parts, splits, mean, rstd, eps, 1, self.split_units * vec, sample.group_length)
-        return [partial, fold]
+        reduce = moments_reduction(parts, splits, mean, rstd, eps, 1, self.split_units * vec, sample.group_length)
+        return [partial, reduce]
 
     def _parts(
         self, x: Tensor, sample: Sample, residual: Tensor | None
@@ -77,11 +77,11 @@ class ForwardSplit(ForwardConfig):
             "num_warps": self.num_warps,
         }
         grid = (x.shape[0] * sample.groups * splits,)
-        return parts, splits, Launch(group_norm_nchw_stats_kernel, grid, arguments, options)
+        return parts, splits, Launch(group_norm_nchw_split_moments_kernel, grid, arguments, options)
 
 
 @triton.jit(do_not_specialize=["group_units", "groups", "channels", "splits", "split_units"])
-def group_norm_nchw_stats_kernel(
+def group_norm_nchw_split_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
@@ -114,7 +114,7 @@ def group_norm_nchw_stats_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += sample * groups * (group_units * VEC) if RESIDUAL_OTHER else base
-    mean, square = run_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST)
+    mean, square = range_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST)
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)
     tl.store(square_part_ptr + slot, square)
@@ -127,7 +127,7 @@ def group_norm_nchw_stats_kernel(
         "programs_a_group", "program_units",
     ]
 )  # fmt: skip
-def group_norm_nchw_apply_kernel(
+def group_norm_nchw_split_apply_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -166,13 +166,13 @@ def group_norm_nchw_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Fold the parts of one group, then write one run of it; programs walk the tensor backwards."""
+    """Reduce the parts of one group, then write one run of it; programs walk the tensor backwards."""
     await_previous(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group
     part = program - row * programs_a_group
     sample = row // groups
-    mean, variance = fold_moments(
+    mean, variance = reduce_moments(
         mean_part_ptr + sample * splits * groups,
         square_part_ptr + sample * splits * groups,
         row - sample * groups,
@@ -196,7 +196,7 @@ def group_norm_nchw_apply_kernel(
         first = first.to(tl.int32)
         last = last.to(tl.int32)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    normalise_run(
+    normalise_range(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fusednorm.launch.launch import Launch, dropout_arguments
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
-from fusednorm.ops.group_norm.contiguous.ranges import normalise_run, run_moments
+from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ForwardSweep(ForwardConfig):
 
     def launches(self, call: ForwardCall) -> list[Launch]:
         arguments = (
-            *call.tensors, *call.statistics, call.group_units, *call.channel_walk,
+            *call.tensors, *call.statistics, call.group_units, *call.channel_indexing,
             call.eps, *dropout_arguments(call.epilogue),
         )  # fmt: skip
         options = call.contiguous_options(self.units, self.num_warps)
@@ -62,13 +62,13 @@ def group_norm_nchw_sweep_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
-    mean, square = run_moments(x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False, FAST)
+    mean, square = range_moments(x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False, FAST)
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
         tl.store(rstd_ptr + row + tl.zeros((1, 1, 1), tl.int32), rstd)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    normalise_run(
+    normalise_range(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,

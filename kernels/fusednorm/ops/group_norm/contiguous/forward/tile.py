@@ -24,7 +24,7 @@ class ForwardTile(ForwardConfig):
     def launches(self, call: ForwardCall) -> list[Launch]:
         rows = call.n * call.sample.groups
         arguments = (
-            *call.tensors, *call.statistics, rows, call.group_units, *call.channel_walk,
+            *call.tensors, *call.statistics, rows, call.group_units, *call.channel_indexing,
             call.eps, *dropout_arguments(call.epilogue),
         )  # fmt: skip
         options = {"ROWS": self.rows, **call.contiguous_options(self.units, self.num_warps)}
