@@ -1,8 +1,9 @@
 """Groups that programs share in the backward pass, without waiting: see `plain_mailbox`."""
 
 import fusednorm.api.group_norm as ours
+import fusednorm.ops.group_norm.channels_last.backward.bundles as bundles
 import fusednorm.ops.group_norm.channels_last.backward.cooperative as nhwc
-import fusednorm.ops.group_norm.channels_last.bundles as bundles
+import fusednorm.ops.group_norm.channels_last.group_sums as group_sums
 import fusednorm.ops.group_norm.contiguous.backward.cooperative as nchw
 import pytest
 import torch
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU prog
 @pytest.fixture
 def share(monkeypatch):
     """Makes the launcher take a configuration that shares, as far as the interpreter can run it."""
-    use_plain_mailbox(monkeypatch, nchw, nhwc, bundles)
+    use_plain_mailbox(monkeypatch, nchw, nhwc, bundles, group_sums)
     made = plan.plan_backward
 
     def choose(config):

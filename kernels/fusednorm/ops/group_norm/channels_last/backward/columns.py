@@ -11,19 +11,11 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.moments import widened
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch, dropout_arguments
-from fusednorm.ops.group_norm.backward_split import sums_and_apply
+from fusednorm.ops.group_norm.backward_split import sums_and_apply, sums_of_pieces, write_pieces
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
-from fusednorm.ops.group_norm.channels_last.blocks import (
-    load_statistic,
-    load_tiles,
-    most_touched,
-    tile_gradient,
-    tile_mask,
-    vector_mask,
-)
+from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched, vector_mask
 from fusednorm.ops.group_norm.gradients import load_gained_affine
 from fusednorm.ops.group_norm.sample import vector_width
 
@@ -35,6 +27,9 @@ class BackwardColumns(BackwardConfig):
     """Slabs of `columns` columns, a power of two, one a program, in a kernel for sums and one for dx.
 
     A slab is `pieces` pieces of `chunks` tiles of as many positions as one vector a thread makes.
+
+    Alone serves C above 512 vectors (see `ForwardColumns`) where nothing may wait, where C is not whole 16 bytes,
+    or where samples are too large to be shared; and dy, residual or dresidual_out in the other layout.
     """
 
     columns: int
@@ -52,7 +47,7 @@ class BackwardColumns(BackwardConfig):
         slab_rows = self.pieces * self.chunks * self.rows(vec)
         splits = cdiv(sample.hw, slab_rows)
         blocks = cdiv(sample.c, self.columns)
-        walk = (
+        shape = (
             splits, blocks, self.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
             call.scale_stride, *dropout_arguments(call.epilogue),
         )  # fmt: skip
@@ -68,16 +63,7 @@ class BackwardColumns(BackwardConfig):
             **call.gradient_options,
         }
         kernels = group_norm_nhwc_backward_columns_sums_kernel, group_norm_nhwc_backward_columns_apply_kernel
-        return sums_and_apply(call, kernels, (call.n * splits * blocks,), walk, options, splits)
-
-
-@triton.jit
-def _start_of(sample, column, position, hw, c, lane_column, lane_row, ROWS: tl.constexpr, OTHER: tl.constexpr):
-    """Where a tile starts, where its elements lie behind that, and how far the next tile is, in either layout."""
-    if OTHER:
-        return (sample * c + column) * hw + position, lane_column * hw + lane_row, tl.full((), ROWS, tl.int64)
-    else:
-        return (sample * hw + position) * c + column, lane_row * c.to(tl.int32) + lane_column, c * ROWS
+        return sums_and_apply(call, kernels, (call.n * splits * blocks,), shape, options, splits)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -137,36 +123,12 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column
     slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
-    scale = slope * rstd
     first = split.to(tl.int64) * pieces * RUN
-    sum_dz = tl.zeros((LANES, GROUP), tl.float32)
-    sum_dz_centred = tl.zeros((LANES, GROUP), tl.float32)
-    for piece in range(0, pieces):
-        position = first + piece * RUN
-        left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _start_of(sample, block_first, position, hw, c, lane_column, row, ROWS, False)
-        dy_start, dy_at, dy_step = _start_of(sample, block_first, position, hw, c, lane_column, row, ROWS, DY_OTHER)
-        residual_start, residual_at, residual_step = _start_of(
-            sample, block_first, position, hw, c, lane_column, row, ROWS, RESIDUAL_OTHER
-        )
-        tiles = (
-            load_tiles(
-                dy_ptr, dy_start, dy_at, dy_step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_last"
-            ),
-            load_tiles(x_ptr, start, at, step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_last"),
-            load_tiles(
-                residual_ptr, residual_start, residual_at, residual_step, row, left, columns, True,
-                EVEN, ROWS, CHUNKS, "evict_last",
-            ),
-        )  # fmt: skip
-        for i in tl.static_range(CHUNKS):
-            centred, dz = tile_gradient(
-                tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
-                start - sample * c * hw + i * step + at, seed, dropout_threshold, dropout_scale,
-                EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
-            )  # fmt: skip
-            sum_dz += dz
-            sum_dz_centred += dz * centred
+    sum_dz, sum_dz_centred = sums_of_pieces(
+        dy_ptr, x_ptr, residual_ptr, sample, block_first, first, pieces, hw, c, (lane_column, row, columns),
+        mean, slope, rstd, offset, (seed, dropout_threshold, dropout_scale), LANES, GROUP, ROWS, CHUNKS, EVEN,
+        True, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+    )  # fmt: skip
     channel_dz, channel_dz_xhat = sum_pair(
         tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_centred * rstd, (ROWS, WIDTH)), 0, FAST
     )
@@ -245,42 +207,9 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     constant = sum_g * inverse_size * rstd
     factor = sum_g_xhat * inverse_size * rstd * rstd
     first = split.to(tl.int64) * pieces * RUN
-    for back in range(0, pieces):
-        position = first + (pieces - 1 - back) * RUN
-        left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _start_of(sample, block_first, position, hw, c, lane_column, row, ROWS, False)
-        dy_start, dy_at, dy_step = _start_of(sample, block_first, position, hw, c, lane_column, row, ROWS, DY_OTHER)
-        outside_start, outside_at, outside_step = _start_of(
-            sample, block_first, position, hw, c, lane_column, row, ROWS, OUTSIDE_OTHER
-        )
-        residual_start, residual_at, residual_step = _start_of(
-            sample, block_first, position, hw, c, lane_column, row, ROWS, RESIDUAL_OTHER
-        )
-        tiles = (
-            load_tiles(
-                dy_ptr, dy_start, dy_at, dy_step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_first"
-            ),
-            load_tiles(x_ptr, start, at, step, row, left, columns, True, EVEN, ROWS, CHUNKS, "evict_first"),
-            load_tiles(
-                residual_ptr, residual_start, residual_at, residual_step, row, left, columns, True,
-                EVEN, ROWS, CHUNKS, "evict_first",
-            ),
-        )  # fmt: skip
-        outsides = load_tiles(
-            dresidual_out_ptr, outside_start, outside_at, outside_step, row, left, columns, True,
-            EVEN, ROWS, CHUNKS, "evict_first",
-        )  # fmt: skip
-        for i in tl.static_range(CHUNKS):
-            centred, dz = tile_gradient(
-                tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
-                start - sample * c * hw + i * step + at, seed, dropout_threshold, dropout_scale,
-                True, ACTIVATION, DROPOUT, GAIN, FAST,
-            )  # fmt: skip
-            dx = dz * scale - (centred * factor + constant)
-            if len(outsides) > 0:
-                dx += widened(outsides[i], FAST)
-            mask = tile_mask(row + i * ROWS, left, columns, True, EVEN)
-            tl.store(
-                dx_ptr + start + i * step + at, dx.to(dx_ptr.dtype.element_ty), mask=mask,
-                eviction_policy="evict_first",
-            )  # fmt: skip
+    write_pieces(
+        dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, block_first, first, pieces, hw, c,
+        (lane_column, row, columns), mean, scale, offset, constant, factor,
+        (seed, dropout_threshold, dropout_scale), ROWS, CHUNKS, EVEN,
+        True, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+    )  # fmt: skip

@@ -36,7 +36,12 @@ from fusednorm.ops.group_norm.sample import Sample, vector_width
 @dataclass(frozen=True, slots=True)
 class ForwardColumns(ForwardConfig):
     """Blocks of `width` columns: statistics over `split_rows` positions in tiles of `rows`, `unroll` a step,
-    then runs of `run_rows` in tiles of `apply_rows`."""
+    then runs of `run_rows` in tiles of `apply_rows`.
+
+    Alone serves C above 512 vectors (2048 channels in float32, 4096 in 16 bits, fewer where C is not whole
+    vectors) whose blocks no program holds and programs may not or cannot share, a residual in the other layout,
+    and, by its first kernel, backward passes that came without statistics.
+    """
 
     width: int
     rows: int

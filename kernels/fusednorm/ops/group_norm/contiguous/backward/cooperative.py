@@ -15,18 +15,11 @@ from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, dropout_arguments, mailbox, resident_options
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
-from fusednorm.ops.group_norm.contiguous.runs import (
-    load_gradient_runs,
-    load_runs,
-    prefetch_runs,
-    run_gradient,
-    run_mask,
-    run_position,
-    write_run,
-)
+from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
 from fusednorm.ops.group_norm.gradients import load_gained_affine
 from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
 from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
+from fusednorm.ops.group_norm.tiles import load_gradient_tiles, load_tiles, tile_gradient, tile_mask, write_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +203,8 @@ def group_norm_nchw_backward_cooperative_kernel(
         row = team + turn * teams
         start_at = row * group_size + inside + piece * RUN
         left = hw - first - piece * RUN
-        piece_runs = load_gradient_runs(
-            dy_ptr, x_ptr, residual_ptr, start_at, at, position, left, channel_mask, wanted,
+        tiles = load_gradient_tiles(
+            dy_ptr, x_ptr, residual_ptr, start_at, at, STEP, position, left, channel_mask, wanted,
             EVEN, STEP, CHUNKS, "evict_last",
         )  # fmt: skip
         mean = tl.load(mean_ptr + row, mask=wanted, other=0.0)
@@ -236,8 +229,8 @@ def group_norm_nchw_backward_cooperative_kernel(
             late_row = team + late_turn * teams
             late_at = late_row * group_size + inside + late_piece * RUN
             late_left = hw - first - late_piece * RUN
-            tile = load_gradient_runs(
-                dy_ptr, x_ptr, residual_ptr, late_at, at, position, late_left, channel_mask, True,
+            tile = load_gradient_tiles(
+                dy_ptr, x_ptr, residual_ptr, late_at, at, STEP, position, late_left, channel_mask, True,
                 EVEN, STEP, 1, "evict_first",
             )  # fmt: skip
             late_mean = tl.load(mean_ptr + late_row)
@@ -249,9 +242,8 @@ def group_norm_nchw_backward_cooperative_kernel(
             )
             if late_piece == 0:
                 tag = start + late_turn.to(tl.uint32)
-                part_1, part_2, _ = collect(
-                    slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH), tag
-                )
+                slots = slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+                part_1, part_2, _ = collect(slots, tag)
                 sum_g, sum_g_xhat = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
                 constant = sum_g * inverse_size
                 factor = sum_g_xhat * inverse_size
@@ -262,24 +254,24 @@ def group_norm_nchw_backward_cooperative_kernel(
             for i in tl.static_range(CHUNKS):
                 this = tile
                 if i + 1 < CHUNKS:
-                    tile = load_gradient_runs(
-                        dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * STEP, at, position,
+                    tile = load_gradient_tiles(
+                        dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * STEP, at, STEP, position,
                         late_left - (i + 1) * STEP, channel_mask, True, EVEN, STEP, 1, "evict_first",
                     )  # fmt: skip
-                centred, dz = run_gradient(
+                centred, dz = tile_gradient(
                     this, 0, position, late_left - i * STEP, channel_mask,
                     late_mean, scale, late_offset, late_sample.to(tl.int64),
                     late_position + i * STEP + at, seed, dropout_threshold, dropout_scale,
-                    True, STEP, ACTIVATION, DROPOUT, GAIN, FAST,
+                    True, ACTIVATION, DROPOUT, GAIN, FAST,
                 )  # fmt: skip
                 here = late_left - i * STEP
-                outside = load_runs(
+                outside = load_tiles(
                     dresidual_out_ptr, late_at + i * STEP, at, STEP, position, here, channel_mask, True,
                     EVEN, STEP, 1, "evict_first",
                 )  # fmt: skip
-                write_run(
+                write_tile(
                     centred, dz, dx_ptr, outside, late_at + i * STEP + at,
-                    run_mask(position, here, channel_mask, True, EVEN),
+                    tile_mask(position, here, channel_mask, True, EVEN),
                     scale, late_constant, late_factor, FAST, "evict_first",
                 )  # fmt: skip
 
@@ -288,11 +280,11 @@ def group_norm_nchw_backward_cooperative_kernel(
             sum_dz_centred = tl.where(piece > 0, sum_dz_centred, 0.0)
             sample_position = (row - sample * groups) * group_size + inside + piece * RUN
             for i in tl.static_range(CHUNKS):
-                centred, dz = run_gradient(
-                    piece_runs, i, position, left, channel_mask,
-                    mean, slope * rstd, offset, sample.to(tl.int64), sample_position + at,
+                centred, dz = tile_gradient(
+                    tiles, i, position + i * STEP, left, channel_mask,
+                    mean, slope * rstd, offset, sample.to(tl.int64), sample_position + at + i * STEP,
                     seed, dropout_threshold, dropout_scale,
-                    EVEN, STEP, ACTIVATION, DROPOUT, GAIN, FAST,
+                    EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
                 )  # fmt: skip
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
                 sum_dz_centred += tl.sum(dz * centred, 1, keep_dims=True)
@@ -305,29 +297,21 @@ def group_norm_nchw_backward_cooperative_kernel(
                     g = run_dz * slope
                     g_xhat = run_dz_xhat * slope
                 else:
-                    g, g_xhat = total_pair(
-                        tl.reshape(sum_dz * slope, (LANES,)),
-                        tl.reshape(sum_dz_centred * (slope * rstd), (LANES,)),
-                        FAST,
-                    )
+                    lane_g, lane_g_xhat = sum_dz * slope, sum_dz_centred * (slope * rstd)
+                    g, g_xhat = total_pair(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)), FAST)
                 tag = start + turn.to(tl.uint32)
                 post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
                 if dz_part_ptr is not None:
-                    slot = (
-                        (sample * parts + part).to(tl.int64) * c
-                        + (row - sample * groups) * channels
-                        + first_channel
-                    )
+                    slot = (sample * parts + part).to(tl.int64) * c + (row - sample * groups) * channels
+                    slot += first_channel
                     if CHANNELS == 1:
                         tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN))
                         tl.store(dz_xhat_part_ptr + slot, run_dz_xhat * (1.0 / GAIN))
                     else:
                         run_dz, run_dz_xhat = sum_pair(
-                            tl.reshape(sum_dz, (CHANNELS, UNITS)),
-                            tl.reshape(sum_dz_centred, (CHANNELS, UNITS)),
-                            1,
-                            FAST,
-                        )
+                            tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)),
+                            1, FAST,
+                        )  # fmt: skip
                         run = tl.arange(0, CHANNELS)[:, None]
                         there = first_channel + run < channels
                         tl.store(dz_part_ptr + slot + run, run_dz * (1.0 / GAIN), mask=there)

@@ -13,9 +13,9 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch, dropout_arguments
-from fusednorm.ops.group_norm.backward_split import sums_and_apply
+from fusednorm.ops.group_norm.backward_split import sums_and_apply, sums_of_pieces, write_pieces
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
-from fusednorm.ops.group_norm.contiguous.runs import load_runs, run_gradient, run_mask, run_position, write_run
+from fusednorm.ops.group_norm.contiguous.runs import run_position
 from fusednorm.ops.group_norm.gradients import load_gained_affine
 
 _SIZES = [
@@ -25,7 +25,11 @@ _SIZES = [
 
 @dataclass(frozen=True, slots=True)
 class BackwardSplit(BackwardConfig):
-    """Parts of groups as in `BackwardCooperative`, one a program, in a kernel for sums and one for dx."""
+    """Parts of groups as in `BackwardCooperative`, one a program, in a kernel for sums and one for dx.
+
+    Alone serves groups larger than a tile where nothing may wait, where channels are not whole 16 bytes, or where
+    the device's programs or L2 do not hold a group; and dy, residual or dresidual_out in the other layout.
+    """
 
     channels: int
     chunks: int
@@ -41,7 +45,7 @@ class BackwardSplit(BackwardConfig):
         vec = call.channel_vec
         parts = cdiv(sample.hw, self.part_positions(itemsize))
         blocks = cdiv(sample.channels, self.channels)
-        walk = (
+        shape = (
             parts, blocks, self.pieces, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
             *dropout_arguments(call.epilogue),
         )  # fmt: skip
@@ -57,7 +61,7 @@ class BackwardSplit(BackwardConfig):
             **call.gradient_options,
         }
         kernels = group_norm_nchw_backward_split_sums_kernel, group_norm_nchw_backward_split_apply_kernel
-        return sums_and_apply(call, kernels, (call.n * sample.groups * blocks * parts,), walk, options, parts)
+        return sums_and_apply(call, kernels, (call.n * sample.groups * blocks * parts,), shape, options, parts)
 
 
 @triton.jit
@@ -75,19 +79,6 @@ def _place(
     else:
         lane_channel = tl.arange(0, LANES)[:, None] // (LANES // CHANNELS)
     return row, row // groups, part, first_channel, lane_channel, part.to(tl.int64) * pieces * RUN
-
-
-@triton.jit
-def _start_of(
-    sample, channel, position, hw, c, lane_channel, lane_position, STEP: tl.constexpr, OTHER: tl.constexpr
-):
-    """Where a tile starts, where its elements lie behind that, and how far the next tile is, in either layout."""
-    if OTHER:
-        start = (sample * hw + position) * c + channel
-        return start, lane_position.to(tl.int64) * c + lane_channel, c * STEP
-    else:
-        start = (sample * c + channel) * hw + position
-        return start, lane_channel * hw.to(tl.int32) + lane_position, tl.full((), STEP, tl.int32)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -143,39 +134,12 @@ def group_norm_nchw_backward_split_sums_kernel(
     slope, offset = load_gained_affine(
         parameters, group_channel + channel, sample * scale_stride + group_channel + channel, channel_mask, GAIN
     )
-    sum_dz = tl.zeros((LANES, 1), tl.float32)
-    sum_dz_centred = tl.zeros((LANES, 1), tl.float32)
-    for piece in range(0, pieces):
-        place = first + piece * RUN
-        left = tl.minimum(hw - place, RUN).to(tl.int32)
-        start, at, step = _start_of(
-            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, False
-        )
-        dy_start, dy_at, dy_step = _start_of(
-            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, DY_OTHER
-        )
-        residual_start, residual_at, residual_step = _start_of(
-            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, RESIDUAL_OTHER
-        )
-        runs = (
-            load_runs(
-                dy_ptr, dy_start, dy_at, dy_step, position, left, channel_mask, True,
-                EVEN, STEP, CHUNKS, "evict_last",
-            ),
-            load_runs(x_ptr, start, at, step, position, left, channel_mask, True, EVEN, STEP, CHUNKS, "evict_last"),
-            load_runs(
-                residual_ptr, residual_start, residual_at, residual_step, position, left, channel_mask, True,
-                EVEN, STEP, CHUNKS, "evict_last",
-            ),
-        )  # fmt: skip
-        for i in tl.static_range(CHUNKS):
-            centred, dz = run_gradient(
-                runs, i, position, left, channel_mask, mean, slope * rstd, offset, sample.to(tl.int64),
-                start - sample * c * hw + at, seed, dropout_threshold, dropout_scale,
-                EVEN, STEP, ACTIVATION, DROPOUT, GAIN, FAST,
-            )  # fmt: skip
-            sum_dz += tl.sum(dz, 1, keep_dims=True)
-            sum_dz_centred += tl.sum(dz * centred, 1, keep_dims=True)
+    sum_dz, sum_dz_centred = sums_of_pieces(
+        dy_ptr, x_ptr, residual_ptr, sample, group_channel + first_channel, first, pieces, hw, c,
+        (lane_channel, position, channel_mask), mean, slope, rstd, offset,
+        (seed, dropout_threshold, dropout_scale), LANES, 1, STEP, CHUNKS, EVEN,
+        False, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+    )  # fmt: skip
     run_dz, run_dz_centred = sum_pair(
         tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1, FAST
     )
@@ -247,46 +211,9 @@ def group_norm_nchw_backward_split_apply_kernel(
     await_previous(EARLY)
     constant = tl.load(sum_g_ptr + row) * inverse_size * rstd
     factor = tl.load(sum_g_xhat_ptr + row) * inverse_size * rstd * rstd
-    for back in range(0, pieces):
-        place = first + (pieces - 1 - back) * RUN
-        left = tl.minimum(hw - place, RUN).to(tl.int32)
-        start, at, step = _start_of(
-            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, False
-        )
-        dy_start, dy_at, dy_step = _start_of(
-            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, DY_OTHER
-        )
-        outside_start, outside_at, outside_step = _start_of(
-            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, OUTSIDE_OTHER
-        )
-        residual_start, residual_at, residual_step = _start_of(
-            sample, group_channel + first_channel, place, hw, c, lane_channel, position, STEP, RESIDUAL_OTHER
-        )
-        runs = (
-            load_runs(
-                dy_ptr, dy_start, dy_at, dy_step, position, left, channel_mask, True,
-                EVEN, STEP, CHUNKS, "evict_first",
-            ),
-            load_runs(
-                x_ptr, start, at, step, position, left, channel_mask, True, EVEN, STEP, CHUNKS, "evict_first"
-            ),
-            load_runs(
-                residual_ptr, residual_start, residual_at, residual_step, position, left, channel_mask, True,
-                EVEN, STEP, CHUNKS, "evict_first",
-            ),
-        )  # fmt: skip
-        outsides = load_runs(
-            dresidual_out_ptr, outside_start, outside_at, outside_step, position, left, channel_mask, True,
-            EVEN, STEP, CHUNKS, "evict_first",
-        )  # fmt: skip
-        for i in tl.static_range(CHUNKS):
-            centred, dz = run_gradient(
-                runs, i, position, left, channel_mask, mean, scale, offset, sample.to(tl.int64),
-                start - sample * c * hw + at, seed, dropout_threshold, dropout_scale,
-                True, STEP, ACTIVATION, DROPOUT, GAIN, FAST,
-            )  # fmt: skip
-            write_run(
-                centred, dz, dx_ptr, outsides[i : i + 1], start + i * STEP + at,
-                run_mask(position + i * STEP, left, channel_mask, True, EVEN),
-                scale, constant, factor, FAST, "evict_first",
-            )  # fmt: skip
+    write_pieces(
+        dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, group_channel + first_channel, first,
+        pieces, hw, c, (lane_channel, position, channel_mask), mean, scale, offset, constant, factor,
+        (seed, dropout_threshold, dropout_scale), STEP, CHUNKS, EVEN,
+        False, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+    )  # fmt: skip

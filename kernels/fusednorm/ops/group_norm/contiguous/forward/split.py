@@ -22,7 +22,12 @@ from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, vector_width
 
 @dataclass(frozen=True, slots=True)
 class ForwardSplit(ForwardConfig):
-    """Statistics over parts of `split_units` vectors, then runs of `program_units`; tiles of `units`."""
+    """Statistics over parts of `split_units` vectors, then runs of `program_units`; tiles of `units`.
+
+    Alone serves groups above 256 KiB where nothing may wait or the device's programs together do not hold one (on
+    132 multiprocessors from some 2**22 16-bit or 2**20 float32 elements, fewer beside what is fused), a residual
+    in the other layout, and, by its first kernel, backward passes that came without statistics.
+    """
 
     units: int
     split_units: int

@@ -12,7 +12,11 @@ from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_mo
 
 @dataclass(frozen=True, slots=True)
 class ForwardSweep(ForwardConfig):
-    """One group a program, swept twice in tiles of `units` vectors."""
+    """One group a program, swept twice in tiles of `units` vectors.
+
+    Alone serves groups up to 256 KiB that registers do not hold where nothing may wait; where programs may, a
+    16-bit x with a float32 residual and dropout whose channels are not whole 16 bytes.
+    """
 
     units: int
     num_warps: int

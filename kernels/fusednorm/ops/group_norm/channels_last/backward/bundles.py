@@ -1,0 +1,290 @@
+"""The kernel of `channels_last.backward.cooperative`: programs that share bundles of blocks of columns.
+
+The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.early_start import let_next_start
+from fusednorm.jit.exchange import PAIR_WORDS, collect_pairs, first_tag, leave, post_pairs
+from fusednorm.jit.moments import widened
+from fusednorm.jit.reductions import sum_pair
+from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, of_columns, prefetch_tile, vector_mask
+from fusednorm.ops.group_norm.channels_last.group_sums import post_totals, slots_of_group, total_of_parts
+from fusednorm.ops.group_norm.gradients import load_gained_affine
+from fusednorm.ops.group_norm.tiles import load_gradient_tiles, load_tiles, tile_gradient, tile_mask
+
+
+@triton.jit(
+    do_not_specialize=[
+        "units", "members", "splits", "hw", "column_units", "groups", "channels", "bundles", "bundle_groups",
+        "bundle_units", "bundle_blocks", "block_units", "seed", "dropout_threshold",
+    ]
+)  # fmt: skip
+def group_norm_nhwc_backward_cooperative_kernel(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    dresidual_out_ptr,
+    parameters,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dz_part_ptr,
+    dz_xhat_part_ptr,
+    mailbox_ptr,
+    units: tl.int32,
+    members: tl.int32,
+    splits: tl.int32,
+    hw: tl.int32,
+    column_units: tl.int32,
+    groups: tl.int32,
+    channels: tl.int32,
+    bundles: tl.int32,
+    bundle_groups: tl.int32,
+    bundle_units: tl.int32,
+    bundle_blocks: tl.int32,
+    block_units: tl.int32,
+    scale_stride: tl.int64,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+    CV: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr,
+    EVEN: tl.constexpr,
+    LABELS: tl.constexpr,
+    SPAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DIRECT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LAG: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    GAIN: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A unit is one sample's bundle of `bundle_groups` groups, which lie in `bundle_blocks` blocks of columns.
+
+    `members` programs share it, each a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
+    positions, in tiles of ROWS positions.  A vector is GROUP columns and touches LABELS groups, a block SPAN
+    groups, a group OVERLAP blocks, each at most; DIRECT, a block is a group.  Every piece is read twice: once for
+    sums, which are posted after the slab's last one, and LAG pieces after that out of L1 or L2 for dx.  Sums over
+    channels go to [N, splits, C].  Programs are persistent; the launch must be cooperative.
+    """
+    let_next_start(EARLY)
+    BEHIND: tl.constexpr = PIECES - 1 + LAG
+    ROWS: tl.constexpr = LANES // CV
+    RUN: tl.constexpr = CHUNKS * ROWS
+    WIDTH: tl.constexpr = CV * GROUP
+    c = column_units * GROUP
+    block_columns = block_units * GROUP
+    bundle_columns = bundle_units * GROUP
+    inverse_size = 1.0 / (hw.to(tl.float32) * channels.to(tl.float32))
+    team = tl.program_id(0) // members
+    teams = tl.num_programs(0) // members
+    member = tl.program_id(0) % members
+    if DIRECT:
+        block, split, block_first, block_group = 0, member, 0, 0
+    else:
+        block = member % bundle_blocks
+        split = member // bundle_blocks
+        block_first = block * block_columns
+        block_group = block_first // channels
+    first = split * (PIECES * RUN)
+    contributors = splits * OVERLAP
+
+    lane = tl.arange(0, LANES)[:, None]
+    inner = tl.arange(0, GROUP)[None, :]
+    row = lane // CV
+    vector = lane % CV
+    vector_first = block_first + vector * GROUP
+    vector_group = vector * 0 if DIRECT else vector_first // channels
+    place = (vector_first + inner) // channels - vector_group
+    at = row * c + (vector * GROUP + inner)
+    step_size = ROWS * c
+    inside = first * c.to(tl.int64) + block_first
+
+    start = first_tag(mailbox_ptr)
+    last_tag = start + tl.cdiv(units, teams).to(tl.uint32) - 1
+    turns = tl.cdiv(units - team, teams)
+    steps = turns * PIECES
+    sum_dz = tl.zeros((LANES, GROUP), tl.float32)
+    sum_dz_centred = tl.zeros((LANES, GROUP), tl.float32)
+    constants = ()
+    factors = ()
+    for i in tl.static_range(LABELS):  # noqa: B007
+        constants = constants + (tl.zeros((LANES, 1), tl.float32),)
+        factors = factors + (tl.zeros((LANES, 1), tl.float32),)
+
+    for step in range(0, steps + BEHIND):
+        wanted = step < steps
+        turn = step // PIECES
+        piece = step % PIECES
+        unit = team + turn * teams
+        sample = unit // bundles
+        bundle = unit - sample * bundles
+        left = hw - first - piece * RUN
+        bundle_first = bundle * bundle_columns
+        sample_size = hw.to(tl.int64) * c
+        start_at = sample * sample_size + bundle_first + inside + piece * RUN * c.to(tl.int64)
+        columns = vector_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
+        tiles = load_gradient_tiles(
+            dy_ptr, x_ptr, residual_ptr, start_at, at, step_size, row, left, columns, wanted,
+            EVEN, ROWS, CHUNKS, "evict_last",
+        )  # fmt: skip
+        if AHEAD > 0 and step + AHEAD < steps:
+            ahead_turn = (step + AHEAD) // PIECES
+            ahead_run = ((step + AHEAD) % PIECES) * RUN
+            ahead_unit = team + ahead_turn * teams
+            ahead_sample = ahead_unit // bundles
+            ahead_first = (ahead_unit - ahead_sample * bundles) * bundle_columns
+            ahead_at = ahead_sample * sample_size + ahead_first + inside + ahead_run * c.to(tl.int64)
+            ahead_columns = vector_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
+            for i in tl.static_range(CHUNKS):
+                there = tile_mask(row + i * ROWS, hw - first - ahead_run, ahead_columns, True, EVEN)
+                prefetch_tile(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
+                prefetch_tile(dy_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
+
+        if not DIRECT:  # noqa: SIM102 (a constexpr and a run-time condition)
+            if step >= PIECES and step % PIECES == 0 and step <= steps:
+                lead_turn = step // PIECES - 1
+                lead_bundle = (team + lead_turn * teams) % bundles
+                lead_tag = start + lead_turn.to(tl.uint32)
+                there_are = tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups)
+                post_totals(
+                    mailbox_ptr, team, lead_tag, member, members, there_are, bundle_groups, channels, block_columns,
+                    contributors, OVERLAP, SLOTS, DEPTH, FAST,
+                )  # fmt: skip
+
+        if step >= BEHIND:
+            late_turn = (step - BEHIND) // PIECES
+            late_run = ((step - BEHIND) % PIECES) * RUN
+            late_unit = team + late_turn * teams
+            late_sample = late_unit // bundles
+            late_bundle = late_unit - late_sample * bundles
+            late_first = late_bundle * bundle_columns
+            late_at = late_sample * sample_size + late_first + inside + late_run * c.to(tl.int64)
+            late_left = hw - first - late_run
+            late_columns = vector_mask(vector, block_units, late_first + vector_first, c, EVEN)
+            late_group = late_bundle * bundle_groups
+            last_group = tl.minimum(bundle_groups, groups - late_group) - 1
+            tile = load_gradient_tiles(
+                dy_ptr, x_ptr, residual_ptr, late_at, at, step_size, row, late_left, late_columns, True,
+                EVEN, ROWS, 1, "evict_first",
+            )  # fmt: skip
+            statistics_at = late_sample * groups + late_group
+            late_mean = load_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            late_rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            late_channel = late_first + vector_first + inner
+            slope, offset = load_gained_affine(
+                parameters, late_channel, late_sample * scale_stride + late_channel, late_columns, GAIN
+            )
+            # Only totals that wait for this program's own part may be waited for: of others the next one may have
+            # taken the place.  So a lane keeps to groups of the block, and a block without columns to none.
+            late_end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - late_first)
+            if (late_run == 0) & (block_first < late_end):
+                late_tag = start + late_turn.to(tl.uint32)
+                if DIRECT:
+                    total_ptr = slots_of_group(mailbox_ptr, team, late_tag, 0, 1, contributors, DEPTH)
+                    g, g_xhat = total_of_parts(total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS, FAST)
+                    constants = (tl.zeros((LANES, 1), tl.float32) + g * inverse_size,)
+                    factors = (tl.zeros((LANES, 1), tl.float32) + g_xhat * inverse_size,)
+                else:
+                    lane_last = (tl.minimum(vector_first + GROUP, late_end) - 1) // channels
+                    constants = ()
+                    factors = ()
+                    for i in tl.static_range(LABELS):
+                        group = tl.minimum(vector_group + i, lane_last)
+                        total_ptrs = slots_of_group(
+                            mailbox_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
+                        )
+                        sum_g, sum_g_xhat = collect_pairs(total_ptrs, late_tag)
+                        constants = constants + (sum_g * inverse_size,)
+                        factors = factors + (sum_g_xhat * inverse_size,)
+            scale = slope * late_rstd
+            late_constant = of_columns(constants, place) * late_rstd
+            late_factor = of_columns(factors, place) * late_rstd * late_rstd
+            for i in tl.static_range(CHUNKS):
+                this = tile
+                if i + 1 < CHUNKS:
+                    tile = load_gradient_tiles(
+                        dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * step_size, at, step_size, row,
+                        late_left - (i + 1) * ROWS, late_columns, True, EVEN, ROWS, 1, "evict_first",
+                    )  # fmt: skip
+                tile_at = late_at + i * step_size
+                centred, dz = tile_gradient(
+                    this, 0, row, late_left, late_columns, late_mean, scale, offset, late_sample.to(tl.int64),
+                    tile_at - late_sample * sample_size + at, seed, dropout_threshold, dropout_scale,
+                    True, ACTIVATION, DROPOUT, GAIN, FAST,
+                )  # fmt: skip
+                # Not `write_tile`: machine code would be another with what is loaded first.
+                dx = dz * scale - (centred * late_factor + late_constant)
+                outside = load_tiles(
+                    dresidual_out_ptr, tile_at, at, step_size, row, late_left - i * ROWS, late_columns, True,
+                    EVEN, ROWS, 1, "evict_first",
+                )  # fmt: skip
+                if len(outside) > 0:
+                    dx += widened(outside[0], FAST)
+                mask = tile_mask(row + i * ROWS, late_left, late_columns, True, EVEN)
+                tl.store(
+                    dx_ptr + tile_at + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+                )
+
+        if wanted:
+            first_group = bundle * bundle_groups
+            last_group = tl.minimum(bundle_groups, groups - first_group) - 1
+            statistics_at = sample * groups + first_group
+            mean = load_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            channel = bundle_first + vector_first + inner
+            slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
+            scale = slope * rstd
+            sum_dz = tl.where(piece > 0, sum_dz, 0.0)
+            sum_dz_centred = tl.where(piece > 0, sum_dz_centred, 0.0)
+            for i in tl.static_range(CHUNKS):
+                centred, dz = tile_gradient(
+                    tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
+                    start_at - sample * sample_size + i * step_size + at, seed, dropout_threshold, dropout_scale,
+                    EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
+                )  # fmt: skip
+                sum_dz += dz
+                sum_dz_centred += dz * centred
+            if piece == PIECES - 1:
+                channel_dz, channel_dz_xhat = sum_pair(
+                    tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_centred * rstd, (ROWS, WIDTH)), 0, FAST
+                )
+                block_column = tl.arange(0, WIDTH)[None, :]
+                there = (block_column < block_columns) & (bundle_first + block_first + block_column < c)
+                if dz_part_ptr is not None:
+                    part_at = (sample * splits + split) * c.to(tl.int64) + bundle_first + block_first + block_column
+                    tl.store(dz_part_ptr + part_at, channel_dz * (1.0 / GAIN), mask=there)
+                    tl.store(dz_xhat_part_ptr + part_at, channel_dz_xhat * (1.0 / GAIN), mask=there)
+                touched = tl.arange(0, SPAN)[:, None]
+                mine = there
+                if SPAN > 1:
+                    mine = touched == (block_first + block_column) // channels - block_group
+                block_channel = bundle_first + block_first + block_column
+                block_slope, _block_offset = load_gained_affine(
+                    parameters, block_channel, sample * scale_stride + block_channel, there, GAIN
+                )
+                g, g_xhat = sum_pair(
+                    tl.where(mine, channel_dz * block_slope, 0.0), tl.where(mine, channel_dz_xhat * block_slope,
+                    0.0), 1, FAST,
+                )  # fmt: skip
+                tag = start + turn.to(tl.uint32)
+                group = block_group + touched
+                end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - bundle_first)
+                part_ptrs = slots_of_group(mailbox_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
+                contributor = split
+                if not DIRECT:
+                    contributor = split * OVERLAP + block - group * channels // block_columns
+                post_pairs(part_ptrs + (1 + contributor) * PAIR_WORDS, group * channels < end, tag, g, g_xhat)
+
+    leave(mailbox_ptr, last_tag)
