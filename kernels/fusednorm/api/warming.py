@@ -159,11 +159,11 @@ def warmup_group_norm(
         configs.append(choose_backward(sample, dtype.itemsize, multiprocessors, may_wait()))
     streams = [each for each in configs if isinstance(each, ForwardStream | BackwardStream)]
 
-    def walks(samples: int) -> list[StreamPartition]:
+    def partitions(samples: int) -> list[StreamPartition]:
         return [stream_partition(sample, dtype.itemsize, stream, samples, device) for stream in streams]
 
     samples = 1
     # The fewer there are, the finer they are cut.
-    while walks(samples) != walks(_MANY):
+    while partitions(samples) != partitions(_MANY):
         samples *= 2
         run(samples)

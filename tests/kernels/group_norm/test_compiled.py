@@ -17,7 +17,7 @@ SHAPES = [
     ((4, 64, 32, 32), 64),
 ]
 
-# What is outside of loops over chunks, stored and read again once a group or block: numbers of the walk, and, where
+# What is outside of loops over chunks, stored and read again once a group or block: what finds channels, and, where
 # groups straddle vectors (ten channels), the moments of runs while they are reduced to groups and back.
 SPILLS = {
     "group_norm_nchw_cooperative_kernel": 16,
@@ -78,10 +78,10 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
 
 def test_contiguous_groups_that_start_anywhere_are_read_and_written_in_128_bits():
     reports = compile_elsewhere(COMPILE, "bfloat16", json.dumps([((2, 240, 61, 67), 8), ((8, 80, 59, 61), 8)]))
-    walked = {"group_norm_nchw_cooperative_kernel", "group_norm_nchw_resident_kernel"}
-    assert walked <= {kernel for kernel, *_ in reports}
+    wanted = {"group_norm_nchw_cooperative_kernel", "group_norm_nchw_resident_kernel"}
+    assert wanted <= {kernel for kernel, *_ in reports}
     for kernel, options, _, spilled, registers, widest in reports:
-        if kernel in walked:
+        if kernel in wanted:
             what = f"{kernel} {options}: {registers} registers, {spilled} bytes spilled, widest accesses {widest}"
             assert spilled == 0, what
             assert widest["ld"] == widest["st"] == 16, what

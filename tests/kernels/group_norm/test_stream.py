@@ -15,7 +15,7 @@ SAMPLE = Sample(32, 10, 4096, channels_last=True)
 FORWARD = ForwardStream(4, chunks=2, apply_chunks=8, splits=80)
 
 
-def walk(
+def partition(
     samples: int, sample: Sample = SAMPLE, config: ForwardStream | BackwardStream = FORWARD
 ) -> StreamPartition:
     """On a device of 132 multiprocessors, as one that is absent is taken for."""
@@ -23,7 +23,7 @@ def walk(
 
 
 def test_many_samples_are_streamed_as_the_configuration_says():
-    many = walk(16)
+    many = partition(16)
     assert (many.splits, many.apply_chunks, many.is_cut_finer) == (80, 8, False)
     # 40 vectors of 8 channels: three positions on 128 lanes, eight lanes idle, two tiles a step.
     assert (many.vec, many.units, many.lanes, many.positions, many.step, many.idle) == (8, 40, 128, 3, 6, True)
@@ -31,7 +31,7 @@ def test_many_samples_are_streamed_as_the_configuration_says():
 
 @pytest.mark.parametrize(("samples", "turns"), [(1, 2), (2, 4)])
 def test_few_samples_are_cut_finer_in_parts_of_as_many_steps(samples, turns):
-    few = walk(samples)
+    few = partition(samples)
     steps = -(-SAMPLE.hw // few.step)
     assert few.is_cut_finer
     assert few.splits == -(-steps // turns)
@@ -39,12 +39,12 @@ def test_few_samples_are_cut_finer_in_parts_of_as_many_steps(samples, turns):
 
 
 def test_a_sample_has_no_more_parts_than_steps():
-    tiny = walk(1, Sample(32, 10, 20, channels_last=True))
+    tiny = partition(1, Sample(32, 10, 20, channels_last=True))
     assert tiny.splits == 4
 
 
 def test_pieces_of_few_samples_are_small_enough_to_keep_the_device_busy():
-    assert [walk(samples, config=ForwardStream(4, 2, 64, 80)).apply_chunks for samples in (1, 2, 16, 64)] == [
+    assert [partition(samples, config=ForwardStream(4, 2, 64, 80)).apply_chunks for samples in (1, 2, 16, 64)] == [
         4,
         8,
         64,
@@ -55,9 +55,9 @@ def test_pieces_of_few_samples_are_small_enough_to_keep_the_device_busy():
 @pytest.mark.parametrize("samples", [1, 2, 5, 64])
 def test_where_bits_may_not_depend_on_their_number_samples_are_cut_as_if_alone(samples, monkeypatch):
     monkeypatch.setattr(batch_invariance, "_required", False)
-    alone = walk(1)
+    alone = partition(1)
     fusednorm.require_batch_invariance(True)
-    assert walk(samples) == alone
+    assert partition(samples) == alone
 
 
 @pytest.mark.parametrize(("hw", "is_measured"), [(512, False), (513, True), (4096, True), (4097, False)])

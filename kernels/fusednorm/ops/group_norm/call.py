@@ -97,8 +97,8 @@ class ForwardCall:
 
     @property
     def channel_indexing(self) -> tuple[int, ...]:
-        """`walk` of kernels that find the channel of each vector of `group_vec` elements, where it has one."""
-        return self.walk(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
+        """`indexing` of kernels that find the channel of each vector of `group_vec` elements, where it has one."""
+        return self.indexing(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
 
     @property
     def is_skewed(self) -> bool:
@@ -122,12 +122,12 @@ class ForwardCall:
         """Registers for what is fused, beyond the usual."""
         return 48 if self.epilogue.dropout else 16 if self.epilogue.activation == "gelu" else 0
 
-    def walk(self, unit: int) -> tuple[int, ...]:
+    def indexing(self, unit: int) -> tuple[int, ...]:
         """Groups, channels, what finds the channel of a unit of elements, and the stride of scale and shift."""
         return self.sample.groups, self.sample.channels, *_division(self.sample.hw // unit), self.scale_stride
 
     def contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
-        """Constexprs of the kernels that walk contiguous groups."""
+        """Constexprs of the kernels that read contiguous groups."""
         return {
             "VEC": self.group_vec,
             "UNITS": units,

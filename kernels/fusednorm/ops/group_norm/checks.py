@@ -1,4 +1,4 @@
-"""What GroupNorm alone asks of its input: a layout it can walk and groups that come out even."""
+"""What GroupNorm alone asks of its input: a layout that it takes and groups that come out even."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def is_channels_last(x: Tensor, name: str = "x") -> bool:
     A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
 
     Raises:
-        UnsupportedShapeError: x is neither, so that walking it would need a copy.
+        UnsupportedShapeError: x is neither, so that it would have to be copied.
     """
     if x.is_contiguous():
         return False

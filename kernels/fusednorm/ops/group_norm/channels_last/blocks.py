@@ -1,8 +1,8 @@
-"""Blocks of channels-last columns, as the backward kernels walk them.
+"""Blocks of channels-last columns, as the backward kernels take them.
 
 A tile is [LANES, GROUP], a lane for each thread and GROUP neighbouring columns, a vector, what it loads at once.
 CV lanes side by side are a block's columns, the next ones those of the next position.  A lane keeps its columns for
-the whole walk.
+all positions.
 """
 
 import triton

@@ -1,7 +1,7 @@
-"""Walks over blocks of channels-last columns: their moments, then what is written.
+"""Blocks of channels-last columns read in tiles: their moments, then what is written.
 
-A program owns a block of columns (channels) and walks positions in tiles [ROWS, CV, VEC]: VEC channels are
-one 128-bit access of one thread, and a thread keeps its channels for the whole walk, so parameters and
+A program owns a block of columns (channels) and takes positions in tiles [ROWS, CV, VEC]: VEC channels are
+one 128-bit access of one thread, and a thread keeps its channels throughout, so parameters and
 statistics are loaded once.  Groups of any width share tiles: moments are kept per channel and reduced to
 groups at the end.
 

@@ -1,8 +1,8 @@
-"""Whole positions of channels-last samples, as the kernels that stream them walk them.
+"""Whole positions of channels-last samples, as the kernels that stream them take them.
 
 A tile is [LANES, VEC], a lane for each thread and VEC neighbouring columns (channels), a vector, what it loads at
 once.  `units` lanes side by side are all columns of a position, the next ones those of the next position.  A lane
-keeps its columns for the whole walk.
+keeps its columns for all positions.
 
 Lanes that are too few for one more position idle: they share the place of the last one's.
 """

@@ -125,7 +125,7 @@ def split_moments(
 ):  # fmt: skip
     """Mean and sum of squared deviations, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
 
-    All programs of a sample walk it side by side, so that what memory is asked for at a time lies together.
+    All programs of a sample read it side by side, so that what memory is asked for at a time lies together.
     """
     c = units * VEC
     width: tl.constexpr = VEC // KEEP

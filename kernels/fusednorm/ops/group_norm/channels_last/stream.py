@@ -78,7 +78,7 @@ def measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sample) 
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
-    """How programs of `lanes` lanes walk a streamed sample: `units` vectors of `vec` columns a position.
+    """How programs of `lanes` lanes divide a streamed sample: `units` vectors of `vec` columns a position.
 
     Lanes that are too few for one more position are `idle`.
 
@@ -103,7 +103,7 @@ class StreamPartition:
         return self.lanes % self.units != 0
 
     def tile(self, num_warps: int) -> dict[str, object]:
-        """Constexprs of the kernels that walk a sample, and their warps."""
+        """Constexprs of the kernels that stream a sample, and their warps."""
         return {"VEC": self.vec, "LANES": self.lanes, "num_warps": num_warps}
 
     def moments(self, sample: Sample) -> dict[str, int]:
@@ -120,7 +120,7 @@ class StreamPartition:
 def stream_partition(
     sample: Sample, itemsize: int, config: Streaming, samples: int, device: torch.device
 ) -> StreamPartition:
-    """The walk over `samples` samples of elements of `itemsize` bytes.
+    """The partition of `samples` samples of elements of `itemsize` bytes.
 
     Few samples are cut finer until their programs have STREAM_LEAST_WARPS warps on each multiprocessor; no further,
     for parts have to be reduced.  Where bits may not depend on `samples`, there is one.

@@ -1,4 +1,4 @@
-"""Contiguous groups that start and end anywhere, walked in accesses of 16 bytes all the same.
+"""Contiguous groups that start and end anywhere, read and written in accesses of 16 bytes all the same.
 
 The frame of a group starts at the 16 bytes in which the group does, GROUP elements; `before` of its elements, fewer
 than GROUP, belong to what lies before the group.  SKEWED says whether there may be any.  Samples are whole 16

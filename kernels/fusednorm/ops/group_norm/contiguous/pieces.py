@@ -47,9 +47,9 @@ def chunk_options(call: ForwardCall, config: InChunks, chunks: int) -> dict[str,
 
 
 def piece_indexing(call: ForwardCall) -> tuple[int, ...]:
-    """`ForwardCall.walk` in 16 bytes, or in elements where these may be of two channels."""
+    """`ForwardCall.indexing` in 16 bytes, or in elements where these may be of two channels."""
     vector = 16 // call.x.element_size()
-    return call.walk(vector if call.sample.hw % vector == 0 else 1)
+    return call.indexing(vector if call.sample.hw % vector == 0 else 1)
 
 
 def parameters_mode(call: ForwardCall, block: int, piece: int) -> str:
@@ -142,7 +142,7 @@ def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
 
 @triton.jit
 def _channel(
-    first, walk, i: tl.constexpr,
+    first, indexing, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters.
@@ -156,40 +156,40 @@ def _channel(
         else:
             at = first + i * BLOCK + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP
         # The first vector may start before the group.
-        channel = quotient(tl.maximum(at, 0), walk[2], walk[3], walk[4], False)
+        channel = quotient(tl.maximum(at, 0), indexing[2], indexing[3], indexing[4], False)
         if PARAMETERS == "two":
-            next_channel = next_channel + (((channel + 1) * walk[2] - at).to(tl.int32),)
+            next_channel = next_channel + (((channel + 1) * indexing[2] - at).to(tl.int32),)
     else:
         vector = first // GROUP + i * (BLOCK // GROUP)
         if PARAMETERS == "vector":
             vector += tl.arange(0, BLOCK // GROUP)[:, None]
-        channel = quotient(vector, walk[2], walk[3], walk[4], False)
+        channel = quotient(vector, indexing[2], indexing[3], indexing[4], False)
     # Past the end, where nothing is written.
-    return tl.minimum(channel, walk[1] - 1), next_channel
+    return tl.minimum(channel, indexing[1] - 1), next_channel
 
 
 @triton.jit
 def load_chunk_affine(
-    parameters, row, first, walk,
+    parameters, row, first, indexing,
     i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """What `chunk_slope_and_offset` takes of chunk i of a piece that starts `first` elements into the group `row`.
 
     Args:
-        walk: groups of a sample, channels of a group, what divides by a channel's length (in elements where
+        indexing: groups of a sample, channels of a group, what divides by a channel's length (in elements where
             PARAMETERS is "element" or "two", else in vectors), and what leads from sample to sample of scale and
             shift.
         PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element"; or "two", the most that a vector
             has.
     """
-    channel, next_channel = _channel(first, walk, i, BLOCK, GROUP, PARAMETERS)
-    sample = row.to(tl.int32) // walk[0]
-    group_channel = (row.to(tl.int32) - sample * walk[0]) * walk[1]
+    channel, next_channel = _channel(first, indexing, i, BLOCK, GROUP, PARAMETERS)
+    sample = row.to(tl.int32) // indexing[0]
+    group_channel = (row.to(tl.int32) - sample * indexing[0]) * indexing[1]
     at = group_channel + channel
-    affine = load_affine(parameters, at, sample * walk[5] + at)
+    affine = load_affine(parameters, at, sample * indexing[5] + at)
     if PARAMETERS == "two":
-        at = group_channel + tl.minimum(channel + 1, walk[1] - 1)
-        return affine, load_affine(parameters, at, sample * walk[5] + at), next_channel[0]
+        at = group_channel + tl.minimum(channel + 1, indexing[1] - 1)
+        return affine, load_affine(parameters, at, sample * indexing[5] + at), next_channel[0]
     else:
         return affine
 
@@ -209,7 +209,7 @@ def chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: 
 @triton.jit
 def write_chunks(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, length, group_length,
-    walk, mean, rest, rstd, dropout, writer, writers,
+    indexing, mean, rest, rstd, dropout, writer, writers,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
@@ -227,12 +227,12 @@ def write_chunks(
     for i in tl.static_range(len(chunks)):
         current = affine
         if PARAMETERS != "piece" and i + 1 < len(chunks):
-            affine = load_chunk_affine(parameters, row, first, walk, i + 1, BLOCK, GROUP, PARAMETERS)
+            affine = load_chunk_affine(parameters, row, first, indexing, i + 1, BLOCK, GROUP, PARAMETERS)
         if SHARED:
             if i & (writers - 1) == writer:
                 write_chunk(
                     chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
-                    before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, walk,
+                    before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
                     mean, rest, rstd, dropout, element,
                     i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT,
                     ACTIVATION, DROPOUT, FAST, SKEWED,
@@ -240,7 +240,7 @@ def write_chunks(
         else:
             write_chunk(
                 chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
-                before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, walk,
+                before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
                 mean, rest, rstd, dropout, element,
                 i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
             )  # fmt: skip
@@ -248,7 +248,7 @@ def write_chunks(
 
 @triton.jit
 def write_chunk(
-    h, affine, y_ptr, residual_out_ptr, base, before, length, row, first, group_length, walk,
+    h, affine, y_ptr, residual_out_ptr, base, before, length, row, first, group_length, indexing,
     mean, rest, rstd, dropout, element,
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
@@ -259,8 +259,8 @@ def write_chunk(
     a, b = chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
     y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
     if DROPOUT:
-        sample = row // walk[0]
-        position = (row - sample * walk[0]) * group_length + first + element
+        sample = row // indexing[0]
+        position = (row - sample * indexing[0]) * group_length + first + element
         keep = dropout_keep(dropout[0], sample, position, dropout[1])
         y = tl.where(keep, y * dropout[2], 0.0)
     store_chunk(y_ptr + base, element, y, before, length, IS_FULL, EVICT, SKEWED)

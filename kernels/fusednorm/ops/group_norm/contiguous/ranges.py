@@ -1,6 +1,6 @@
-"""Walks over contiguous groups: their moments, then what is written.
+"""Ranges of vectors of contiguous groups: their moments, then what is written.
 
-A group is a run of `group_units` vectors of VEC elements, walked in tiles [ROWS, UNITS, VEC] whose last axis
+A group is a run of `group_units` vectors of VEC elements, taken in tiles [ROWS, UNITS, VEC] whose last axis
 is one 128-bit access of one thread.  Where a channel is whole vectors (ALIGNED), the channel, its weight and
 its bias are found once a vector.  No size is a constexpr: lengths arrive in units of VEC, so addresses are
 known multiples of it, and division by the channel's length is a multiplication by `magic` and a shift.

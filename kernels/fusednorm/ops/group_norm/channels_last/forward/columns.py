@@ -186,7 +186,7 @@ def group_norm_nhwc_columns_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write one run of positions of a block of columns; programs walk the tensor backwards."""
+    """Write one run of positions of a block of columns; the last run comes first."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)

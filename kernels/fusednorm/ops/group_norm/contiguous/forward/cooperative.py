@@ -134,7 +134,7 @@ def _slab_moments(
 @triton.jit
 def _write_slab(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end, group_length,
-    walk, mean, rest, rstd, dropout,
+    indexing, mean, rest, rstd, dropout,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
     EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -143,13 +143,13 @@ def _write_slab(
     if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
         write_chunks(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, 0, end, group_length,
-            walk, mean, rest, rstd, dropout, 0, 1,
+            indexing, mean, rest, rstd, dropout, 0, 1,
             CHUNKS, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
     else:
         write_chunks(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end,
-            group_length, walk, mean, rest, rstd, dropout, 0, 1,
+            group_length, indexing, mean, rest, rstd, dropout, 0, 1,
             FULL, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
         )  # fmt: skip
 
@@ -218,7 +218,7 @@ def group_norm_nchw_cooperative_kernel(
     last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
     turns = tl.cdiv(rows - team, teams)
     other = tl.arange(0, SLOTS)
-    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
+    indexing = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     dropout = (seed, dropout_threshold, dropout_scale)
 
@@ -248,7 +248,7 @@ def group_norm_nchw_cooperative_kernel(
             late_at = late_frame + first
             late_first = first - late_before
             late_end = tl.minimum(late_before + length - first, slab)
-            affine = load_chunk_affine(parameters, late_row, late_first, walk, 0, BLOCK, GROUP, PARAMETERS)
+            affine = load_chunk_affine(parameters, late_row, late_first, indexing, 0, BLOCK, GROUP, PARAMETERS)
             late = load_chunks(x_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED)
             late_residuals = load_chunks(
                 residual_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED
@@ -263,7 +263,7 @@ def group_norm_nchw_cooperative_kernel(
                     tl.store(rstd_ptr + late_row, rstd)
             _write_slab(
                 late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_at, late_row, late_first,
-                late_before - first, late_end, length, walk, mean, rest, rstd, dropout,
+                late_before - first, late_end, length, indexing, mean, rest, rstd, dropout,
                 FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "evict_first", ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip
 
@@ -273,7 +273,7 @@ def group_norm_nchw_cooperative_kernel(
             )
             post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
-                affine = load_chunk_affine(parameters, row, first - before, walk, 0, BLOCK, GROUP, PARAMETERS)
+                affine = load_chunk_affine(parameters, row, first - before, indexing, 0, BLOCK, GROUP, PARAMETERS)
                 mean, rest, rstd = _group_moments(
                     mailbox_ptr, team, tag, members, other, before,
                     length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
@@ -284,7 +284,7 @@ def group_norm_nchw_cooperative_kernel(
                         tl.store(rstd_ptr + row, rstd)
                 _write_slab(
                     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, x_at, row, first - before,
-                    before - first, end, length, walk, mean, rest, rstd, dropout,
+                    before - first, end, length, indexing, mean, rest, rstd, dropout,
                     FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "", ACTIVATION, DROPOUT, FAST,
                 )  # fmt: skip
         tag += 1

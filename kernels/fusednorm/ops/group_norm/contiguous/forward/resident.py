@@ -136,7 +136,7 @@ def group_norm_nchw_resident_kernel(
     length = group_units * VEC
     base, before = frame_of(row, length, GROUP, SKEWED)
     end = before + length
-    walk = (groups, channels, channel_length, magic, division_shift, scale_stride)
+    indexing = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
 
     chunks = load_chunks(x_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
@@ -161,9 +161,9 @@ def group_norm_nchw_resident_kernel(
         if writer == 0:
             tl.store(mean_ptr + row, mean + rest)
             tl.store(rstd_ptr + row, rstd)
-    affine = load_chunk_affine(parameters, row, -before, walk, 0, BLOCK, GROUP, PARAMETERS)
+    affine = load_chunk_affine(parameters, row, -before, indexing, 0, BLOCK, GROUP, PARAMETERS)
     write_chunks(
         chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, -before, before, end, length,
-        walk, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
+        indexing, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
         FULL, BLOCK, GROUP, PARAMETERS, SHARED, "", ACTIVATION, DROPOUT, FAST, SKEWED,
     )  # fmt: skip

@@ -171,7 +171,7 @@ def group_norm_nchw_split_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Reduce the parts of one group, then write one run of it; programs walk the tensor backwards."""
+    """Reduce the parts of one group, then write one run of it; the last run comes first."""
     await_previous(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group

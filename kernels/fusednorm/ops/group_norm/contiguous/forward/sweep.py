@@ -62,7 +62,7 @@ def group_norm_nchw_sweep_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One group a program in two sweeps; the second walks backwards and finds the group in L1 or L2."""
+    """One group a program in two sweeps; the second goes backwards and finds the group in L1 or L2."""
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
