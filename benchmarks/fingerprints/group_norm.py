@@ -10,8 +10,7 @@ import torch
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.backward_plan import plan_backward
-from fusednorm.ops.group_norm.forward_plan import plan_forward
+from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 from torch import Tensor

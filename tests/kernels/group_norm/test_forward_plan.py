@@ -88,20 +88,25 @@ def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_othe
 
 
 @pytest.mark.parametrize(
-    ("sample", "dtype"),
-    [(Sample(32, 16, 64 * 64, False), torch.bfloat16), (Sample(32, 8, 56 * 56, False), torch.float32)],
+    ("sample", "dtype", "kernel"),
+    [
+        (Sample(32, 16, 64 * 64, False), torch.bfloat16, "cooperative"),
+        (Sample(32, 8, 64 * 64, False), torch.float32, "cooperative"),
+        # Seven programs would have a seventh more than there is.
+        (Sample(32, 8, 56 * 56, False), torch.float32, "sweep"),
+    ],
     ids=str,
 )
-def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, monkeypatch):
+def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, kernel, monkeypatch):
     for module in ("plan", "call", "contiguous.forward.resident", "contiguous.forward.cooperative"):
         monkeypatch.setattr(f"fusednorm.ops.group_norm.{module}.multiprocessor_count", lambda _: 132)
     monkeypatch.setattr("fusednorm.ops.group_norm.plan.may_wait", lambda: True)
     x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
-    plain, added = (
-        plan_forward(x, sample, None, None, 1e-5, residual, Epilogue(), Forward(x)) for residual in (None, x)
-    )
+    after = Epilogue("silu", 0.1, 1)
+    plain = plan_forward(x, sample, None, None, 1e-5, None, Epilogue(), Forward(x))
+    added = plan_forward(x, sample, None, None, 1e-5, x, after, Forward(x))
     assert names(plain) == ["group_norm_nchw_resident_kernel"]
-    assert names(added) == ["group_norm_nchw_cooperative_kernel"]
+    assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
 
 
 def test_tiles_take_so_many_groups_each():
