@@ -7,18 +7,15 @@ everything that is slow.
 from collections.abc import Iterator
 from itertools import product
 
-from fusednorm.ops.layer_norm.configs import (
-    Backward,
-    BackwardShared,
-    BackwardSlab,
-    BackwardTile,
-    Forward,
-    ForwardParts,
-    ForwardRow,
-    ForwardShared,
-    ForwardSweep,
-    ForwardTile,
-)
+from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
+from fusednorm.ops.layer_norm.backward.split import BackwardSplit
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import ForwardResident
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 
 _TILE_REGISTERS = 82_000
 """Of a multiprocessor, by an estimate that is high for the larger tiles: a little over what there is."""
@@ -34,7 +31,7 @@ _MULTIPROCESSORS = 132
 """Of an H200: programs that share a row must all be resident."""
 
 
-def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[Forward | Backward]:
+def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[ForwardConfig | BackwardConfig]:
     """Configurations for rows of `cols` elements of `itemsize` bytes, each once.
 
     Args:
@@ -43,17 +40,17 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[Forward | Backw
     if pass_ == "forward":
         yield from forward_tiles(cols, itemsize)
         yield from forward_sweeps(cols, itemsize)
-        yield from forward_rows(cols, itemsize)
+        yield from forward_resident(cols, itemsize)
         if cols > _SHARED_ROWS:
-            yield from forward_shared(cols, itemsize)
+            yield from forward_cooperative(cols, itemsize)
         if cols > _PARTED_ROWS:
-            yield from forward_parts()
+            yield from forward_split()
     else:
         yield from backward_tiles(cols, itemsize)
         if cols > _SHARED_ROWS:
             for block in (1024, 2048):
-                yield BackwardSlab(4096, 8, rows=1, block_n=block, num_warps=4, stages=4, programs_per_sm=2)
-            yield from backward_shared(cols, itemsize)
+                yield BackwardSplit(4096, 8, rows=1, block_n=block, num_warps=4, stages=4, programs_per_sm=2)
+            yield from backward_cooperative(cols, itemsize)
 
 
 def forward_tiles(cols: int, itemsize: int) -> Iterator[ForwardTile]:
@@ -120,7 +117,7 @@ def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
                 yield ForwardSweep(block, warps, ahead_per_sm)
 
 
-def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
+def forward_resident(cols: int, itemsize: int) -> Iterator[ForwardResident]:
     """Chunks that a row fills but for the last; as many programs as leave a row's data its registers.
 
     Rows of 4 KB and more also ask for later ones.
@@ -130,22 +127,22 @@ def forward_rows(cols: int, itemsize: int) -> Iterator[ForwardRow]:
             for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
                 if 24 + 2 * chunks * itemsize <= 2048 / (warps * per_sm) <= 176:
                     for ahead_per_sm in (0, 1, 2) if cols * itemsize >= 4096 else (0,):
-                        yield ForwardRow(chunks, warps, per_sm, ahead_per_sm)
+                        yield ForwardResident(chunks, warps, per_sm, ahead_per_sm)
 
 
-def forward_shared(cols: int, itemsize: int) -> Iterator[ForwardShared]:
+def forward_cooperative(cols: int, itemsize: int) -> Iterator[ForwardCooperative]:
     """Slabs of 1 to 32 thousand columns, fewer than programs; as many as leave a slab's data its registers."""
     for (chunks, warps, per_sm), lag, ahead in product(_slabs(itemsize), (1, 2, 3), (1, 2)):
         slab = chunks * 256 * warps
         if slab < cols <= slab * per_sm * _MULTIPROCESSORS:
-            yield ForwardShared(chunks, warps, per_sm, lag, ahead)
+            yield ForwardCooperative(chunks, warps, per_sm, lag, ahead)
 
 
-def forward_parts() -> Iterator[ForwardParts]:
+def forward_split() -> Iterator[ForwardSplit]:
     """Pieces and slabs of 1 to 8 thousand columns."""
     tiles = tuple((chunks, warps) for chunks, warps in product((1, 2, 4), (4, 8)))
     for (chunks, warps), (slab_chunks, slab_warps), rows in product(tiles, tiles, (4, 16)):
-        yield ForwardParts(chunks, warps, slab_chunks, slab_warps, rows)
+        yield ForwardSplit(chunks, warps, slab_chunks, slab_warps, rows)
 
 
 def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:
@@ -155,7 +152,7 @@ def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:
             yield chunks, warps, resident_warps // warps
 
 
-def backward_shared(cols: int, itemsize: int) -> Iterator[BackwardShared]:
+def backward_cooperative(cols: int, itemsize: int) -> Iterator[BackwardCooperative]:
     """Slabs of 8 or 16 columns a thread, fewer than programs; as many as leave a slab's data its registers."""
     for warps, per_thread, lag, ahead in product((4, 8), (8, 16), (1, 2, 3), (1, 2)):
         block = 32 * warps * per_thread
@@ -164,7 +161,7 @@ def backward_shared(cols: int, itemsize: int) -> Iterator[BackwardShared]:
             if resident_warps % warps or cols > block * per_sm * _MULTIPROCESSORS:
                 continue
             if 20 + (4 + itemsize // 2) * per_thread <= 2048 // resident_warps:
-                yield BackwardShared(block, warps, per_sm, lag, ahead)
+                yield BackwardCooperative(block, warps, per_sm, lag, ahead)
 
 
 def _power_of_2(size: int) -> int:

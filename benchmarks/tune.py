@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from fusednorm import traffic
-from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import Launch, run
-from fusednorm.ops.layer_norm import configs as layer_norm_configs
-from fusednorm.ops.layer_norm.backward import plan as layer_norm_backward_plan
-from fusednorm.ops.layer_norm.configs import BackwardTile
-from fusednorm.ops.layer_norm.forward import plan as layer_norm_forward_plan
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 from fusednorm.results import Backward, Forward
 
 from benchmarks.candidates import candidates
@@ -34,7 +33,7 @@ from benchmarks.suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 from benchmarks.timing import Timer
 from benchmarks.workers import run_in_workers
 
-Config = layer_norm_configs.Forward | layer_norm_configs.Backward
+Config = ForwardConfig | BackwardConfig
 
 COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")
 
@@ -85,14 +84,15 @@ class Pass:
     def plan(self, config: Config | None = None) -> list[Launch]:
         """Into `results`; under the table's own choice when None."""
         if self._pass == "forward":
-            assert config is None or isinstance(config, layer_norm_configs.Forward)
+            assert config is None or isinstance(config, ForwardConfig)
             out = Forward(*self.results)
-            return layer_norm_forward_plan.plan_forward(
-                self.x, self.weight, self.bias, EPS, None, Epilogue(), out, False, config
-            )
-        assert config is None or isinstance(config, layer_norm_configs.Backward)
-        inputs = (self.dy, self.x, self.weight, self.bias, EPS, self.mean, self.rstd, None, None, Epilogue())
-        return layer_norm_backward_plan.plan_backward(*inputs, Backward(*self.results), False, config)
+            return plan_forward(ForwardCall(x=self.x, weight=self.weight, bias=self.bias, eps=EPS, out=out), config)
+        assert config is None or isinstance(config, BackwardConfig)
+        call = BackwardCall(
+            dy=self.dy, x=self.x, weight=self.weight, bias=self.bias, eps=EPS, mean=self.mean, rstd=self.rstd,
+            out=Backward(*self.results),
+        )  # fmt: skip
+        return plan_backward(call, config)
 
     def run(self, plan: Iterable[Launch]) -> None:
         """Make the launches of a plan."""

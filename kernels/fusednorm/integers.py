@@ -9,3 +9,11 @@ def cdiv(dividend: int, divisor: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The least power of two that is `number` or more; 1 up to 1."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def vector_width(most: int, *sizes: int) -> int:
+    """The largest power of two up to `most` that divides every size: elements of one vector access."""
+    width = most
+    while any(size % width for size in sizes):
+        width //= 2
+    return width

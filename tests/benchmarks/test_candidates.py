@@ -4,17 +4,14 @@ from itertools import product
 
 import pytest
 from fusednorm.launch.launch import REGISTERS_PER_SM
-from fusednorm.ops.layer_norm import configs
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.configs import (
-    BackwardShared,
-    BackwardTile,
-    ForwardParts,
-    ForwardRow,
-    ForwardShared,
-    ForwardSweep,
-    ForwardTile,
-)
+from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import ForwardResident
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
 from benchmarks.candidates import candidates
 from benchmarks.suites import LONG_ROW_LENGTHS, ODD_ROW_LENGTHS, ROW_LENGTHS
@@ -37,7 +34,7 @@ def test_there_are_some_and_each_once(pass_, cols, itemsize):
     assert found
     assert len(found) == len(set(found))
     assert {type(config) for config in found} <= set(
-        (configs.Forward if pass_ == "forward" else configs.Backward).__args__
+        (tables.ForwardConfig if pass_ == "forward" else tables.BackwardConfig).__args__
     )
 
 
@@ -57,7 +54,7 @@ def test_all_have_room_for_their_programs(pass_, cols, itemsize):
 def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, cols, itemsize):
     for config in candidates(pass_, cols, itemsize):
         match config:
-            case ForwardTile() | ForwardRow():
+            case ForwardTile() | ForwardResident():
                 assert cols <= config.chunks * config.block_n
                 assert (config.chunks - 1) * config.block_n < cols
             case BackwardTile():
@@ -65,12 +62,12 @@ def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, co
                 assert (config.chunks - 1) * config.block_n < cols
             case ForwardSweep():
                 assert 2 * config.block_n <= cols
-            case ForwardParts():
+            case ForwardSplit():
                 assert config.chunks * config.block_n < cols
-            case ForwardShared():
+            case ForwardCooperative():
                 slab = config.chunks * config.block_n
                 assert slab < cols <= slab * config.programs_per_sm * MULTIPROCESSORS
-            case BackwardShared():
+            case BackwardCooperative():
                 assert config.block_n < cols <= config.block_n * config.programs_per_sm * MULTIPROCESSORS
 
 
@@ -84,8 +81,8 @@ def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_so_are_what_the_tables_leave_to_very_long_rows(itemsize):
-    assert tables.FORWARD_PARTS[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
-    assert tables.BACKWARD_SLAB[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
+    assert tables.FORWARD_SPLIT[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
+    assert tables.BACKWARD_SPLIT[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
 
 
 def _held_words(config, itemsize):
@@ -93,7 +90,7 @@ def _held_words(config, itemsize):
     match config:
         case ForwardTile():
             elements = config.rows * config.chunks * config.block_n
-        case ForwardRow() | ForwardShared() | ForwardParts():
+        case ForwardResident() | ForwardCooperative() | ForwardSplit():
             elements = config.chunks * config.block_n
         case ForwardSweep():
             elements = config.block_n

@@ -2,7 +2,9 @@ import csv
 import sys
 
 import pytest
-from fusednorm.ops.layer_norm.configs import BackwardTile, ForwardSweep, ForwardTile
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile
+from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
 from benchmarks import tune
 from benchmarks.timing import Quantiles

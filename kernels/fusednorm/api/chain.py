@@ -6,26 +6,13 @@ import torch
 from torch import Tensor
 
 from fusednorm.checks import as_rows, check_parameter, check_tensor, checked_eps
-from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
-from fusednorm.integers import cdiv
-from fusednorm.launch.launch import Launch, can_prefetch, run, vector_units
-from fusednorm.ops.layer_norm.call import row_strides
-from fusednorm.ops.layer_norm.chain import layer_norm_chain_held_kernel, layer_norm_chain_sweep_kernel
-from fusednorm.ops.layer_norm.configs import ForwardSweep
-from fusednorm.ops.layer_norm.float8_table import HELD_AHEAD_PER_SM, HeldRows, choose_held
+from fusednorm.launch.launch import run
+from fusednorm.ops.layer_norm.chain import ChainCall
+from fusednorm.ops.layer_norm.choice import plan_chain
 
 MAX_NORMS = 8
 """Norms in a chain; each number of them is a kernel of its own, with that many norms in its code."""
-
-# Rows that are not held, by bytes of an element of x: one access a thread in each chunk, which leaves registers for
-# the parameters of several norms.
-_SWEPT = {
-    2: ForwardSweep(4096, num_warps=16, ahead_per_sm=1),
-    4: ForwardSweep(2048, num_warps=16, ahead_per_sm=1),
-}
-
-Parameters = tuple[Tensor | None, ...]
 
 
 def layer_norm_chain(
@@ -80,39 +67,5 @@ def layer_norm_chain(
     y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     check_tensor("out_dtype", y)
     if rows:
-        run(x.device, plan_chain(x_rows, weights, biases, eps, y))
+        run(x.device, plan_chain(ChainCall(x_rows, weights, biases, eps, y)))
     return y
-
-
-def plan_chain(x: Tensor, weights: Parameters, biases: Parameters, eps: float, y: Tensor) -> list[Launch]:
-    """The launch of a chain over checked [rows, cols] tensors into y."""
-    rows, cols = x.shape
-    config = choose_held(cols) or _SWEPT[x.element_size()]
-    strides = row_strides(cols, x)
-    vec = vector_units(cols, *strides)
-    tensors = (x, y, weights, biases)
-    sizes = (cols // vec, *(stride // vec for stride in strides), eps)
-    options = {
-        "NORMS": len(weights),
-        "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps,
-        "VEC": vec,
-        "FAST": not INTERPRETED,
-    }
-    multiprocessors = multiprocessor_count(x.device)
-    match config:
-        case HeldRows():
-            options |= {
-                "ROWS": config.rows,
-                "CHUNKS": config.chunks,
-                "EVEN": cols == config.chunks * config.block_n,
-            }
-            options["PREFETCH"] = config.rows == 1 and can_prefetch(vec, x)
-            programs = cdiv(rows, config.rows)
-            arguments = (*tensors, HELD_AHEAD_PER_SM * multiprocessors, rows, *sizes)
-            return [Launch(layer_norm_chain_held_kernel, (programs,), arguments, options)]
-        case ForwardSweep():
-            options |= {"EVEN": cols % config.block_n == 0, "GROUP": 16 // x.element_size()}
-            options["PREFETCH"] = can_prefetch(vec, x)
-            arguments = (*tensors, config.ahead_per_sm * multiprocessors, *sizes)
-            return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options)]

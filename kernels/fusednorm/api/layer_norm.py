@@ -21,9 +21,8 @@ from fusednorm.checks import (
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.launch import run
 from fusednorm.launch.row_replay import Options, forward_again, remember
-from fusednorm.ops.layer_norm.backward.plan import plan_backward
-from fusednorm.ops.layer_norm.float8_plan import plan_quantise
-from fusednorm.ops.layer_norm.forward.plan import plan_forward
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_float8, plan_forward
 from fusednorm.ops.layer_norm.outputs import room_for_backward, room_for_forward
 from fusednorm.results import Backward, Forward
 
@@ -229,10 +228,18 @@ def _forward(
     check_out_dtype(out_dtype)
     result = room_for_forward(x, residual, out_dtype, stats, is_rms, out)
     if x.numel():
-        plan = plan_forward if result.scale is None else plan_quantise
-        launches = plan(
-            x_rows, weight, bias, eps, residual_rows, epilogue, result, is_rms, weight_offset=weight_offset
+        call = ForwardCall(
+            x=x_rows,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            residual=residual_rows,
+            epilogue=epilogue,
+            is_rms=is_rms,
+            weight_offset=weight_offset,
+            out=result,
         )
+        launches = plan_forward(call) if result.scale is None else plan_float8(call)
         run(x.device, launches)
         if not (dropout or seed):
             remember(launches, x, weight, bias, residual, options)
@@ -269,22 +276,22 @@ def _backward(
 
     result = room_for_backward(x, weight, bias, residual, out)
     if x.numel():
-        plan = plan_backward(
-            dy_rows,
-            x_rows,
-            weight,
-            bias,
-            eps,
-            mean,
-            rstd,
-            residual_rows,
-            outside_rows,
-            epilogue,
-            result,
-            is_rms,
+        call = BackwardCall(
+            dy=dy_rows,
+            x=x_rows,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            mean=mean,
+            rstd=rstd,
+            residual=residual_rows,
+            dresidual_out=outside_rows,
+            epilogue=epilogue,
+            is_rms=is_rms,
             weight_offset=weight_offset,
+            out=result,
         )
-        run(x.device, plan)
+        run(x.device, plan_backward(call))
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:

@@ -18,7 +18,7 @@ from fusednorm.ops.group_norm.channels_last.stream import StreamPartition, strea
 from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.forward_choice import choose_forward
 from fusednorm.ops.group_norm.sample import Sample
-from fusednorm.ops.layer_norm.table import SINGLE_ROW_COLS
+from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.policy.waiting import may_wait
 
 _OPERATIONS = ("layer_norm", "rms_norm")

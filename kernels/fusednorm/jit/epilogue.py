@@ -137,3 +137,23 @@ def dropout_keep_tile(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS
     w0, w1, w2, w3 = _random_words(seed, row, quad)
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
     return words >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def finish(
+    y,
+    row,
+    first_col,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """What follows the affine step: activation and dropout of a tile that starts at column `first_col`."""
+    y = activate(y, ACTIVATION, FAST)
+    if DROPOUT:
+        keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])
+        y = tl.where(keep, y * dropout_scale, 0.0)
+    return y

@@ -6,9 +6,9 @@ A 16-bit piece takes half the registers of its float32 values; it is converted a
 import triton
 import triton.language as tl
 
+from fusednorm.jit.epilogue import finish
 from fusednorm.jit.moments import column_mask, offset_weight, widened
 from fusednorm.jit.reductions import rounded_product, sum_pair
-from fusednorm.ops.layer_norm.forward.tile import finish
 
 
 @triton.jit

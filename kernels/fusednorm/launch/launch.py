@@ -156,11 +156,3 @@ def known_whole_in_slabs(length: int, block: int, chunks: int, lane_a_thread: bo
 def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
     """Seed, threshold and scale, as the kernels that fuse dropout take them."""
     return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)
-
-
-def vector_units(*sizes: int) -> int:
-    """The largest power of two up to MAX_VEC that divides every size: elements of one vector access."""
-    vec = MAX_VEC
-    while any(size % vec for size in sizes):
-        vec //= 2
-    return vec

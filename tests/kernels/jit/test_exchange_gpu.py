@@ -3,9 +3,10 @@
 import pytest
 import torch
 from fusednorm import layer_norm_forward
-from fusednorm.ops.layer_norm import choice as launch
-from fusednorm.ops.layer_norm.configs import BackwardShared, ForwardShared
-from fusednorm.ops.layer_norm.table import SINGLE_ROW_COLS
+from fusednorm.ops.layer_norm import choice
+from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
+from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 
 from tests.kernels.layer_norm.test_passes import check_backward, check_forward, make_case
 from tests.kernels.on_gpu import on_streams_of_their_own
@@ -20,10 +21,10 @@ def share(monkeypatch):
     """Makes the launchers share each row between programs, SLAB columns each."""
 
     def choose(lag=2, chunks=2):
-        forward = ForwardShared(chunks, num_warps=SLAB // chunks // 256, programs_per_sm=4, lag=lag, ahead=1)
-        backward = BackwardShared(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
-        monkeypatch.setattr(launch, "choose_forward", lambda *_: forward)
-        monkeypatch.setattr(launch, "choose_backward", lambda *_: backward)
+        forward = ForwardCooperative(chunks, num_warps=SLAB // chunks // 256, programs_per_sm=4, lag=lag, ahead=1)
+        backward = BackwardCooperative(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
+        monkeypatch.setattr(choice, "choose_forward", lambda *_: forward)
+        monkeypatch.setattr(choice, "choose_backward", lambda *_: backward)
 
     return choose
 

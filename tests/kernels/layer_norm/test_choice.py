@@ -2,9 +2,16 @@
 
 import pytest
 from fusednorm.launch.launch import REGISTERS_PER_SM
-from fusednorm.ops.layer_norm import choice as launch
+from fusednorm.ops.layer_norm import choice as choices
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.configs import ForwardParts, ForwardRow, ForwardShared, ForwardSweep, ForwardTile
+from fusednorm.ops.layer_norm.backward import reduce
+from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
+from fusednorm.ops.layer_norm.forward import split
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import ForwardResident
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 from fusednorm.policy import waiting
 
 MULTIPROCESSORS = 132
@@ -19,52 +26,52 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_residual_leaves_programs_their_registers(itemsize, compiled):
     for limit, choice in tables.FORWARD[itemsize]:
-        with_residual = launch.choose_forward(limit, itemsize, MULTIPROCESSORS, residual=True)
-        if isinstance(choice, ForwardRow) and isinstance(with_residual, ForwardRow):
+        with_residual = choices.choose_forward(limit, itemsize, MULTIPROCESSORS, residual=True)
+        if isinstance(choice, ForwardResident) and isinstance(with_residual, ForwardResident):
             assert 1 <= with_residual.programs_per_sm <= choice.programs_per_sm
             threads = 32 * choice.num_warps * with_residual.programs_per_sm
             held = 2 * choice.chunks * itemsize * (2 if itemsize == 2 else 1)
             assert held * threads < REGISTERS_PER_SM
-        elif isinstance(choice, ForwardRow):
-            assert isinstance(with_residual, ForwardShared)
+        elif isinstance(choice, ForwardResident):
+            assert isinstance(with_residual, ForwardCooperative)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_odd_lengths_have_entries_of_their_own_and_their_neighbours_have_not(itemsize, compiled):
     for first, last, choice in tables.FORWARD_UNALIGNED[itemsize]:
-        assert launch.choose_forward(first, itemsize, MULTIPROCESSORS, residual=False) == choice
-        assert launch.choose_forward(last // 8 * 8, itemsize, MULTIPROCESSORS, residual=False) != choice
+        assert choices.choose_forward(first, itemsize, MULTIPROCESSORS, residual=False) == choice
+        assert choices.choose_forward(last // 8 * 8, itemsize, MULTIPROCESSORS, residual=False) != choice
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_single_very_long_row_is_cut_as_several_are(itemsize, compiled):
-    cols = tables.SINGLE_ROW_COLS
-    several = launch.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False)
-    single = launch.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False, single=True)
-    assert isinstance(several, ForwardShared)
-    assert isinstance(single, ForwardParts)
+    cols = SINGLE_ROW_COLS
+    several = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False)
+    single = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False, single=True)
+    assert isinstance(several, ForwardCooperative)
+    assert isinstance(single, ForwardSplit)
     assert (single.chunks, single.num_warps) == (several.chunks, several.num_warps)
-    assert launch.choose_forward(cols - 1, itemsize, MULTIPROCESSORS, residual=False, single=True) != single
+    assert choices.choose_forward(cols - 1, itemsize, MULTIPROCESSORS, residual=False, single=True) != single
 
 
 def test_programs_wait_for_one_another_only_where_they_can(monkeypatch):
     monkeypatch.setattr(waiting, "INTERPRETED", True)
-    assert isinstance(launch.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), ForwardSweep)
+    assert isinstance(choices.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), ForwardSweep)
 
 
 @pytest.mark.parametrize("cols", [64, 2048, 16384])
 def test_statistics_alone_hold_no_row(cols):
-    assert not isinstance(launch.choose_statistics(cols, 2, MULTIPROCESSORS, False), ForwardTile | ForwardRow)
+    assert not isinstance(choices.choose_statistics(cols, 2, MULTIPROCESSORS, False), ForwardTile | ForwardResident)
 
 
 @pytest.mark.parametrize("partials", [1, 66, 132, 528, 1584, 5000])
-def test_a_fold_takes_all_partials_at_once_where_registers_allow(partials):
-    fold = launch.choose_fold(partials)
-    assert fold["BLOCK_P"] >= min(partials, launch.FOLD_MAX_PARTIALS)
-    assert fold["BLOCK_P"] * fold["BLOCK_N"] <= 32 * 32 * fold["num_warps"]
+def test_all_partials_are_added_up_at_once_where_registers_allow(partials):
+    tile = reduce.reduce_tile(partials)
+    assert tile["BLOCK_P"] >= min(partials, reduce.MAX_PARTIALS)
+    assert tile["BLOCK_P"] * tile["BLOCK_N"] <= 32 * 32 * tile["num_warps"]
 
 
 def test_parts_are_spread_before_they_are_gathered():
-    assert launch.choose_parts_a_program(128) == 1
-    assert 1 < launch.choose_parts_a_program(1 << 13) <= launch.MAX_PARTS_A_PROGRAM
-    assert launch.choose_parts_a_program(1 << 20) == launch.MAX_PARTS_A_PROGRAM
+    assert split.parts_a_program(128) == 1
+    assert 1 < split.parts_a_program(1 << 13) <= split.MAX_PARTS_A_PROGRAM
+    assert split.parts_a_program(1 << 20) == split.MAX_PARTS_A_PROGRAM

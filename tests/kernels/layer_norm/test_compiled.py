@@ -26,8 +26,8 @@ COMPILE = """
 import json, sys
 import torch
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.backward.plan import plan_backward
-from fusednorm.ops.layer_norm.forward.plan import plan_forward
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.checks import Epilogue
 from fusednorm.launch.inspection import inspect
 from fusednorm.results import Backward, Forward
@@ -52,12 +52,11 @@ for variant, cols in cells:
         w = torch.empty((32, cols) if variant == "own heads" else cols, dtype=dtype, device="meta")
     residual = {"fused": x, "stream": stream}.get(variant)
     after = Epilogue("silu" if variant == "fused" else "none")
-    offset = {"weight_offset": float(variant == "fused")}
+    given = dict(x=x, weight=w, bias=w, eps=1e-5, residual=residual, epilogue=after)
+    given["weight_offset"] = float(variant == "fused")
     out, gradients = Forward(x, residual_out=residual), Backward(x, w, w, residual if variant == "stream" else x)
-    plan = plan_forward(x, w, w, 1e-5, residual, after, out, False, **offset)
-    plan += plan_backward(
-        x, x, w, w, 1e-5, statistic, statistic, residual, None, after, gradients, False, **offset
-    )
+    plan = plan_forward(ForwardCall(**given, out=out))
+    plan += plan_backward(BackwardCall(dy=x, **given, mean=statistic, rstd=statistic, out=gradients))
     for step in plan:
         key = variant, step.kernel.fn.__name__, tuple(sorted(step.options.items()))
         if key not in done:
@@ -94,9 +93,8 @@ COMPILE_ODD = """
 import json, re, sys
 import torch, triton
 from fusednorm.launch import inspection
-from fusednorm.ops.layer_norm.backward.plan import plan_backward
-from fusednorm.ops.layer_norm.forward.plan import plan_forward
-from fusednorm.checks import Epilogue
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 
 compiled = []
@@ -109,10 +107,9 @@ for cols in (1001, 50257):
         torch.empty(shape, dtype=d, device="meta")
         for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096,), torch.float32))
     )
-    plan = plan_forward(x, w, w, 1e-5, None, Epilogue(), Forward(x), False)
-    plan += plan_backward(
-        x, x, w, w, 1e-5, statistic, statistic, None, None, Epilogue(), Backward(x, w, w), False
-    )[:1]
+    given = dict(x=x, weight=w, bias=w, eps=1e-5)
+    plan = plan_forward(ForwardCall(**given, out=Forward(x)))
+    plan += plan_backward(BackwardCall(dy=x, **given, mean=statistic, rstd=statistic, out=Backward(x, w, w)))[:1]
     for step in plan:
         report = inspection.inspect(step)
         code = compiled[-1].asm["ttgir"]

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.ops.layer_norm import choice as layer_norm_launch
-from fusednorm.ops.layer_norm.configs import BackwardShared, ForwardShared
+from fusednorm.ops.layer_norm import choice
+from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 
 from tests.kernels.layer_norm.test_passes import check_backward, check_forward, make_case
 
@@ -63,10 +64,10 @@ def share(monkeypatch):
         )
 
     def choose(lag):
-        forward = ForwardShared(1, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
-        backward = BackwardShared(256, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
-        monkeypatch.setattr(layer_norm_launch, "choose_forward", lambda *_: forward)
-        monkeypatch.setattr(layer_norm_launch, "choose_backward", lambda *_: backward)
+        forward = ForwardCooperative(1, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
+        backward = BackwardCooperative(256, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
+        monkeypatch.setattr(choice, "choose_forward", lambda *_: forward)
+        monkeypatch.setattr(choice, "choose_backward", lambda *_: backward)
 
     return choose
 

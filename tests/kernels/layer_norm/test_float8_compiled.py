@@ -23,7 +23,8 @@ import json, sys
 import torch
 from fusednorm.checks import FLOAT8, Epilogue
 from fusednorm.launch.inspection import inspect
-from fusednorm.ops.layer_norm.float8_plan import plan_quantise
+from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_float8
 from fusednorm.results import Forward
 
 dtype = getattr(torch, sys.argv[1])
@@ -36,7 +37,9 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
     )
     residual = x if activation == "silu" else None
     out = Forward(y, residual_out=residual, scale=scale)
-    (launch,) = plan_quantise(x, w, w, 1e-5, residual, Epilogue(activation), out, False)
+    (launch,) = plan_float8(
+        ForwardCall(x=x, weight=w, bias=w, eps=1e-5, residual=residual, epilogue=Epilogue(activation), out=out)
+    )
     report = inspect(launch)
     widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
     what = f"{report.kernel} {cols} {activation} {dict(launch.options)} {report}"

@@ -8,8 +8,11 @@ from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCoope
 from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.plan import plan_forward as plan_groups
 from fusednorm.ops.group_norm.sample import Sample
-from fusednorm.ops.layer_norm import configs as layer_norm_configs
-from fusednorm.ops.layer_norm.forward.plan import plan_forward as plan_rows
+from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_forward as plan_rows
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import ForwardResident
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit
 from fusednorm.results import Forward
 
 ALIGNED, MISALIGNED = 0, 3
@@ -37,20 +40,20 @@ def take_all_as_whole(launches):
 @pytest.mark.parametrize(
     ("cols", "config"),
     [
-        (4096, layer_norm_configs.ForwardRow(4, 4, 4, 2)),
-        (8192, layer_norm_configs.ForwardShared(4, 4, 5, 2, 1)),
-        (1 << 20, layer_norm_configs.ForwardParts(4, 8, 2, 4, 16)),
+        (4096, ForwardResident(4, 4, 4, 2)),
+        (8192, ForwardCooperative(4, 4, 5, 2, 1)),
+        (1 << 20, ForwardSplit(4, 8, 2, 4, 16)),
     ],
 )
 def test_rows(cols, config):
     def plan(x_before, y_before, x_stride=cols):
         x = tensor(x_before, 2, x_stride)[:, :cols]
         out = Forward(tensor(y_before, 2, cols))
-        return plan_rows(x, None, None, 1e-5, None, Epilogue("none"), out, False, config)
+        return plan_rows(ForwardCall(x=x, eps=1e-5, out=out), config)
 
     assert take_all_as_whole(plan(ALIGNED, ALIGNED))
     assert not take_all_as_whole(plan(MISALIGNED, MISALIGNED))
-    if isinstance(config, layer_norm_configs.ForwardParts):
+    if isinstance(config, ForwardSplit):
         # The next row starts anywhere, too; shorter rows are taken without merging where accesses are narrow.
         assert not take_all_as_whole(plan(ALIGNED, ALIGNED, cols + 1))
     else:

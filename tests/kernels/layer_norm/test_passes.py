@@ -14,9 +14,10 @@ import triton.language as tl
 from fusednorm import reference
 from fusednorm.checks import ACTIVATIONS
 from fusednorm.device import INTERPRETED
-from fusednorm.ops.layer_norm import choice as layer_norm_launch
-from fusednorm.ops.layer_norm.configs import BackwardTile, ForwardParts
-from fusednorm.ops.layer_norm.forward import resident as row_kernels
+from fusednorm.ops.layer_norm import choice
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile
+from fusednorm.ops.layer_norm.forward import resident, split
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit
 
 from tests.kernels.accuracy import assert_close_to_oracle
 
@@ -161,10 +162,10 @@ def test_rows_longer_than_a_tile_match_the_oracle(op, cols, device, poisoned):
 @pytest.mark.parametrize("cols", [2048, 5001, 8192])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_few_rows_have_the_bits_that_they_have_among_many(op, cols, device, poisoned, monkeypatch):
-    many = 2 + int(row_kernels.FEW_PROGRAMS)
+    many = 2 + int(resident.FEW_PROGRAMS)
     if INTERPRETED:
         many = 4
-        monkeypatch.setattr(row_kernels, "FEW_PROGRAMS", tl.constexpr(2))
+        monkeypatch.setattr(resident, "FEW_PROGRAMS", tl.constexpr(2))
     case = make_case(op, torch.bfloat16, many, cols, device, activation="relu")
     check_forward(case)
     few = replace(case, x=case.x[:2])
@@ -174,11 +175,11 @@ def test_few_rows_have_the_bits_that_they_have_among_many(op, cols, device, pois
 @pytest.mark.parametrize(("max_parts", "cols"), [(1024, 4096), (1024, 5000), (3, 8000), (2, 9001)])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_rows_taken_in_parts_match_the_oracle(op, max_parts, cols, device, poisoned, monkeypatch):
-    parts = ForwardParts(2, num_warps=2, slab_chunks=1, slab_num_warps=4, rows=2)
-    monkeypatch.setattr(layer_norm_launch, "choose_forward", lambda *_: parts)
-    monkeypatch.setattr(layer_norm_launch, "MAX_PARTS", max_parts)
+    parts = ForwardSplit(2, num_warps=2, slab_chunks=1, slab_num_warps=4, rows=2)
+    monkeypatch.setattr(choice, "choose_forward", lambda *_: parts)
+    monkeypatch.setattr(split, "MAX_PARTS", max_parts)
     for rows, programs in ((1, 2048), (3, 2)):
-        monkeypatch.setattr(layer_norm_launch, "PARTS_PROGRAMS", programs)
+        monkeypatch.setattr(split, "PARTS_PROGRAMS", programs)
         check_forward(make_case(op, torch.float16, rows, cols, device))
         check_forward(make_case(op, torch.float32, rows, cols, device, residual=True, activation="silu"))
 
@@ -187,7 +188,7 @@ def test_rows_taken_in_parts_match_the_oracle(op, max_parts, cols, device, poiso
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_backward_tiles_of_several_blocks_match_the_oracle(op, cols, device, poisoned, monkeypatch):
     tile = BackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=1, hold_weight=True, chunks=3)
-    monkeypatch.setattr(layer_norm_launch, "choose_backward", lambda *_: tile)
+    monkeypatch.setattr(choice, "choose_backward", lambda *_: tile)
     case = make_case(op, torch.float32, 7, cols, device, residual=True, activation="silu")
     check_backward(case, saved=True)
     check_backward(case, saved=False)

@@ -4,12 +4,12 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
 from fusednorm.launch import prepared, repeats
 from fusednorm.launch import row_replay as layer_norm_repeat
 from fusednorm.launch.driver import Launcher
-from fusednorm.ops.layer_norm.forward import plan as layer_norm_forward_plan
+from fusednorm.ops.layer_norm import choice
+from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.policy import waiting
 from fusednorm.results import Forward
 
@@ -75,7 +75,8 @@ def test_a_repeated_launch_is_the_planned_one(adds, stats, rows, cols, repeating
     assert not repeating.launched
     x, residual = operands(rows)
     result = call(x, weight, bias, residual=residual, eps=1e-3, stats=stats)
-    (plan,) = layer_norm_forward_plan.plan_forward(x, weight, bias, 1e-3, residual, Epilogue(), result, False)
+    given = ForwardCall(x=x, weight=weight, bias=bias, eps=1e-3, residual=residual, out=result)
+    (plan,) = choice.plan_forward(given)
     y, mean, rstd, residual_out, _ = result
     tensors = addresses(x, residual, weight, bias, y, residual_out, mean, rstd)
     head = (*plan.grid, 1, 1, 69, 11, (4, 1, 0), None)
@@ -288,7 +289,7 @@ def test_nothing_is_repeated_under_the_interpreter(monkeypatch):
     planned = []
 
     def plan(*arguments, **options):
-        planned.append(layer_norm_forward_plan.plan_forward(*arguments, **options))
+        planned.append(choice.plan_forward(*arguments, **options))
         return planned[-1]
 
     monkeypatch.setattr(layer_norm_passes, "plan_forward", plan)
@@ -301,11 +302,10 @@ def test_nothing_is_repeated_under_the_interpreter(monkeypatch):
 ROWS = """
 import json
 import torch
-from fusednorm.ops.layer_norm.backward import plan as layer_norm_backward_plan
-from fusednorm.ops.layer_norm.forward import plan as layer_norm_forward_plan
 from fusednorm.launch import prepared
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.checks import Epilogue
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 
 def plan(rows, cols, dtype, residual, stats):
@@ -313,10 +313,9 @@ def plan(rows, cols, dtype, residual, stats):
     w, s = torch.empty(cols, device="meta"), torch.empty(rows, device="meta")
     mean, rstd, residual = s if stats else None, s if stats else None, x if residual else None
     out, gradients = Forward(y, mean, rstd, residual), Backward(x, w, w, residual)
-    yield from layer_norm_forward_plan.plan_forward(x, w, w, 1e-5, residual, Epilogue(), out, False)
-    yield from layer_norm_backward_plan.plan_backward(
-        x, x, w, w, 1e-5, mean, rstd, residual, None, Epilogue(), gradients, False
-    )
+    given = dict(x=x, weight=w, bias=w, eps=1e-5, residual=residual)
+    yield from plan_forward(ForwardCall(**given, out=out))
+    yield from plan_backward(BackwardCall(dy=x, **given, mean=mean, rstd=rstd, out=gradients))
 
 shapes, wrong = 0, []
 for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):

@@ -7,8 +7,9 @@ from fusednorm.checks import Epilogue
 from fusednorm.ops.group_norm.plan import plan_backward as plan_group_backward
 from fusednorm.ops.group_norm.plan import plan_forward as plan_group_forward
 from fusednorm.ops.group_norm.sample import Sample
-from fusednorm.ops.layer_norm.backward.plan import plan_backward as plan_row_backward
-from fusednorm.ops.layer_norm.forward.plan import plan_forward as plan_row_forward
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward as plan_row_backward
+from fusednorm.ops.layer_norm.choice import plan_forward as plan_row_forward
 from fusednorm.policy import waiting
 from fusednorm.results import Backward, Forward
 
@@ -38,10 +39,10 @@ def group_launches(last):
 def row_launches():
     """Both passes over rows that one program does not hold."""
     x, w = empty(16, 1 << 17), empty(1 << 17)
-    yield from plan_row_forward(x, w, w, 1e-5, None, Epilogue(), Forward(x), is_rms=False)
+    given = {"x": x, "weight": w, "bias": w, "eps": 1e-5}
+    yield from plan_row_forward(ForwardCall(**given, out=Forward(x)))
     saved = torch.empty(16, device="meta")
-    out = Backward(x, w, w)
-    yield from plan_row_backward(x, x, w, w, 1e-5, saved, saved, None, None, Epilogue(), out, is_rms=False)
+    yield from plan_row_backward(BackwardCall(dy=x, **given, mean=saved, rstd=saved, out=Backward(x, w, w)))
 
 
 @pytest.mark.parametrize("launches", [lambda: group_launches(False), lambda: group_launches(True), row_launches])

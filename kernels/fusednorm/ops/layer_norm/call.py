@@ -1,17 +1,258 @@
-"""What the plans of LayerNorm and RMSNorm share: strides, programs, and options of a launch."""
+"""The checked arguments of LayerNorm's and RMSNorm's passes, and what their launches share."""
 
 import sys
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.checks import Epilogue, has_heads
+from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.integers import cdiv
-from fusednorm.ops.layer_norm import configs
+from fusednorm.integers import vector_width
+from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, dropout_arguments, has_lane_a_thread
+from fusednorm.results import Backward, Forward
 
 MAX_HEADS = 65535
 """They are a launch's second axis."""
+
+SINGLE_ROW_COLS = 524289
+"""Columns from which a row that comes alone is taken in parts."""
+
+
+NO_EPILOGUE = Epilogue()
+
+
+class Statistics(NamedTuple):
+    """Results of a forward pass that takes mean and rstd alone."""
+
+    mean: Tensor | None
+    rstd: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the rows of a call's tensors lie.
+
+    Attributes:
+        heads: HEADS of `jit.heads`.
+        vec: elements of one access: what divides the row length and every stride.
+        sizes: the row length and each tensor's stride, from row to row or from token to token, in units of `vec`.
+        dense: whether rows lie without gaps, for each tensor.
+    """
+
+    heads: str
+    vec: int
+    sizes: tuple[int, ...]
+    dense: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, heads: str, cols: int, strides: tuple[int, ...], max_vec: int) -> "Layout":
+        vec = vector_width(max_vec, cols, *strides)
+        sizes = (cols // vec, *(stride // vec for stride in strides))
+        return cls(heads, vec, sizes, tuple(stride == cols for stride in strides))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the calls of all passes have: x is [rows, cols], or [tokens, heads, cols]."""
+
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float
+    residual: Tensor | None = None
+    epilogue: Epilogue = NO_EPILOGUE
+    is_rms: bool = False
+    weight_offset: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Rows, or tokens."""
+        return self.x.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of x."""
+        return self.x.element_size()
+
+    @property
+    def multiprocessors(self) -> int:
+        return multiprocessor_count(self.x.device)
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may start before the one before it ends."""
+        return since_hopper(self.x.device)
+
+    @property
+    def strided(self) -> tuple[Tensor | None, ...]:
+        """Inputs of x's shape, in the order of their strides in a launch."""
+        return self.x, self.residual
+
+    @property
+    def dropout(self) -> tuple[int, int, float]:
+        """Seed, threshold and scale."""
+        return dropout_arguments(self.epilogue)
+
+    def grid(self, programs: int) -> tuple[int, ...]:
+        """The grid of `programs` programs for each head of x."""
+        return (programs,) if self.x.ndim == 2 else (programs, self.x.shape[1])
+
+    def most_programs(self, programs_per_sm: int) -> int:
+        """Programs for each head of x that are resident together; no bound where `programs_per_sm` is 0."""
+        if not programs_per_sm:
+            return sys.maxsize
+        resident = self.multiprocessors * programs_per_sm
+        return resident if self.x.ndim == 2 else resident // self.x.shape[1]
+
+    def options(self, vec: int) -> dict[str, object]:
+        """Constexprs of every kernel with an epilogue whose sizes come in units of `vec` elements."""
+        return {
+            "VEC": vec,
+            "WEIGHT_OFFSET": float(self.weight_offset),
+            "ACTIVATION": self.epilogue.activation,
+            "DROPOUT": self.epilogue.dropout > 0.0,
+            "FAST": not INTERPRETED,
+        }
+
+    def refuse_heads(self) -> None:
+        """For kernels that know none.
+
+        Raises:
+            UnsupportedShapeError: there are heads.
+        """
+        if any(tensor is not None and tensor.ndim > 2 for tensor in self.strided):
+            raise UnsupportedShapeError(
+                f"rows of {self.cols} columns are too long for two strides, "
+                "and for heads with parameters of their own"
+            )
+
+    def layout_of_rows(self, max_vec: int = MAX_VEC) -> Layout:
+        """How rows lie, for kernels that know no heads.
+
+        Raises:
+            UnsupportedShapeError: there are heads.
+        """
+        self.refuse_heads()
+        return Layout.of("none", self.cols, row_strides(self.cols, *self.strided), max_vec)
+
+    def layout_of_heads(self) -> Layout:
+        """How rows lie, or tokens of heads.
+
+        Raises:
+            UnsupportedShapeError: too many heads, or heads that lie in no way that kernels walk.
+        """
+        cols, tensors = self.cols, self.strided
+        present = [tensor for tensor in tensors if tensor is not None]
+        if all(tensor.ndim == 2 for tensor in present):
+            return Layout.of("none", cols, row_strides(cols, *tensors), MAX_VEC)
+        tokens, heads, _ = present[0].shape
+        own_parameters = has_heads(self.weight, self.bias)
+        if heads > MAX_HEADS:
+            raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
+        if heads == 1 or all(tensor.stride(1) == cols for tensor in present):
+            return Layout.of("own" if own_parameters else "shared", cols, row_strides(cols, *tensors), MAX_VEC)
+        uniform = tokens == 1 or all(tensor.stride(0) == heads * tensor.stride(1) for tensor in present)
+        if own_parameters and uniform:
+            strides = tuple(cols if tensor is None else tensor.stride(1) for tensor in tensors)
+            return Layout.of("own_uniform", cols, strides, MAX_VEC)
+        raise UnsupportedShapeError(
+            f"the heads of every token must lie {cols} elements apart, or all rows one constant stride apart, "
+            f"got strides {', '.join(str(list(tensor.stride())) for tensor in present)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardCall(Call):
+    """The checked arguments of one forward pass."""
+
+    out: Forward | Statistics
+
+    @property
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """y, residual_out, mean and rstd."""
+        if isinstance(self.out, Statistics):
+            return None, None, self.out.mean, self.out.rstd
+        return self.out.y, self.out.residual_out, self.out.mean, self.out.rstd
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Where the scales of float8 rows go."""
+        return None if isinstance(self.out, Statistics) else self.out.scale
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The first arguments of the kernels that take a row at once."""
+        return self.x, self.residual, self.weight, self.bias, *self.outputs
+
+    def access(self, vec: int) -> dict[str, object]:
+        """How many columns a thread loads at once, and whether those are taken as fewer than 16 bytes.
+
+        Where a row may also come in parts, its bits must be those of the parts.
+        """
+        group = 16 // self.itemsize
+        narrow = vec < group and self.cols < SINGLE_ROW_COLS
+        return {"GROUP": vec if narrow else group, "NARROW": narrow}
+
+    def may_prefetch_rows(self, layout: Layout) -> bool:
+        """Whether rows and parameters may be asked into L2, by the programs of one row each."""
+        return layout.heads == "none" and can_prefetch(layout.vec, self.x, self.weight, self.bias, self.residual)
+
+    @property
+    def program_a_row(self) -> ByRows | None:
+        """How a launch of a program for each row follows from their number."""
+        return ByRows(1, sys.maxsize, argument=False) if self.x.ndim == 2 else None
+
+    def merges_as_equals(self, vec: int) -> bool:
+        """Whether the moments of lanes may be merged as those of sets of as many values."""
+        # Narrow accesses are not merged at all.
+        return bool(self.access(vec)["NARROW"]) or has_lane_a_thread(min(16, vec * self.itemsize), *self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCall(Call):
+    """The checked arguments of one backward pass."""
+
+    dy: Tensor
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    dresidual_out: Tensor | None = None
+    out: Backward
+
+    @property
+    def strided(self) -> tuple[Tensor | None, ...]:
+        """Inputs of x's shape, in the order of their strides in a launch."""
+        return self.dy, self.x, self.residual, self.dresidual_out
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The first arguments of the kernels that write dx."""
+        return *self.strided, self.weight, self.bias
+
+    @property
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """dx, and dresidual where that is another tensor."""
+        return self.out.dx, None if self.out.dresidual is self.out.dx else self.out.dresidual
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """weight and bias, as far as they came."""
+        return tuple(parameter for parameter in (self.weight, self.bias) if parameter is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no residual, activation or dropout."""
+        return self.residual is None and self.epilogue.activation == "none" and not self.epilogue.dropout
+
+    @property
+    def early_reduce(self) -> bool:
+        """Whether another kernel follows, and may start before this one ends."""
+        return bool(self.parameters) and self.early
 
 
 def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
@@ -19,61 +260,35 @@ def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors)
 
 
-def layout(
-    config: configs.Forward | configs.Backward, cols: int, own_parameters: bool, *tensors: Tensor | None
-) -> tuple[str, tuple[int, ...]]:
-    """HEADS of `jit.heads` for [rows, cols] or [tokens, heads, cols] tensors, and the stride of each for it.
+SHARED_BYTES_PER_SM = 200 << 10
+"""Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
 
-    Raises:
-        UnsupportedShapeError: rows too long, too many heads, or heads that lie in no way that kernels walk.
+
+class Pipelined(Protocol):
+    """A configuration of persistent programs over tiles, `stages` - 1 of them ahead in shared memory."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+    @property
+    def block_n(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def programs_per_sm(self) -> int: ...
+
+
+def stages_in_shared_memory(config: Pipelined, column_bytes: int) -> int:
+    """As many stages as the tensors of a tile leave room for, `column_bytes` for each column.
+
+    Residuals, and parameters that are not held, go through shared memory with x and dy; the tables foresee the two.
     """
-    if all(tensor is None or tensor.ndim == 2 for tensor in tensors):
-        return "none", row_strides(cols, *tensors)
-    present = [tensor for tensor in tensors if tensor is not None]
-    tokens, heads, _ = present[0].shape
-    match config:
-        case configs.ForwardTile() | configs.ForwardRow() | configs.ForwardSweep() | configs.BackwardTile():
-            pass
-        case _:
-            raise UnsupportedShapeError(
-                f"rows of {cols} columns are too long for two strides, and for heads with parameters of their own"
-            )
-    if heads > MAX_HEADS:
-        raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
-    if heads == 1 or all(tensor.stride(1) == cols for tensor in present):
-        return "own" if own_parameters else "shared", row_strides(cols, *tensors)
-    if own_parameters and (tokens == 1 or all(tensor.stride(0) == heads * tensor.stride(1) for tensor in present)):
-        return "own_uniform", tuple(cols if tensor is None else tensor.stride(1) for tensor in tensors)
-    raise UnsupportedShapeError(
-        f"the heads of every token must lie {cols} elements apart, or all rows one constant stride apart, "
-        f"got strides {', '.join(str(list(tensor.stride())) for tensor in present)}"
-    )
-
-
-def grid(programs: int, x: Tensor) -> tuple[int, ...]:
-    return (programs,) if x.ndim == 2 else (programs, x.shape[1])
-
-
-def tile_programs(x: Tensor, config: configs.ForwardTile | configs.BackwardTile) -> int:
-    """Programs of a tile kernel over x, for each head."""
-    tiles: int = cdiv(x.shape[0], config.rows)
-    return max(1, min(tiles, most_programs(x, config)))
-
-
-def most_programs(x: Tensor, config: configs.ForwardTile | configs.BackwardTile) -> int:
-    """Programs of a tile kernel for each head of x, however many rows there are."""
-    if not config.programs_per_sm:
-        return sys.maxsize
-    resident = multiprocessor_count(x.device) * config.programs_per_sm
-    return resident if x.ndim == 2 else resident // x.shape[1]
-
-
-def shared_options(vec: int, weight_offset: float, epilogue: Epilogue) -> dict[str, object]:
-    """Constexprs of every kernel with an epilogue whose sizes come in units of `vec` elements."""
-    return {
-        "VEC": vec,
-        "WEIGHT_OFFSET": float(weight_offset),
-        "ACTIVATION": epilogue.activation,
-        "DROPOUT": epilogue.dropout > 0.0,
-        "FAST": not INTERPRETED,
-    }
+    if config.stages == 1:
+        return 1
+    tile_bytes = config.rows * config.chunks * config.block_n * column_bytes * config.programs_per_sm
+    return min(config.stages, max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes))

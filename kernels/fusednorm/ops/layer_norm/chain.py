@@ -1,15 +1,89 @@
-"""Kernels of several LayerNorms in a row: x is read once, y written once, all between stays float32.
+"""Several LayerNorms in a row: x is read once, y written once, all between stays float32.
 
 `weight_ptrs` and `bias_ptrs` are tuples with an entry for each of NORMS norms, None where it has no such parameter;
 Triton 3.6 cannot take the length of a tuple with None in it.  Sizes and strides arrive in units of VEC elements, as
 in `forward.tile`.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.integers import cdiv
 from fusednorm.jit.moments import column_mask, lane_moments, load_rows, slab_moments, widened
 from fusednorm.jit.prefetch import prefetch_row_ahead
+from fusednorm.launch.launch import MAX_VEC, Launch, can_prefetch
+from fusednorm.ops.layer_norm.call import Layout, row_strides
+from fusednorm.ops.layer_norm.float8.tile import TILE_AHEAD_PER_SM, HeldRows
+from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
+
+Parameters = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCall:
+    """The checked arguments of a chain: x and y [rows, cols], a weight and a bias for each norm."""
+
+    x: Tensor
+    weights: Parameters
+    biases: Parameters
+    eps: float
+    y: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor | Parameters, ...]:
+        """The first arguments of the kernels."""
+        return self.x, self.y, self.weights, self.biases
+
+    @property
+    def layout(self) -> Layout:
+        """How rows lie."""
+        cols = self.x.shape[1]
+        return Layout.of("none", cols, row_strides(cols, self.x), MAX_VEC)
+
+    def ahead(self, ahead_per_sm: int) -> int:
+        """Programs from that of a row to that of the row that it asks into L2."""
+        return ahead_per_sm * multiprocessor_count(self.x.device)
+
+    def options(self, vec: int) -> dict[str, object]:
+        """Constexprs of both kernels."""
+        return {"NORMS": len(self.weights), "VEC": vec, "FAST": not INTERPRETED}
+
+
+def chain_tile_launches(call: ChainCall, config: HeldRows) -> list[Launch]:
+    """The launch of a chain over rows that fit a tile."""
+    layout = call.layout
+    rows, cols = call.x.shape
+    options = {
+        "ROWS": config.rows,
+        "CHUNKS": config.chunks,
+        "BLOCK_N": config.block_n,
+        "EVEN": cols == config.chunks * config.block_n,
+        "PREFETCH": config.rows == 1 and can_prefetch(layout.vec, call.x),
+        "num_warps": config.num_warps,
+        **call.options(layout.vec),
+    }
+    arguments = (*call.tensors, call.ahead(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
+    return [Launch(layer_norm_chain_held_kernel, (cdiv(rows, config.rows),), arguments, options)]
+
+
+def chain_sweep_launches(call: ChainCall, config: ForwardSweep) -> list[Launch]:
+    """The launch of a chain over rows of any length."""
+    layout = call.layout
+    rows, cols = call.x.shape
+    options = {
+        "BLOCK_N": config.block_n,
+        "EVEN": cols % config.block_n == 0,
+        "GROUP": 16 // call.x.element_size(),
+        "PREFETCH": can_prefetch(layout.vec, call.x),
+        "num_warps": config.num_warps,
+        **call.options(layout.vec),
+    }
+    arguments = (*call.tensors, call.ahead(config.ahead_per_sm), *layout.sizes, call.eps)
+    return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options)]
 
 
 @triton.jit

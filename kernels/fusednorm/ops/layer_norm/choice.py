@@ -1,4 +1,4 @@
-"""How a launch configuration of LayerNorm or RMSNorm is chosen from the tables.
+"""How a pass of LayerNorm or RMSNorm is planned: a configuration chosen from the tables, and its launches.
 
 A choice depends on the row length and the width of an element, never on the number of rows: a row's bits are
 the same whatever came with it, and rows never cause a compile.  All row lengths up to a table entry's limit
@@ -10,40 +10,33 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
-from fusednorm.launch.launch import REGISTERS_PER_SM
+import torch
+
+from fusednorm.errors import UnsupportedShapeError
+from fusednorm.launch.launch import REGISTERS_PER_SM, Launch
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.configs import (
-    Backward,
-    BackwardShared,
-    BackwardTile,
-    Forward,
-    ForwardRow,
-    ForwardShared,
-    ForwardSweep,
-    ForwardTile,
-)
+from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative, backward_cooperative_launches
+from fusednorm.ops.layer_norm.backward.split import BackwardSplit, backward_split_launches
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile, backward_tile_launches
+from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS, BackwardCall, ForwardCall, Statistics
+from fusednorm.ops.layer_norm.chain import ChainCall, chain_sweep_launches, chain_tile_launches
+from fusednorm.ops.layer_norm.float8.sweep import float8_sweep_launches
+from fusednorm.ops.layer_norm.float8.tile import HeldRows, float8_tile_launches
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative, forward_cooperative_launches
+from fusednorm.ops.layer_norm.forward.resident import ForwardResident, forward_resident_launches
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit, forward_split_launches
+from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep, forward_sweep_launches
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile, forward_tile_launches
+from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 from fusednorm.policy.waiting import may_wait
-
-MAX_PARTS = 1024
-"""Parts of a long row, whose moments one program merges."""
-
-PARTS_PROGRAMS, MAX_PARTS_A_PROGRAM = 2048, 8
-"""Programs over parts that are aimed at, a few for each place on the device, and the most parts of one of them."""
 
 MOST_BYTES_WITH_RESIDUAL = 96 << 10
 """Of a row that one program holds with a residual: at 128 KB, nothing but the next row's prefetch overlaps."""
 
-SHARED_BYTES_PER_SM = 200 << 10
-"""Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
-
 _REGISTERS_BESIDE = 48
 """Of a thread, for all but the row that it holds."""
 
-FOLD_ELEMENTS, FOLD_MAX_PARTIALS, FOLD_MIN_COLS = 2048, 1024, 8
-"""Of the tile of the kernel that folds partial dweight and dbias: in one access where there are as few partials."""
-
-
-Config = TypeVar("Config", Forward, Backward)
+Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 
 def _between(cols: int, table: tuple[tuple[int, int, Config], ...]) -> Iterator[Config]:
@@ -64,7 +57,7 @@ def _choices(
 
 def choose_forward(
     cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
-) -> Forward:
+) -> ForwardConfig:
     """The forward configuration for rows of `cols` elements of `itemsize` bytes.
 
     A residual needs more registers; programs that share rows know no heads.  A `single` row may be taken in another
@@ -74,21 +67,21 @@ def choose_forward(
     if residual:
         choices = chain(_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
     choice = next(choices)
-    if isinstance(choice, ForwardRow) and residual:
+    if isinstance(choice, ForwardResident) and residual:
         held = _with_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
-        choice = held or next(c for c in choices if isinstance(c, ForwardShared))
-    if isinstance(choice, ForwardShared):
+        choice = held or next(c for c in choices if isinstance(c, ForwardCooperative))
+    if isinstance(choice, ForwardCooperative):
         if heads or not may_wait():
             return _sweep(cols)
         if residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
         shared = choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors
-        if cols > shared or (single and cols >= tables.SINGLE_ROW_COLS):
-            return tables.FORWARD_PARTS[itemsize]
+        if cols > shared or (single and cols >= SINGLE_ROW_COLS):
+            return tables.FORWARD_SPLIT[itemsize]
     return choice
 
 
-def _with_residual(choice: ForwardRow, itemsize: int) -> ForwardRow | None:
+def _with_residual(choice: ForwardResident, itemsize: int) -> ForwardResident | None:
     """`choice` with as many programs as leave registers for a residual, or None if not even one has them.
 
     With twice the bytes of a row, one row a multiprocessor is far enough ahead: 1.01 of a copy with one, 0.98 with
@@ -104,10 +97,10 @@ def _with_residual(choice: ForwardRow, itemsize: int) -> ForwardRow | None:
     return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs), ahead_per_sm=ahead)
 
 
-def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> Forward:
+def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> ForwardConfig:
     """The configuration for mean and rstd alone."""
     choice = choose_forward(cols, itemsize, multiprocessors, residual)
-    return _sweep(cols) if isinstance(choice, ForwardTile | ForwardRow) else choice
+    return _sweep(cols) if isinstance(choice, ForwardTile | ForwardResident) else choice
 
 
 def _sweep(cols: int) -> ForwardSweep:
@@ -115,42 +108,99 @@ def _sweep(cols: int) -> ForwardSweep:
     return ForwardSweep(block, num_warps=max(1, block // 256))
 
 
-Tile = TypeVar("Tile", ForwardTile, BackwardTile)
-
-
-def within_shared_memory(config: Tile, column_bytes: int) -> Tile:
-    """`config` with as many stages as the tensors of a tile leave room for, `column_bytes` for each column.
-
-    Residuals, and parameters that are not held, go through shared memory with x and dy; the tables foresee the two.
-    """
-    if config.stages == 1:
-        return config
-    tile_bytes = config.rows * config.chunks * config.block_n * column_bytes * config.programs_per_sm
-    stages = max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes)
-    return config if stages >= config.stages else replace(config, stages=stages)
-
-
-def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> Backward:
+def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> BackwardConfig:
     """The backward configuration for rows of `cols` elements of `itemsize` bytes.
 
     A pass that is not `plain`, with a residual, an activation or dropout, needs more registers.
     """
     choice = next(_choices(cols, itemsize, tables.BACKWARD, tables.BACKWARD_UNALIGNED))
-    if isinstance(choice, BackwardShared):
+    if isinstance(choice, BackwardCooperative):
         if not plain:
             choice = replace(choice, programs_per_sm=choice.programs_per_sm - 1)
         if not may_wait() or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
-            return tables.BACKWARD_SLAB[itemsize]
+            return tables.BACKWARD_SPLIT[itemsize]
     return choice
 
 
-def choose_fold(most_partials: int) -> dict[str, int]:
-    """Tile and warps of the fold of at most that many partials: all at once, in columns as narrow as a sector."""
-    block_p = min(1 << (most_partials - 1).bit_length(), FOLD_MAX_PARTIALS)
-    block_n = max(FOLD_MIN_COLS, FOLD_ELEMENTS // block_p)
-    return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
+def choose_tile(cols: int) -> HeldRows | None:
+    """The tile of float8 passes and chains over rows of `cols` columns, None where they are too long to hold."""
+    return next((tile for limit, tile in tables.HELD if cols <= limit), None)
 
 
-def choose_parts_a_program(parts: int) -> int:
-    """How many of all rows' parts one program takes; a row has the same bits for any number."""
-    return max(1, min(MAX_PARTS_A_PROGRAM, parts // PARTS_PROGRAMS))
+def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
+    """The launches of a forward pass, workspaces allocated.
+
+    `config` overrides the choice, for tests, benchmarks and compile checks.
+    """
+    config = config or choose_forward(
+        call.cols,
+        call.itemsize,
+        call.multiprocessors,
+        call.residual is not None,
+        call.x.ndim == 3,
+        call.rows == 1,
+    )
+    match config:
+        case ForwardTile():
+            return forward_tile_launches(call, config)
+        case ForwardResident():
+            return forward_resident_launches(call, config)
+        case ForwardCooperative():
+            return forward_cooperative_launches(call, config)
+        case ForwardSplit():
+            return forward_split_launches(call, config)
+        case ForwardSweep():
+            return forward_sweep_launches(call, config)
+
+
+def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
+    """The launches of a backward pass, workspaces allocated.
+
+    `config` overrides the choice, for tests, benchmarks and compile checks.
+    """
+    config = config or choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
+    match config:
+        case BackwardTile():
+            return backward_tile_launches(call, config)
+        case BackwardCooperative():
+            call.refuse_heads()
+            call, statistics = _with_statistics(call)
+            return statistics + backward_cooperative_launches(call, config)
+        case BackwardSplit():
+            return backward_split_launches(call, config)
+
+
+def plan_float8(call: ForwardCall) -> list[Launch]:
+    """The launch of a forward pass whose y is float8_e4m3fn and whose scale takes rows' scales.
+
+    Raises:
+        UnsupportedShapeError: x has heads.
+    """
+    if call.x.ndim == 3:
+        raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
+    tile = choose_tile(call.cols)
+    if tile is not None:
+        return float8_tile_launches(call, tile)
+    sweep = next(sweep for limit, sweep in tables.FLOAT8_SWEEP[call.itemsize] if call.cols <= limit)
+    return float8_sweep_launches(call, sweep)
+
+
+def plan_chain(call: ChainCall) -> list[Launch]:
+    """The launch of a chain."""
+    tile = choose_tile(call.x.shape[1])
+    if tile is not None:
+        return chain_tile_launches(call, tile)
+    return chain_sweep_launches(call, tables.CHAIN_SWEEP[call.x.element_size()])
+
+
+def _with_statistics(call: BackwardCall) -> tuple[BackwardCall, list[Launch]]:
+    """The call with mean and rstd, and what fills them first where they did not come."""
+    if call.rstd is not None:
+        return call, []
+    rstd = call.x.new_empty(call.rows, dtype=torch.float32)
+    mean = None if call.is_rms else torch.empty_like(rstd)
+    config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
+    statistics = ForwardCall(
+        x=call.x, eps=call.eps, residual=call.residual, is_rms=call.is_rms, out=Statistics(mean, rstd)
+    )
+    return replace(call, mean=mean, rstd=rstd), plan_forward(statistics, config)

@@ -4,20 +4,21 @@ By bytes of an element of x.  An entry serves every row up to its number of colu
 kernels is bounded.
 """
 
-from fusednorm.ops.layer_norm.configs import (
-    Backward,
-    BackwardShared,
-    BackwardSlab,
-    BackwardTile,
-    Forward,
-    ForwardParts,
-    ForwardRow,
-    ForwardShared,
-    ForwardTile,
-)
+from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
+from fusednorm.ops.layer_norm.backward.split import BackwardSplit
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile
+from fusednorm.ops.layer_norm.float8.tile import HeldRows
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import ForwardResident
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+
+ForwardConfig = ForwardTile | ForwardResident | ForwardSweep | ForwardCooperative | ForwardSplit
+BackwardConfig = BackwardTile | BackwardCooperative | BackwardSplit
 
 # Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
-FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
+FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     2: (
         (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
         (64, ForwardTile(32, 1, 64, num_warps=4, stages=1, programs_per_sm=0)),
@@ -27,26 +28,26 @@ FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (768, ForwardTile(2, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
         (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
         (1536, ForwardTile(1, 3, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
-        (2048, ForwardRow(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
-        (2560, ForwardRow(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
-        (3072, ForwardRow(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
+        (2048, ForwardResident(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
+        (2560, ForwardResident(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
+        (3072, ForwardResident(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
         (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
-        (4096, ForwardRow(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (5120, ForwardRow(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (6144, ForwardRow(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (7168, ForwardRow(7, num_warps=4, programs_per_sm=5, ahead_per_sm=1)),  # 1.00
-        (8192, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
-        (10240, ForwardRow(5, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (12288, ForwardRow(6, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (14336, ForwardRow(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (16384, ForwardRow(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (20480, ForwardRow(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (24576, ForwardRow(6, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (32768, ForwardRow(8, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (49152, ForwardRow(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
-        (65536, ForwardRow(8, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.91
-        (524288, ForwardShared(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.77-0.87
-        (2**31, ForwardShared(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
+        (4096, ForwardResident(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, ForwardResident(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (6144, ForwardResident(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (7168, ForwardResident(7, num_warps=4, programs_per_sm=5, ahead_per_sm=1)),  # 1.00
+        (8192, ForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (10240, ForwardResident(5, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (12288, ForwardResident(6, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (14336, ForwardResident(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (16384, ForwardResident(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (20480, ForwardResident(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (24576, ForwardResident(6, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (32768, ForwardResident(8, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (49152, ForwardResident(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (65536, ForwardResident(8, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.91
+        (524288, ForwardCooperative(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.77-0.87
+        (2**31, ForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
     ),
     4: (
         (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
@@ -57,53 +58,53 @@ FORWARD: dict[int, tuple[tuple[int, Forward], ...]] = {
         (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
         (1024, ForwardTile(1, 1, 1024, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
         (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
-        (2048, ForwardRow(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (2560, ForwardRow(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
-        (3072, ForwardRow(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (2048, ForwardResident(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (2560, ForwardResident(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (3072, ForwardResident(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
-        (4096, ForwardRow(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (5120, ForwardRow(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
-        (6144, ForwardRow(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
-        (7168, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (8192, ForwardRow(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (10240, ForwardRow(5, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (12288, ForwardRow(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
-        (14336, ForwardRow(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (16384, ForwardRow(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (20480, ForwardRow(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
-        (24576, ForwardRow(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
-        (32768, ForwardRow(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
-        (524288, ForwardShared(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.85-0.92
-        (2**31, ForwardShared(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
+        (4096, ForwardResident(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, ForwardResident(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
+        (6144, ForwardResident(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (7168, ForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (8192, ForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (10240, ForwardResident(5, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (12288, ForwardResident(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (14336, ForwardResident(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (16384, ForwardResident(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (20480, ForwardResident(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
+        (24576, ForwardResident(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
+        (32768, ForwardResident(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (524288, ForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.85-0.92
+        (2**31, ForwardCooperative(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
 }
 # Rows beyond what resident programs share, and a single one from SINGLE_ROW_COLS on: parts like the slabs of the
 # last entry above, so that a row has the same bits either way.
-FORWARD_PARTS = {
-    2: ForwardParts(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
-    4: ForwardParts(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
+FORWARD_SPLIT = {
+    2: ForwardSplit(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
+    4: ForwardSplit(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
 }
-SINGLE_ROW_COLS = 524289
-"""Columns from which a row that comes alone is taken in parts."""
 
 # In place of the entry for rows of first to last columns that are no multiple of 16 bytes: narrow accesses, no
 # prefetch, so more warps.
-FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Forward], ...]] = {
+FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     2: (
-        (513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=16)),  # 0.80 (1001)
-        (32769, 53248, ForwardRow(13, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.50 (50257)
-        (53249, 65536, ForwardRow(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
+        (513, 1024, ForwardResident(4, num_warps=1, programs_per_sm=16)),  # 0.80 (1001)
+        (32769, 53248, ForwardResident(13, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.50 (50257)
+        (53249, 65536, ForwardResident(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
     ),
-    4: ((513, 1024, ForwardRow(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
+    4: ((513, 1024, ForwardResident(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
 }
 
 # In place of the entry for rows of first to last columns that come with a residual.
-FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, Forward], ...]] = {
+FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     2: (),
-    4: ((12289, 14336, ForwardRow(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),),  # 1.01, 7 x 8 warps 0.96
+    4: (
+        (12289, 14336, ForwardResident(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
+    ),  # 1.01, 7 x 8 warps 0.96
 }
 
-BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
+BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
     2: (
         (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
         (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
@@ -123,8 +124,8 @@ BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
             12288,
             BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
         ),  # 0.93
-        (65536, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.79-0.86
-        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.78
+        (65536, BackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.79-0.86
+        (2**31, BackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.78
     ),
     4: (
         (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
@@ -154,14 +155,18 @@ BACKWARD: dict[int, tuple[tuple[int, Backward], ...]] = {
             BackwardTile(1, 1024, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=7, ahead=3),
         ),  # 0.97
         (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
-        (2**31, BackwardShared(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.92-0.94
+        (2**31, BackwardCooperative(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.92-0.94
     ),
 }
 
-BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Backward], ...]] = {
+BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
     2: (
         (513, 1024, BackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),  # 0.67-0.75
-        (12289, 65536, BackwardShared(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1)),  # 0.44-0.56 (50257)
+        (
+            12289,
+            65536,
+            BackwardCooperative(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1),
+        ),  # 0.44-0.56 (50257)
     ),
     4: (
         (513, 1024, BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True)),  # 0.87-0.89
@@ -169,7 +174,47 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, Backward], ...]] = {
 }
 
 # Where programs cannot wait for one another, or a row is too long for all of them together.
-BACKWARD_SLAB = {
-    2: BackwardSlab(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2),  # 0.56-0.58
-    4: BackwardSlab(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
+BACKWARD_SPLIT = {
+    2: BackwardSplit(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2),  # 0.56-0.58
+    4: BackwardSplit(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
+}
+
+# For float8 and for chains: tiles held in registers from the first pass to the last, float32 whatever x's dtype.
+# 16 to 56 values a thread: with what else a kernel needs about twice as many registers, so that 64 KB and more
+# of 16-bit rows are under way on a multiprocessor.  An entry serves every row up to its number of columns.
+HELD = (
+    (16, HeldRows(32, 1, 16, num_warps=2)),
+    (64, HeldRows(32, 1, 64, num_warps=4)),
+    (128, HeldRows(8, 1, 128, num_warps=1)),
+    (256, HeldRows(4, 1, 256, num_warps=1)),
+    (512, HeldRows(4, 1, 512, num_warps=2)),
+    (768, HeldRows(1, 3, 256, num_warps=1)),
+    (1024, HeldRows(1, 1, 1024, num_warps=1)),
+    (1536, HeldRows(1, 3, 512, num_warps=2)),
+    (2048, HeldRows(1, 1, 2048, num_warps=2)),
+    (2560, HeldRows(1, 5, 512, num_warps=2)),
+    (3072, HeldRows(1, 3, 1024, num_warps=4)),
+    (4096, HeldRows(1, 1, 4096, num_warps=4)),
+    (5120, HeldRows(1, 5, 1024, num_warps=4)),
+    (6144, HeldRows(1, 3, 2048, num_warps=8)),
+    (7168, HeldRows(1, 7, 1024, num_warps=4)),
+    (8192, HeldRows(1, 1, 8192, num_warps=8)),
+    (10240, HeldRows(1, 5, 2048, num_warps=8)),
+    (12288, HeldRows(1, 3, 4096, num_warps=16)),
+    (14336, HeldRows(1, 7, 2048, num_warps=8)),
+    (16384, HeldRows(1, 1, 16384, num_warps=16)),
+)
+
+# Float8 rows that are not held.  Two programs a multiprocessor, one of which reads while the other reduces, as long
+# as all rows under way fit L2 with room to spare; then one.
+FLOAT8_SWEEP: dict[int, tuple[tuple[int, ForwardSweep], ...]] = {
+    2: ((65536, ForwardSweep(8192, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(16384, num_warps=32))),
+    4: ((32768, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(8192, num_warps=32))),
+}
+
+# Rows of chains that are not held: one access a thread in each chunk, which leaves registers for the parameters of
+# several norms.
+CHAIN_SWEEP = {
+    2: ForwardSweep(4096, num_warps=16, ahead_per_sm=1),
+    4: ForwardSweep(2048, num_warps=16, ahead_per_sm=1),
 }

@@ -1,17 +1,69 @@
-"""Backward kernel of LayerNorm and RMSNorm for rows that several programs share.
+"""Backward pass of LayerNorm and RMSNorm over rows that several programs share.
 
-The formulas are in `backward.tile`; `backward.reduce` folds what is partial.
+The formulas are in `backward.tile`; `backward.reduce` adds up what is partial.
 """
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.moments import column_mask, offset_weight, unaligned_nought, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
+from fusednorm.launch.launch import Launch, can_prefetch, mailbox, resident_options
+from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
+from fusednorm.ops.layer_norm.call import BackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardCooperative:
+    """Programs that share rows, a slab of `block_n` columns each; they exchange the row's sums.
+
+    `programs_per_sm` of them are resident; a slab is read again `lag` rows after its sums went out.
+    The slabs `ahead` rows on are asked into L2 meanwhile.
+    """
+
+    block_n: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+
+def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperative) -> list[Launch]:
+    """The launches, the first of them cooperative, of a pass that is given mean and rstd."""
+    layout = call.layout_of_rows()
+    members = cdiv(call.cols, config.block_n)
+    most_groups = call.multiprocessors * config.programs_per_sm // members
+    groups = min(call.rows, most_groups)
+    partials = Partials.of(call, groups)
+    depth = next_power_of_2(2 * config.lag)
+    options = {
+        "BLOCK_N": config.block_n,
+        "EVEN": call.cols % config.block_n == 0,
+        "SLOTS": next_power_of_2(members),
+        "DEPTH": depth,
+        "LAG": config.lag,
+        "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.dy) else 0,
+        "EARLY_FOLD": call.early_reduce,
+        "IS_RMS": call.is_rms,
+        "num_warps": config.num_warps,
+        **call.options(layout.vec),
+        **resident_options(config),
+    }
+    arguments = (
+        *call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias,
+        mailbox(call.x.device, depth * groups * members), call.rows, members, *layout.sizes, *call.dropout,
+    )  # fmt: skip
+    return [
+        Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options),
+        *reduce_launches(call, partials, most_groups),
+    ]
 
 
 @triton.jit

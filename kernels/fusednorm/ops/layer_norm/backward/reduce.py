@@ -1,13 +1,66 @@
-"""The last kernel of a backward pass: it folds what each program summed for dweight and dbias.
+"""The last launch of a backward pass: it adds up what each program summed for dweight and dbias.
 
-It is launched while the kernel before it still runs (programmatic dependent launch, compute capability 9.0), so
-that only its own work adds to the time of the pass.
+It is made while the kernel before it still runs (programmatic dependent launch, compute capability 9.0), so that
+only its own work adds to the time of the pass.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fusednorm.checks import has_heads
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous
+from fusednorm.launch.launch import Launch, dependent
+from fusednorm.ops.layer_norm.call import BackwardCall
+
+TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
+"""Of the tile in which partial gradients are added up: in one access where there are as few of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Room for what each program of a backward kernel sums, float32.
+
+    Attributes:
+        count: sums for each element of a parameter.
+        dweight, dbias: [programs, *x.shape[1:]] each, None where the gradient is not wanted.
+    """
+
+    count: int
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+    @classmethod
+    def of(cls, call: BackwardCall, programs: int) -> "Partials":
+        """Those of `programs` programs, for each head if x has heads."""
+        x, weight, bias = call.x, call.weight, call.bias
+        # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
+        room = cdiv(programs, 4) * 4
+        both = x.new_empty((len(call.parameters), room, *x.shape[1:]), dtype=torch.float32)
+        count = programs if x.ndim == 2 or has_heads(weight, bias) else programs * x.shape[1]
+        return cls(count, None if weight is None else both[0], None if bias is None else both[-1])
+
+
+def reduce_tile(most_partials: int) -> dict[str, int]:
+    """Tile and warps for at most that many partials: all at once, in columns as narrow as a sector."""
+    block_p = min(next_power_of_2(most_partials), MAX_PARTIALS)
+    block_n = max(MIN_COLS, TILE_ELEMENTS // block_p)
+    return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
+
+
+def reduce_launches(call: BackwardCall, partials: Partials, most_partials: int) -> list[Launch]:
+    """The launch that adds up partials, of which there are `most_partials` at most for any number of rows."""
+    if not call.parameters:
+        return []
+    size = call.parameters[0].numel()
+    tile = reduce_tile(most_partials)
+    grid = (cdiv(size, tile["BLOCK_N"]), len(call.parameters))
+    arguments = (partials.dweight, partials.dbias, call.out.dweight, call.out.dbias, partials.count, size)
+    return [Launch(fold_partials_kernel, grid, arguments, tile | dependent(call.early_reduce))]
 
 
 @triton.jit

@@ -1,15 +1,78 @@
-"""Backward kernels of LayerNorm and RMSNorm for rows too long for a tile: two kernels, which read x and dy twice.
+"""Backward pass of LayerNorm and RMSNorm over rows too long for a tile: two kernels, which read x and dy twice.
 
 The first takes each row's constants; the second walks slabs of columns.  The formulas are in
-`backward.tile`, and so is the kernel that folds what is partial.
+`backward.tile`; `backward.reduce` adds up what is partial.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv
 from fusednorm.jit.moments import column_mask, load_rows, offset_weight, sweep_moments, widened
 from fusednorm.jit.reductions import sum_pair
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
+from fusednorm.ops.layer_norm.call import BackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSplit:
+    """A kernel for each row's constants, then slabs of `block_n` columns over tiles of `rows` rows."""
+
+    rows_block_n: int
+    rows_num_warps: int
+    rows: int
+    block_n: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+
+
+def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[Launch]:
+    """The launches of a pass over rows of any length."""
+    layout = call.layout_of_rows()
+    slabs = cdiv(call.cols, config.block_n)
+    most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
+    tiles = min(cdiv(call.rows, config.rows), most_tiles)
+    partials = Partials.of(call, tiles)
+    constants = call.x.new_empty((call.rows, 4), dtype=torch.float32)
+    sums = Launch(
+        layer_norm_backward_rows_kernel,
+        (call.rows,),
+        (
+            call.dy, call.x, call.residual, call.weight, call.bias, call.mean, call.rstd, constants,
+            *layout.sizes[:4], call.eps, *call.dropout,
+        ),
+        {
+            "BLOCK_N": config.rows_block_n,
+            "GROUP": 16 // call.itemsize,
+            "EVEN": call.cols % config.rows_block_n == 0,
+            "IS_RMS": call.is_rms,
+            "num_warps": config.rows_num_warps,
+            **call.options(layout.vec),
+        },
+    )  # fmt: skip
+    apply = Launch(
+        layer_norm_backward_slab_kernel,
+        (slabs, tiles),
+        (
+            *call.tensors, constants, *call.gradients, partials.dweight, partials.dbias,
+            call.rows, *layout.sizes, *call.dropout,
+        ),
+        {
+            "ROWS": config.rows,
+            "BLOCK_N": config.block_n,
+            "EVEN": call.cols % config.block_n == 0,
+            "STAGES": config.stages,
+            "num_warps": config.num_warps,
+            **call.options(layout.vec),
+        },
+    )  # fmt: skip
+    return [sums, apply, *reduce_launches(call, partials, most_tiles)]
 
 
 @triton.jit(

@@ -1,20 +1,78 @@
-"""Backward kernels of LayerNorm and RMSNorm.
+"""Backward pass of LayerNorm and RMSNorm over tiles of rows, read once.
 
 With dz the gradient that reaches the affine step and g = dz * (weight + WEIGHT_OFFSET), dx = rstd * (g - c2 -
 x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for
-dweight and dbias stay in float32 registers, one partial row a program, and `backward.reduce` folds the
+dweight and dbias stay in float32 registers, one partial row a program, and `backward.reduce` adds up the
 partials in fixed order: no atomics and no locks, so every run gives the same bits.
 """
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm.jit.moments import column_mask, load_rows, offset_weight, slab_moments, unaligned_nought, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
+from fusednorm.launch.launch import Launch, can_prefetch
+from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
+from fusednorm.ops.layer_norm.call import BackwardCall, stages_in_shared_memory
 from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """Persistent programs over tiles of `rows` rows by `chunks` blocks, `stages` - 1 tiles ahead in shared memory.
+
+    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.  The tiles
+    `ahead` turns on are asked into L2.
+    """
+
+    rows: int
+    block_n: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+    hold_weight: bool
+    chunks: int = 1
+    ahead: int = 0
+
+
+def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Launch]:
+    """The launches of a pass over rows that fit a tile."""
+    layout = call.layout_of_heads()
+    pipelined = list(call.strided)
+    if not config.hold_weight:
+        pipelined += [call.weight, call.bias if call.epilogue.activation != "none" else None]
+    column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
+    programs = max(1, min(cdiv(call.rows, config.rows), call.most_programs(config.programs_per_sm)))
+    partials = Partials.of(call, programs)
+    dense = all(layout.dense[:2])
+    options = {
+        "ROWS": config.rows,
+        "CHUNKS": config.chunks,
+        "BLOCK_N": config.block_n,
+        "EVEN": call.cols == config.chunks * config.block_n,
+        "STAGES": stages_in_shared_memory(config, column_bytes),
+        "AHEAD": config.ahead if dense and can_prefetch(layout.vec, call.x, call.dy) else 0,
+        "EARLY_FOLD": call.early_reduce,
+        "HOLD_WEIGHT": config.hold_weight,
+        "HEADS": layout.heads,
+        "IS_RMS": call.is_rms,
+        "num_warps": config.num_warps,
+        **call.options(layout.vec),
+    }
+    arguments = (
+        *call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias,
+        call.rows, *layout.sizes, call.eps, *call.dropout,
+    )  # fmt: skip
+    return [
+        Launch(layer_norm_backward_tile_kernel, call.grid(programs), arguments, options),
+        *reduce_launches(call, partials, call.multiprocessors * config.programs_per_sm),
+    ]
 
 
 @triton.jit(

@@ -1,8 +1,11 @@
-"""Forward kernel of LayerNorm and RMSNorm for rows that several programs share."""
+"""Forward pass of LayerNorm and RMSNorm over rows that several programs share."""
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.moments import unaligned_nought
 from fusednorm.jit.pieces import (
@@ -16,6 +19,63 @@ from fusednorm.jit.pieces import (
     write_sums,
 )
 from fusednorm.jit.prefetch import prefetch
+from fusednorm.launch.launch import Launch, can_prefetch, known_whole_in_slabs, mailbox, resident_options
+from fusednorm.ops.layer_norm.call import ForwardCall
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCooperative:
+    """Programs that share a row, a slab of `chunks` chunks of 8 columns a thread each, read twice.
+
+    `programs_per_sm` of them are resident; they exchange the row's moments, and a slab is read again `lag` rows
+    after its moments went out.  The slab `ahead` rows on is asked into L2 meanwhile.
+    """
+
+    chunks: int
+    num_warps: int
+    programs_per_sm: int
+    lag: int
+    ahead: int
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a chunk."""
+        return 256 * self.num_warps
+
+    @property
+    def slab(self) -> int:
+        """Columns of a program."""
+        return self.chunks * self.block_n
+
+
+def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) -> list[Launch]:
+    """The cooperative launch of a pass over rows that the resident programs hold together."""
+    layout = call.layout_of_rows()
+    members = cdiv(call.cols, config.slab)
+    resident = call.multiprocessors * config.programs_per_sm
+    programs = min(call.rows, resident // members) * members
+    slots = next_power_of_2(members)
+    depth = next_power_of_2(2 * config.lag)
+    merges_as_equals = call.merges_as_equals(layout.vec)
+    options = {
+        "FULL": known_whole_in_slabs(call.cols, config.block_n, config.chunks, merges_as_equals),
+        # A lane of one reduction for each member, all of equal weight or not.
+        "EQUAL_SLABS": call.cols == config.slab * slots and slots <= 32 * config.num_warps,
+        "SLOTS": slots,
+        "BLOCK_N": config.block_n,
+        "CHUNKS": config.chunks,
+        **call.access(layout.vec),
+        "DEPTH": depth,
+        "LAG": config.lag,
+        "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.residual) else 0,
+        "IS_RMS": call.is_rms,
+        "num_warps": config.num_warps,
+        **call.options(layout.vec),
+        **resident_options(config),
+    }
+    box = mailbox(call.x.device, depth * programs)
+    arguments = (*call.tensors, box, call.rows, members, *layout.sizes, call.eps, *call.dropout)
+    return [Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)]
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""Forward kernel of LayerNorm and RMSNorm for rows that one program holds as they lie in memory."""
+"""Forward pass of LayerNorm and RMSNorm over rows that one program holds as they lie in memory."""
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -7,6 +9,48 @@ from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token,
 from fusednorm.jit.moments import unaligned_nought
 from fusednorm.jit.pieces import load_piece, moments_of_piece, write_piece, write_sums
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
+from fusednorm.launch.launch import Launch, known_whole, registers_for
+from fusednorm.ops.layer_norm.call import ForwardCall
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResident:
+    """One row a program, held as it lies in memory: `chunks` chunks of 8 columns a thread each.
+
+    Registers are kept to what lets `programs_per_sm` of them be resident.  The row that many multiprocessors times
+    `ahead_per_sm` on is asked into L2 meanwhile.
+    """
+
+    chunks: int
+    num_warps: int
+    programs_per_sm: int
+    ahead_per_sm: int = 0
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a chunk."""
+        return 256 * self.num_warps
+
+
+def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> list[Launch]:
+    """The launch of a pass over rows that a program's registers hold."""
+    layout = call.layout_of_heads()
+    options = {
+        "FULL": known_whole(call.cols, config.block_n, config.chunks, call.merges_as_equals(layout.vec)),
+        "BLOCK_N": config.block_n,
+        "CHUNKS": config.chunks,
+        **call.access(layout.vec),
+        "PREFETCH": call.may_prefetch_rows(layout),
+        "ALONE": config.programs_per_sm == 1,
+        "HEADS": layout.heads,
+        "IS_RMS": call.is_rms,
+        "num_warps": config.num_warps,
+        "maxnreg": registers_for(config),
+        **call.options(layout.vec),
+    }
+    ahead = config.ahead_per_sm * call.multiprocessors
+    arguments = (*call.tensors, ahead, *layout.sizes, call.eps, *call.dropout)
+    return [Launch(layer_norm_forward_row_kernel, call.grid(call.rows), arguments, options, call.program_a_row)]
 
 
 @triton.jit(

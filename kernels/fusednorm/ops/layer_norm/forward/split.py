@@ -1,13 +1,17 @@
-"""Forward kernels of LayerNorm and RMSNorm for rows that resident programs cannot share with all their parameters.
+"""Forward pass of LayerNorm and RMSNorm over rows that resident programs cannot share with all their parameters.
 
 One kernel takes the moments of parts of rows, the next one writes slabs of them; no program waits for another.
 The second kernel is launched while the first one runs (programmatic dependent launch, compute capability 9.0): it
 has its parameters by the time that the moments are there, and finds as much of x as L2 keeps.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.pieces import (
     chunk_of,
@@ -19,9 +23,118 @@ from fusednorm.jit.pieces import (
     write_sums,
 )
 from fusednorm.jit.prefetch import prefetch
+from fusednorm.launch.launch import (
+    Launch,
+    can_prefetch,
+    counters,
+    dependent,
+    has_lane_a_thread,
+    known_whole_in_slabs,
+)
+from fusednorm.ops.layer_norm.call import ForwardCall
+
+MAX_PARTS = 1024
+"""Parts of a long row, whose moments one program merges."""
+
+PARTS_PROGRAMS, MAX_PARTS_A_PROGRAM = 2048, 8
+"""Programs over parts that are aimed at, a few for each place on the device, and the most parts of one of them."""
 
 MOMENTS = tl.constexpr(4)
 """float32 of a part or a row: mean, shift, then the sum of squares or rstd; 16 bytes with one that is not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSplit:
+    """A kernel for the moments of parts of rows, then one for slabs of up to `rows` rows.
+
+    A part is as few pieces of `chunks` chunks as MAX_PARTS a row allow, a slab is `slab_chunks` chunks; a chunk is
+    8 columns a thread, and either kernel has warps of its own.
+    """
+
+    chunks: int
+    num_warps: int
+    slab_chunks: int
+    slab_num_warps: int
+    rows: int
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a chunk of a part."""
+        return 256 * self.num_warps
+
+    @property
+    def slab_block_n(self) -> int:
+        """Columns of a chunk of a slab."""
+        return 256 * self.slab_num_warps
+
+
+def parts_a_program(parts: int) -> int:
+    """How many of all rows' parts one program takes; a row has the same bits for any number."""
+    return max(1, min(MAX_PARTS_A_PROGRAM, parts // PARTS_PROGRAMS))
+
+
+def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Launch]:
+    """The two launches of a pass over rows of any length, or the first of them for the statistics alone."""
+    y, residual_out, mean, rstd = call.outputs
+    x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
+    layout = call.layout_of_rows()
+    options = {"GROUP": 16 // call.itemsize, "IS_RMS": call.is_rms, **call.options(layout.vec)}
+    early = y is not None and call.early
+    prefetches = can_prefetch(layout.vec, x, residual)
+    lane_a_thread = has_lane_a_thread(min(16, layout.vec * call.itemsize), x, residual)
+
+    piece = config.chunks * config.block_n
+    part = piece * cdiv(cols, piece * MAX_PARTS)
+    parts = cdiv(cols, part)
+    slots = next_power_of_2(parts)
+    of_a_program = parts_a_program(rows * parts)
+    of_parts = x.new_empty((rows, parts, 4), dtype=torch.float32)
+    of_rows = None if y is None else x.new_empty((rows, 4), dtype=torch.float32)
+    statistics = Launch(
+        layer_norm_forward_parts_kernel,
+        (rows * cdiv(parts, of_a_program),),
+        (
+            x, residual, mean, rstd, of_rows, of_parts, counters(x.device, rows),
+            parts, of_a_program, part // layout.vec, *layout.sizes, call.eps,
+        ),
+        {
+            "FULL": known_whole_in_slabs(cols, config.block_n, config.chunks, lane_a_thread),
+            "EQUAL_PARTS": cols == part * slots and slots <= 32 * config.num_warps,
+            "BLOCK_N": config.block_n,
+            "CHUNKS": config.chunks,
+            "SLOTS": slots,
+            "PREFETCH": prefetches,
+            "EARLY": early,
+            "num_warps": config.num_warps,
+            **{name: options[name] for name in ("VEC", "GROUP", "IS_RMS", "FAST")},
+        },
+    )  # fmt: skip
+    if y is None:
+        return [statistics]
+
+    slab = config.slab_chunks * config.slab_block_n
+    row_tiles = cdiv(rows, config.rows)
+    return [
+        statistics,
+        Launch(
+            layer_norm_forward_slabs_kernel,
+            (cdiv(cols, slab) * row_tiles,),
+            (
+                x, residual, call.weight, call.bias, y, residual_out, of_rows, rows, row_tiles, *layout.sizes,
+                *call.dropout,
+            ),
+            {
+                "FULL": 0 if cols % slab else config.chunks,
+                "BLOCK_N": config.slab_block_n,
+                "CHUNKS": config.slab_chunks,
+                "ROWS": config.rows,
+                "PREFETCH": prefetches,
+                "num_warps": config.slab_num_warps,
+                **options,
+                **dependent(early),
+            },
+        ),
+    ]  # fmt: skip
 
 
 @triton.jit

@@ -1,0 +1,65 @@
+"""y that is float8_e4m3fn with one scale a row.
+
+The scale is the row's largest |y| over 448, the type's largest value, so it is known only when the whole row has
+been through activation and dropout: a third pass over a row that is held, or a third sweep of one that is not.
+Elements are multiplied by the reciprocal of the scale, one division a row, and rounded once, to nearest even.
+"""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import finish
+from fusednorm.jit.moments import offset_weight, widened
+
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+"""The smallest normal float32: its reciprocal is finite, so that a row of zeros stays one."""
+
+
+@triton.jit
+def normalised(
+    h,
+    rough,
+    shift,
+    rstd,
+    weight_ptr,
+    bias_ptr,
+    col,
+    mask,
+    row,
+    first_col,
+    seed,
+    dropout_threshold,
+    dropout_scale,
+    IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """y of a tile in float32, before its row's scale is known; `first_col` starts each row of the tile."""
+    if IS_RMS:
+        y = h * rstd
+    else:
+        y = (h - rough) * rstd - shift * rstd
+    if weight_ptr is not None:
+        weight = widened(tl.load(weight_ptr + col, mask=mask, other=0.0), FAST)
+        y = y * offset_weight(weight, WEIGHT_OFFSET)
+    if bias_ptr is not None:
+        y = y + widened(tl.load(bias_ptr + col, mask=mask, other=0.0), FAST)
+    return finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST)
+
+
+@triton.jit
+def magnitude(y, mask, EVEN: tl.constexpr):
+    """|y|, 0 in columns that do not exist: a bias or an activation may have put something there."""
+    if EVEN:
+        return tl.abs(y)
+    else:
+        return tl.where(mask, tl.abs(y), 0.0)
+
+
+@triton.jit
+def scale_of(largest):
+    """The scale of rows whose largest magnitude is `largest`; NaN stays NaN."""
+    return tl.maximum(largest * (1.0 / _LARGEST), _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL)

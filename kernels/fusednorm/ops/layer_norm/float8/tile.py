@@ -1,0 +1,165 @@
+"""Float8 pass over tiles of rows that stay in registers from moments to y."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from fusednorm.integers import cdiv
+from fusednorm.jit.moments import column_mask, load_rows, slab_moments
+from fusednorm.jit.prefetch import prefetch_row_ahead
+from fusednorm.jit.reductions import maximum
+from fusednorm.launch.launch import Launch, can_prefetch
+from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.float8.scale import magnitude, normalised, scale_of
+
+TILE_AHEAD_PER_SM = 2
+"""Of tiles of one row: how many turns of the device ahead a row is asked into L2."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """A program for each tile of `rows` rows by `chunks` blocks of `block_n` columns."""
+
+    rows: int
+    chunks: int
+    block_n: int
+    num_warps: int
+
+
+def float8_tile_launches(call: ForwardCall, config: HeldRows) -> list[Launch]:
+    """The launch of a pass over rows that fit a tile."""
+    # Not more elements than one 16-byte load of x: for wider stores of y the compiler would widen a thread's share.
+    layout = call.layout_of_rows(16 // call.itemsize)
+    options = {
+        "ROWS": config.rows,
+        "CHUNKS": config.chunks,
+        "BLOCK_N": config.block_n,
+        "EVEN": call.cols == config.chunks * config.block_n,
+        "PREFETCH": config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual),
+        "IS_RMS": call.is_rms,
+        "num_warps": config.num_warps,
+        **call.options(layout.vec),
+    }
+    ahead = TILE_AHEAD_PER_SM * call.multiprocessors
+    arguments = (*call.tensors, call.scale, ahead, call.rows, *layout.sizes, call.eps, *call.dropout)
+    programs = cdiv(call.rows, config.rows)
+    return [Launch(layer_norm_quantise_held_kernel, (programs,), arguments, options)]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "ahead",
+        "rows",
+        "col_units",
+        "x_row_units",
+        "residual_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
+)
+def layer_norm_quantise_held_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    scale_ptr,
+    ahead,
+    rows: tl.int64,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from moments to y.
+
+    With PREFETCH, ROWS 1, the row of the program `ahead` programs on is asked into L2.
+    """
+    cols = col_units * VEC
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    row_mask = row < rows
+    columns = ()
+    col_masks = ()
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col_mask = column_mask(col, cols, EVEN)
+        h = load_rows(
+            x_ptr,
+            residual_ptr,
+            row * (x_row_units * VEC) + col,
+            row * (residual_row_units * VEC) + col,
+            row_mask & col_mask,
+            "",
+            FAST,
+        )
+        columns = columns + (col,)
+        col_masks = col_masks + (col_mask,)
+        chunks = chunks + (h,)
+    if PREFETCH:
+        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
+    n = cols.to(tl.float32)
+    pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+    rstd = 1.0 / tl.sqrt(square / n + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, pivot + shift, mask=row_mask)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row_mask)
+
+    values = ()
+    largest = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        if residual_out_ptr is not None:
+            residual_out = chunks[i].to(residual_out_ptr.dtype.element_ty)
+            at = row * cols.to(tl.int64) + columns[i]
+            mask = row_mask & col_masks[i]
+            tl.store(residual_out_ptr + at, residual_out, mask=mask)
+        y = normalised(
+            chunks[i],
+            pivot,
+            shift,
+            rstd,
+            weight_ptr,
+            bias_ptr,
+            columns[i],
+            col_masks[i],
+            row,
+            i * BLOCK_N,
+            seed,
+            dropout_threshold,
+            dropout_scale,
+            IS_RMS,
+            WEIGHT_OFFSET,
+            ACTIVATION,
+            DROPOUT,
+            FAST,
+        )
+        magnitudes = magnitude(y, col_masks[i], EVEN)
+        largest = tl.maximum(largest, magnitudes, propagate_nan=tl.PropagateNan.ALL)
+        values = values + (y,)
+    scale = scale_of(maximum(largest, 1, FAST))
+    tl.store(scale_ptr + row, scale, mask=row_mask)
+
+    inverse = 1.0 / scale
+    for i in tl.static_range(CHUNKS):
+        y = (values[i] * inverse).to(y_ptr.dtype.element_ty)
+        at = row * cols.to(tl.int64) + columns[i]
+        tl.store(y_ptr + at, y, mask=row_mask & col_masks[i])

@@ -1,0 +1,126 @@
+"""Forward pass of LayerNorm and RMSNorm that reads a row twice, one program for each row."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.epilogue import finish
+from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
+from fusednorm.jit.moments import column_mask, load_rows, offset_weight, sweep_moments, widened
+from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.layer_norm.call import ForwardCall
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSweep:
+    """One row a program, swept twice in chunks of `block_n` columns.
+
+    The row that many multiprocessors times `ahead_per_sm` on is asked into L2 meanwhile.
+    """
+
+    block_n: int
+    num_warps: int
+    ahead_per_sm: int = 0
+
+
+def forward_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launch]:
+    """The launch of a pass over rows of any length."""
+    layout = call.layout_of_heads()
+    options = {
+        "BLOCK_N": config.block_n,
+        "EVEN": call.cols % config.block_n == 0,
+        "GROUP": 16 // call.itemsize,
+        "PREFETCH": call.may_prefetch_rows(layout),
+        "HEADS": layout.heads,
+        "IS_RMS": call.is_rms,
+        "num_warps": config.num_warps,
+        **call.options(layout.vec),
+    }
+    ahead = config.ahead_per_sm * call.multiprocessors
+    arguments = (*call.tensors, ahead, *layout.sizes, call.eps, *call.dropout)
+    return [Launch(layer_norm_forward_sweep_kernel, call.grid(call.rows), arguments, options, call.program_a_row)]
+
+
+@triton.jit(
+    do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+)
+def layer_norm_forward_sweep_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    ahead,
+    col_units,
+    x_row_units: tl.int64,
+    residual_row_units: tl.int64,
+    eps: tl.float32,
+    seed: tl.int64,
+    dropout_threshold: tl.int64,
+    dropout_scale: tl.float32,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One row a program in two sweeps; the second walks backwards and finds the row in L1 or L2.
+
+    The row of the program `ahead` programs on is asked into L2 meanwhile; 0 for none.
+    """
+    cols = col_units * VEC
+    program, _, head, heads = programs_of_head(HEADS)
+    token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    row = row_of_token(token, head, heads, HEADS)
+    col = tl.arange(0, BLOCK_N)[None, :]
+    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    own = parameter_start(head, cols, HEADS)
+    y_row = row * cols.to(tl.int64)
+    chunks = tl.cdiv(cols, BLOCK_N)
+
+    if PREFETCH:
+        if tl.num_programs(0) <= FEW_PROGRAMS:
+            # Nothing else hides this program's latency: everything that it reads at once.
+            prefetch(x_ptr + tl.program_id(0).to(tl.int64) * (x_row_units * VEC), cols)
+            prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
+        else:
+            prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
+    rough, shift, variance = sweep_moments(
+        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
+    )
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, rough + shift)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
+
+    if y_ptr is not None:
+        for step in range(0, chunks):
+            first_col = (chunks - 1 - step) * BLOCK_N
+            at = col + first_col
+            mask = column_mask(at, cols, EVEN)
+            h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
+            if residual_out_ptr is not None:
+                tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
+            y = (h - rough) * rstd - shift * rstd
+            if weight_ptr is not None:
+                weight = widened(tl.load(weight_ptr + own + at, mask=mask, other=0.0), FAST)
+                y = y * offset_weight(weight, WEIGHT_OFFSET)
+            if bias_ptr is not None:
+                y = y + widened(tl.load(bias_ptr + own + at, mask=mask, other=0.0), FAST)
+            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(
+                y_ptr.dtype.element_ty
+            )
+            tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")
