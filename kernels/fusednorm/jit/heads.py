@@ -8,7 +8,8 @@ HEADS says how a pass over x [tokens, heads, cols] goes; a row's number is token
 - "own_uniform": all rows lie one stride apart, whichever their token; parameters [heads, cols].
 
 A program keeps to one head, and the grid's second axis counts heads.  Without heads these functions cost nothing:
-they return constants and what they were given.
+they return constants and what they were given.  Each return has a branch of its own: Triton compiles what follows a
+branch that returns, and wants its type to be that of the other.
 """
 
 import triton

@@ -130,3 +130,32 @@ def test_neighbouring_threads_load_neighbouring_columns_of_odd_rows(dtype):
         assert spilled <= ODD_SPILLED.get(dtype, 0), what
         assert neighbours, what
         assert set(neighbours) == {"1"}, what
+
+
+COMPILE_HEADS = """
+import json
+import torch
+from fusednorm.launch.inspection import inspect
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.results import Backward, Forward
+
+tokens, heads, cols = 64, 4, 128
+wide = torch.empty(tokens, 3, heads, cols, device="meta")
+padded = torch.empty(tokens, heads, 2 * cols, device="meta")[..., :cols]
+compiled = []
+for x, shape in ((wide[:, 0], (cols,)), (wide[:, 0], (heads, cols)), (padded, (heads, cols))):
+    w, y = torch.empty(shape, device="meta"), torch.empty(tokens, heads, cols, device="meta")
+    given = dict(x=x, weight=w, bias=w, eps=1e-5)
+    (forward,) = plan_forward(ForwardCall(**given, out=Forward(y)))
+    backward, _ = plan_backward(BackwardCall(dy=x, **given, out=Backward(y, w, w)))
+    for launch in (forward, backward):
+        compiled.append((launch.options["HEADS"], inspect(launch).spilled_bytes))
+print(json.dumps(compiled))
+"""
+
+
+def test_heads_compile_however_they_lie():
+    assert compile_elsewhere(COMPILE_HEADS) == [
+        [heads, 0] for heads in ("shared", "own", "own_uniform") for _ in range(2)
+    ]
