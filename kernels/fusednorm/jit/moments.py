@@ -19,7 +19,7 @@ def column_mask(col, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def unaligned_nought(cols, NARROW: tl.constexpr):
+def unaligned_zero(cols, NARROW: tl.constexpr):
     """0; where accesses are NARROW, one of which the compiler does not know that it is aligned.
 
     Were it to know that parameters are, each thread would hold the neighbours that one wide access of theirs
@@ -81,7 +81,7 @@ def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr,
 
 
 @triton.jit
-def slab_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr):
+def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr):
     """Pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks, `count` columns in all.
 
     The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean, for

@@ -15,8 +15,8 @@ LENGTHS = {
     "stream": (256, 1024, 8192, 14336),
 }
 
-# Bytes that a thread may spill: backward, the wider residual and its gradient fill the last registers; held rows
-# and shared ones were measured at the number of programs that leaves them just too few.
+# Bytes that a thread may spill: backward, the wider residual and its gradient fill the last registers; resident
+# rows and those that programs share were measured at the number of programs that leaves them just too few.
 SPILLED = {"plain": 48, "fused": 64, "stream": 96}
 
 # Bytes of the widest access where it is not 16, by dtype and blocks: odd numbers of narrow blocks beat padding.
@@ -78,9 +78,9 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
         assert shared <= 227 << 10, what
         of_blocks = "backward_tile" in kernel and (dtype, dict(options)["CHUNKS"])
         width = NARROW_BLOCKS.get(of_blocks, 16)
-        if "fold" not in kernel:
+        if "reduce" not in kernel:
             assert max(widest["ld"], widest["cp"]) == width, what
-        if "fold" not in kernel and "rows" not in kernel:
+        if "reduce" not in kernel and "sums" not in kernel:
             assert widest["st"] >= width, what
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, lane_moments, load_rows, slab_moments, widened
+from fusednorm.jit.moments import column_mask, lane_moments, load_rows, tile_moments, widened
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.launch.launch import MAX_VEC, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import Layout, row_strides
@@ -67,7 +67,7 @@ def chain_tile_launches(call: ChainCall, config: HeldRows) -> list[Launch]:
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.ahead(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
-    return [Launch(layer_norm_chain_held_kernel, (cdiv(rows, config.rows),), arguments, options)]
+    return [Launch(layer_norm_chain_tile_kernel, (cdiv(rows, config.rows),), arguments, options)]
 
 
 def chain_sweep_launches(call: ChainCall, config: ForwardSweep) -> list[Launch]:
@@ -98,7 +98,7 @@ def _normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, FAST: tl
 
 
 @triton.jit(do_not_specialize=["ahead", "rows", "col_units", "x_row_units"])
-def layer_norm_chain_held_kernel(
+def layer_norm_chain_tile_kernel(
     x_ptr,
     y_ptr,
     weight_ptrs,
@@ -139,7 +139,7 @@ def layer_norm_chain_held_kernel(
     if PREFETCH:
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
-        pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, False, FAST)
+        pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, False, FAST)
         rstd = 1.0 / tl.sqrt(square / n + eps)
         normalised = ()
         for i in tl.static_range(CHUNKS):

@@ -11,7 +11,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.moments import column_mask, offset_weight, unaligned_nought, widened
+from fusednorm.jit.moments import column_mask, offset_weight, unaligned_zero, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, mailbox, resident_options
@@ -50,7 +50,7 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.dy) else 0,
-        "EARLY_FOLD": call.early_reduce,
+        "EARLY_REDUCE": call.early_reduce,
         "IS_RMS": call.is_rms,
         "num_warps": config.num_warps,
         **call.options(layout.vec),
@@ -61,7 +61,7 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
         mailbox(call.x.device, depth * groups * members), call.rows, members, *layout.sizes, *call.dropout,
     )  # fmt: skip
     return [
-        Launch(layer_norm_backward_shared_kernel, (groups * members,), arguments, options),
+        Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
         *reduce_launches(call, partials, most_groups),
     ]
 
@@ -129,7 +129,7 @@ def _gradient(
         "dropout_threshold",
     ]
 )
-def layer_norm_backward_shared_kernel(
+def layer_norm_backward_cooperative_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -160,7 +160,7 @@ def layer_norm_backward_shared_kernel(
     DEPTH: tl.constexpr,
     LAG: tl.constexpr,
     AHEAD: tl.constexpr,
-    EARLY_FOLD: tl.constexpr,
+    EARLY_REDUCE: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -173,7 +173,7 @@ def layer_norm_backward_shared_kernel(
     by when the other members' parts have come, out of L1 or L2 for the gradients.  Programs are persistent; the
     launch must be cooperative.  Instructions are what limits it in 16 bits: x_hat is not formed where d will do.
     """
-    let_next_start(EARLY_FOLD)
+    let_next_start(EARLY_REDUCE)
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
     group = tl.program_id(0) // members
@@ -187,7 +187,7 @@ def layer_norm_backward_shared_kernel(
     NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
-    own = first_col + unaligned_nought(cols, NARROW) + lane
+    own = first_col + unaligned_zero(cols, NARROW) + lane
     held = _held(weight_ptr, own, mask, 1.0)
     held_bias = _held(bias_ptr if ACTIVATION != "none" else None, own, mask, 0.0)
     if dweight_partial_ptr is not None:

@@ -60,11 +60,11 @@ def reduce_launches(call: BackwardCall, partials: Partials, most_partials: int) 
     tile = reduce_tile(most_partials)
     grid = (cdiv(size, tile["BLOCK_N"]), len(call.parameters))
     arguments = (partials.dweight, partials.dbias, call.out.dweight, call.out.dbias, partials.count, size)
-    return [Launch(fold_partials_kernel, grid, arguments, tile | dependent(call.early_reduce))]
+    return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, tile | dependent(call.early_reduce))]
 
 
 @triton.jit
-def _fold(partial_ptr, total_ptr, partials, cols, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+def _reduce(partial_ptr, total_ptr, partials, cols, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     lane = tl.arange(0, BLOCK_P)[:, None]
     sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -76,7 +76,7 @@ def _fold(partial_ptr, total_ptr, partials, cols, BLOCK_P: tl.constexpr, BLOCK_N
 
 
 @triton.jit(do_not_specialize=["partials", "cols"])
-def fold_partials_kernel(
+def layer_norm_backward_reduce_kernel(
     dweight_partial_ptr,
     dbias_partial_ptr,
     dweight_ptr,
@@ -93,6 +93,6 @@ def fold_partials_kernel(
     """
     await_previous(EARLY)
     if dweight_ptr is not None and tl.program_id(1) == 0:
-        _fold(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_P, BLOCK_N)
+        _reduce(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_P, BLOCK_N)
     if dbias_ptr is not None and tl.program_id(1) == tl.num_programs(1) - 1:
-        _fold(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_P, BLOCK_N)
+        _reduce(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_P, BLOCK_N)

@@ -41,7 +41,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
     partials = Partials.of(call, tiles)
     constants = call.x.new_empty((call.rows, 4), dtype=torch.float32)
     sums = Launch(
-        layer_norm_backward_rows_kernel,
+        layer_norm_backward_split_sums_kernel,
         (call.rows,),
         (
             call.dy, call.x, call.residual, call.weight, call.bias, call.mean, call.rstd, constants,
@@ -57,7 +57,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
         },
     )  # fmt: skip
     apply = Launch(
-        layer_norm_backward_slab_kernel,
+        layer_norm_backward_split_apply_kernel,
         (slabs, tiles),
         (
             *call.tensors, constants, *call.gradients, partials.dweight, partials.dbias,
@@ -85,7 +85,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
         "dropout_threshold",
     ]
 )
-def layer_norm_backward_rows_kernel(
+def layer_norm_backward_split_sums_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -189,7 +189,7 @@ def layer_norm_backward_rows_kernel(
         "dropout_threshold",
     ]
 )
-def layer_norm_backward_slab_kernel(
+def layer_norm_backward_split_apply_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -222,7 +222,7 @@ def layer_norm_backward_slab_kernel(
 ):
     """A slab of BLOCK_N columns a program, over every num_programs(1)-th tile of rows, last rows first.
 
-    `constants` [rows, 4] is from `layer_norm_backward_rows_kernel`, which leaves the last rows in the cache.
+    `constants` [rows, 4] is from `layer_norm_backward_split_sums_kernel`, which leaves the last rows in the cache.
     """
     cols = col_units * VEC
     first_col = tl.program_id(0) * BLOCK_N

@@ -14,7 +14,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, slab_moments, unaligned_nought, widened
+from fusednorm.jit.moments import column_mask, load_rows, offset_weight, tile_moments, unaligned_zero, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch, can_prefetch
@@ -58,7 +58,7 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
         "EVEN": call.cols == config.chunks * config.block_n,
         "STAGES": stages_in_shared_memory(config, column_bytes),
         "AHEAD": config.ahead if dense and can_prefetch(layout.vec, call.x, call.dy) else 0,
-        "EARLY_FOLD": call.early_reduce,
+        "EARLY_REDUCE": call.early_reduce,
         "HOLD_WEIGHT": config.hold_weight,
         "HEADS": layout.heads,
         "IS_RMS": call.is_rms,
@@ -117,7 +117,7 @@ def layer_norm_backward_tile_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    EARLY_FOLD: tl.constexpr,
+    EARLY_REDUCE: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -130,14 +130,14 @@ def layer_norm_backward_tile_kernel(
 
     With AHEAD > 0, for rows without gaps, tiles AHEAD turns on are asked into L2.
     """
-    let_next_start(EARLY_FOLD)
+    let_next_start(EARLY_REDUCE)
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
     program, programs, head, heads = programs_of_head(HEADS)
     NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
     EVICT: tl.constexpr = "" if NARROW else "evict_first"
-    own = parameter_start(head, cols, HEADS) + unaligned_nought(cols, NARROW)
+    own = parameter_start(head, cols, HEADS) + unaligned_zero(cols, NARROW)
     columns = ()
     col_masks = ()
     held = ()
@@ -189,7 +189,7 @@ def layer_norm_backward_tile_kernel(
             else:
                 mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         else:
-            mean, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+            mean, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
             rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
 
         x_hats = ()

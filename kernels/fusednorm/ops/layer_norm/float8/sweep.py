@@ -28,13 +28,13 @@ def float8_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launc
     }
     ahead = config.ahead_per_sm * call.multiprocessors
     arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.eps, *call.dropout)
-    return [Launch(layer_norm_quantise_sweep_kernel, (call.rows,), arguments, options)]
+    return [Launch(layer_norm_float8_sweep_kernel, (call.rows,), arguments, options)]
 
 
 @triton.jit(
     do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
 )
-def layer_norm_quantise_sweep_kernel(
+def layer_norm_float8_sweep_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,

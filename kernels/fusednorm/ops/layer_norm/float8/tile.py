@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, load_rows, slab_moments
+from fusednorm.jit.moments import column_mask, load_rows, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import maximum
 from fusednorm.launch.launch import Launch, can_prefetch
@@ -44,7 +44,7 @@ def float8_tile_launches(call: ForwardCall, config: HeldRows) -> list[Launch]:
     ahead = TILE_AHEAD_PER_SM * call.multiprocessors
     arguments = (*call.tensors, call.scale, ahead, call.rows, *layout.sizes, call.eps, *call.dropout)
     programs = cdiv(call.rows, config.rows)
-    return [Launch(layer_norm_quantise_held_kernel, (programs,), arguments, options)]
+    return [Launch(layer_norm_float8_tile_kernel, (programs,), arguments, options)]
 
 
 @triton.jit(
@@ -58,7 +58,7 @@ def float8_tile_launches(call: ForwardCall, config: HeldRows) -> list[Launch]:
         "dropout_threshold",
     ]
 )
-def layer_norm_quantise_held_kernel(
+def layer_norm_float8_tile_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -117,7 +117,7 @@ def layer_norm_quantise_held_kernel(
     if PREFETCH:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     n = cols.to(tl.float32)
-    pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+    pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
     rstd = 1.0 / tl.sqrt(square / n + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, pivot + shift, mask=row_mask)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.moments import unaligned_nought
+from fusednorm.jit.moments import unaligned_zero
 from fusednorm.jit.pieces import (
     chunk_of,
     load_piece,
@@ -75,7 +75,7 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
     }
     box = mailbox(call.x.device, depth * programs)
     arguments = (*call.tensors, box, call.rows, members, *layout.sizes, call.eps, *call.dropout)
-    return [Launch(layer_norm_forward_shared_kernel, (programs,), arguments, options)]
+    return [Launch(layer_norm_forward_cooperative_kernel, (programs,), arguments, options)]
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _row_moments(
         "rows", "members", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
     ]
 )  # fmt: skip
-def layer_norm_forward_shared_kernel(
+def layer_norm_forward_cooperative_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -171,7 +171,7 @@ def layer_norm_forward_shared_kernel(
     count_of_other = tl.minimum(tl.maximum(cols - other * slab, 0), slab).to(tl.float32)
     x_row_size = x_row_units * VEC
     residual_row_size = residual_row_units * VEC
-    own = first_col + unaligned_nought(cols, NARROW)
+    own = first_col + unaligned_zero(cols, NARROW)
     weights = load_piece(weight_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     biases = load_piece(bias_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     # What was written is the sum itself, to be read again in place of its two parts.

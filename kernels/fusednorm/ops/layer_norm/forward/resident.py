@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import unaligned_nought
+from fusednorm.jit.moments import unaligned_zero
 from fusednorm.jit.pieces import load_piece, moments_of_piece, write_piece, write_sums
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
 from fusednorm.launch.launch import Launch, known_whole, registers_for
@@ -50,13 +50,15 @@ def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> lis
     }
     ahead = config.ahead_per_sm * call.multiprocessors
     arguments = (*call.tensors, ahead, *layout.sizes, call.eps, *call.dropout)
-    return [Launch(layer_norm_forward_row_kernel, call.grid(call.rows), arguments, options, call.program_a_row)]
+    return [
+        Launch(layer_norm_forward_resident_kernel, call.grid(call.rows), arguments, options, call.program_a_row)
+    ]
 
 
 @triton.jit(
     do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
 )
-def layer_norm_forward_row_kernel(
+def layer_norm_forward_resident_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -99,7 +101,7 @@ def layer_norm_forward_row_kernel(
     row = row_of_token(token, head, heads, HEADS)
     x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-    own = parameter_start(head, cols, HEADS) + unaligned_nought(cols, NARROW)
+    own = parameter_start(head, cols, HEADS) + unaligned_zero(cols, NARROW)
 
     chunks = load_piece(x_ptr, x_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     residuals = load_piece(residual_ptr, residual_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")

@@ -91,7 +91,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
     of_parts = x.new_empty((rows, parts, 4), dtype=torch.float32)
     of_rows = None if y is None else x.new_empty((rows, 4), dtype=torch.float32)
     statistics = Launch(
-        layer_norm_forward_parts_kernel,
+        layer_norm_forward_split_stats_kernel,
         (rows * cdiv(parts, of_a_program),),
         (
             x, residual, mean, rstd, of_rows, of_parts, counters(x.device, rows),
@@ -117,7 +117,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
     return [
         statistics,
         Launch(
-            layer_norm_forward_slabs_kernel,
+            layer_norm_forward_split_apply_kernel,
             (cdiv(cols, slab) * row_tiles,),
             (
                 x, residual, call.weight, call.bias, y, residual_out, of_rows, rows, row_tiles, *layout.sizes,
@@ -147,7 +147,7 @@ def _store_moments(ptr, mean, shift, third):
 @triton.jit(
     do_not_specialize=["parts", "parts_a_program", "part_units", "col_units", "x_row_units", "residual_row_units"]
 )  # fmt: skip
-def layer_norm_forward_parts_kernel(
+def layer_norm_forward_split_stats_kernel(
     x_ptr,
     residual_ptr,
     mean_ptr,
@@ -268,7 +268,7 @@ def layer_norm_forward_parts_kernel(
         "rows", "row_tiles", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"
     ]
 )  # fmt: skip
-def layer_norm_forward_slabs_kernel(
+def layer_norm_forward_split_apply_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,

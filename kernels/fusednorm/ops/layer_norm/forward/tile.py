@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.epilogue import finish
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, slab_moments, widened
+from fusednorm.jit.moments import column_mask, load_rows, offset_weight, tile_moments, widened
 from fusednorm.launch.launch import ByRows, Launch
 from fusednorm.ops.layer_norm.call import ForwardCall, stages_in_shared_memory
 
@@ -128,7 +128,7 @@ def layer_norm_forward_tile_kernel(
                 FAST,
             )
             chunks = chunks + (h,)
-        pivot, shift, square = slab_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+        pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
         rstd = 1.0 / tl.sqrt(square / n + eps)
         if mean_ptr is not None:
             tl.store(mean_ptr + row, pivot + shift, mask=row_mask)
