@@ -54,14 +54,14 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[ForwardConfig |
 
 
 def forward_tiles(cols: int, itemsize: int) -> Iterator[ForwardTile]:
-    """A tile a program, or persistent programs with tiles under way in shared memory."""
+    """A program a tile."""
     if cols * itemsize > 64 << 10:
         return
     for chunks, block in _chunks(cols):
         if block < 256 and block < cols:
             continue
-        for rows, warps, stages, per_sm in _tilings(chunks * block, itemsize, tensors=1):
-            yield ForwardTile(rows, chunks, block, warps, stages, per_sm)
+        for rows, warps, _ in _tilings(chunks * block, tensors=1):
+            yield ForwardTile(rows, chunks, block, warps)
 
 
 def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
@@ -70,8 +70,9 @@ def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
         return
     whole = _power_of_2(cols)
     for chunks, block in {*_chunks(cols), (1, whole)}:
-        for rows, warps, stages, per_sm in _tilings(chunks * block, itemsize, tensors=2):
-            if stages > 1:
+        for rows, warps, registers in _tilings(chunks * block, tensors=2):
+            tile_bytes = 2 * rows * chunks * block * itemsize
+            for stages, per_sm in _stages(chunks * block, tile_bytes, registers):
                 for ahead in (0, stages, stages + 2):
                     yield BackwardTile(rows, block, warps, stages, per_sm, True, chunks, ahead)
                     if block >= 8192:
@@ -88,25 +89,23 @@ def _chunks(cols: int) -> Iterator[tuple[int, int]]:
         yield 1, whole
 
 
-def _tilings(slab: int, itemsize: int, tensors: int) -> Iterator[tuple[int, int, int, int]]:
-    """(rows, warps, stages, programs_per_sm) of tiles of that many tensors of rows padded to `slab` columns.
-
-    One stage is a program a tile, which makes programs_per_sm 0.
-    """
-    is_short = slab <= 128
+def _tilings(slab: int, tensors: int) -> Iterator[tuple[int, int, int]]:
+    """(rows, warps, registers) of tiles of that many tensors of rows padded to `slab` columns."""
     least_held = 8 if slab <= 256 else 16 // tensors
-    least_shared = 16_000 if is_short else 30_000
-    for rows, warps in product((1, 2, 4, 8, 16, 32) if is_short else (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
+    for rows, warps in product((1, 2, 4, 8, 16, 32) if slab <= 128 else (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
         held = rows * slab // (32 * warps)
         registers = tensors * 32 * warps * (2 * held + 32)
-        if not least_held <= held <= 64 // tensors:
-            continue
-        if registers <= _TILE_REGISTERS:
-            yield rows, warps, 1, 0
-        for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6, 8, 12, 16)):
-            shared = tensors * rows * slab * itemsize * (stages - 1) * per_sm
-            if registers * per_sm <= _TILE_REGISTERS and least_shared <= shared <= _TILE_SHARED_BYTES:
-                yield rows, warps, stages, per_sm
+        if least_held <= held <= 64 // tensors and registers <= _TILE_REGISTERS:
+            yield rows, warps, registers
+
+
+def _stages(slab: int, tile_bytes: int, registers: int) -> Iterator[tuple[int, int]]:
+    """(stages, programs_per_sm) that keep enough bytes of tiles under way, and no more than there is room for."""
+    least_shared = 16_000 if slab <= 128 else 30_000
+    for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6, 8, 12, 16)):
+        shared = tile_bytes * (stages - 1) * per_sm
+        if registers * per_sm <= _TILE_REGISTERS and least_shared <= shared <= _TILE_SHARED_BYTES:
+            yield stages, per_sm
 
 
 def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:

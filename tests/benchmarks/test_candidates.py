@@ -104,8 +104,6 @@ def _held_words(config, itemsize):
 def _shared_bytes(config, itemsize):
     """Of a program's tiles under way."""
     match config:
-        case ForwardTile():
-            return config.rows * config.chunks * config.block_n * itemsize * (config.stages - 1)
         case BackwardTile():
             return 2 * config.rows * config.block_n * itemsize * (config.stages - 1)
     return 0

@@ -33,7 +33,7 @@ class Timer:
 @pytest.mark.parametrize(
     ("pass_", "configs"),
     [
-        ("forward", [ForwardTile(2, 1, 256, 1, 1, 0), ForwardSweep(128, 1)]),
+        ("forward", [ForwardTile(2, 1, 256, 1), ForwardSweep(128, 1)]),
         ("backward", [BackwardTile(2, 256, 1, 3, 1, True), BackwardTile(4, 256, 2, 3, 1, False)]),
     ],
 )
@@ -45,7 +45,7 @@ def test_the_fastest_comes_first(device, pass_, configs):
 
 
 def test_what_disagrees_with_the_table_s_choice_is_not_timed(device, capsys):
-    half_a_row = ForwardTile(1, 1, 128, 1, 1, 0)
+    half_a_row = ForwardTile(1, 1, 128, 1)
     assert time_cell(SHORT, [half_a_row], Timer(), device) == []
     assert "result 0 is wrong" in capsys.readouterr().err
 

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -104,9 +104,7 @@ class Call:
         return (programs,) if self.x.ndim == 2 else (programs, self.x.shape[1])
 
     def most_programs(self, programs_per_sm: int) -> int:
-        """Programs for each head of x that are resident together; no bound where `programs_per_sm` is 0."""
-        if not programs_per_sm:
-            return sys.maxsize
+        """Programs for each head of x that are resident together."""
         resident = self.multiprocessors * programs_per_sm
         return resident if self.x.ndim == 2 else resident // self.x.shape[1]
 
@@ -258,37 +256,3 @@ class BackwardCall(Call):
 def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
     """Elements from row to row, or token to token; cols where it does not matter: it costs no vector width."""
     return tuple(cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors)
-
-
-SHARED_BYTES_PER_SM = 200 << 10
-"""Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
-
-
-class Pipelined(Protocol):
-    """A configuration of persistent programs over tiles, `stages` - 1 of them ahead in shared memory."""
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def chunks(self) -> int: ...
-
-    @property
-    def block_n(self) -> int: ...
-
-    @property
-    def stages(self) -> int: ...
-
-    @property
-    def programs_per_sm(self) -> int: ...
-
-
-def stages_in_shared_memory(config: Pipelined, column_bytes: int) -> int:
-    """As many stages as the tensors of a tile leave room for, `column_bytes` for each column.
-
-    Residuals, and parameters that are not held, go through shared memory with x and dy; the tables foresee the two.
-    """
-    if config.stages == 1:
-        return 1
-    tile_bytes = config.rows * config.chunks * config.block_n * column_bytes * config.programs_per_sm
-    return min(config.stages, max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes))

@@ -17,8 +17,9 @@ from fusednorm.jit.moments import column_mask, lane_moments, load_rows, tile_mom
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.launch.launch import MAX_VEC, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import Layout, row_strides
-from fusednorm.ops.layer_norm.float8.tile import TILE_AHEAD_PER_SM, HeldRows
+from fusednorm.ops.layer_norm.float8.tile import TILE_AHEAD_PER_SM
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
 Parameters = tuple[Tensor | None, ...]
 
@@ -53,7 +54,7 @@ class ChainCall:
         return {"NORMS": len(self.weights), "VEC": vec, "FAST": not INTERPRETED}
 
 
-def chain_tile_launches(call: ChainCall, config: HeldRows) -> list[Launch]:
+def chain_tile_launches(call: ChainCall, config: ForwardTile) -> list[Launch]:
     """The launch of a chain over rows that fit a tile."""
     layout = call.layout
     rows, cols = call.x.shape

@@ -21,7 +21,7 @@ from fusednorm.ops.layer_norm.backward.tile import BackwardTile, backward_tile_l
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS, BackwardCall, ForwardCall, Statistics
 from fusednorm.ops.layer_norm.chain import ChainCall, chain_sweep_launches, chain_tile_launches
 from fusednorm.ops.layer_norm.float8.sweep import float8_sweep_launches
-from fusednorm.ops.layer_norm.float8.tile import HeldRows, float8_tile_launches
+from fusednorm.ops.layer_norm.float8.tile import float8_tile_launches
 from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative, forward_cooperative_launches
 from fusednorm.ops.layer_norm.forward.resident import ForwardResident, forward_resident_launches
 from fusednorm.ops.layer_norm.forward.split import ForwardSplit, forward_split_launches
@@ -122,9 +122,9 @@ def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool)
     return choice
 
 
-def choose_tile(cols: int) -> HeldRows | None:
+def choose_tile(cols: int) -> ForwardTile | None:
     """The tile of float8 passes and chains over rows of `cols` columns, None where they are too long to hold."""
-    return next((tile for limit, tile in tables.HELD if cols <= limit), None)
+    return next((tile for limit, tile in tables.TILES if cols <= limit), None)
 
 
 def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:

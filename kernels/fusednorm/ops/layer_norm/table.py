@@ -7,7 +7,6 @@ kernels is bounded.
 from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
 from fusednorm.ops.layer_norm.backward.split import BackwardSplit
 from fusednorm.ops.layer_norm.backward.tile import BackwardTile
-from fusednorm.ops.layer_norm.float8.tile import HeldRows
 from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 from fusednorm.ops.layer_norm.forward.resident import ForwardResident
 from fusednorm.ops.layer_norm.forward.split import ForwardSplit
@@ -20,18 +19,18 @@ BackwardConfig = BackwardTile | BackwardCooperative | BackwardSplit
 # Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
 FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     2: (
-        (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
-        (64, ForwardTile(32, 1, 64, num_warps=4, stages=1, programs_per_sm=0)),
-        (128, ForwardTile(8, 1, 128, num_warps=1, stages=1, programs_per_sm=0)),
-        (256, ForwardTile(4, 1, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
-        (512, ForwardTile(2, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
-        (768, ForwardTile(2, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
-        (1024, ForwardTile(1, 1, 1024, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
-        (1536, ForwardTile(1, 3, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
+        (16, ForwardTile(32, 1, 16, num_warps=2)),
+        (64, ForwardTile(32, 1, 64, num_warps=4)),
+        (128, ForwardTile(8, 1, 128, num_warps=1)),
+        (256, ForwardTile(4, 1, 256, num_warps=1)),  # 1.00
+        (512, ForwardTile(2, 1, 512, num_warps=1)),  # 1.00
+        (768, ForwardTile(2, 3, 256, num_warps=1)),  # 1.02
+        (1024, ForwardTile(1, 1, 1024, num_warps=1)),  # 1.00
+        (1536, ForwardTile(1, 3, 512, num_warps=1)),  # 1.02
         (2048, ForwardResident(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
         (2560, ForwardResident(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
         (3072, ForwardResident(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
-        (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
+        (3584, ForwardTile(1, 7, 512, num_warps=2)),  # 1.01
         (4096, ForwardResident(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (5120, ForwardResident(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (6144, ForwardResident(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
@@ -50,18 +49,18 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
         (2**31, ForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
     ),
     4: (
-        (16, ForwardTile(32, 1, 16, num_warps=2, stages=1, programs_per_sm=0)),
-        (64, ForwardTile(16, 1, 64, num_warps=2, stages=1, programs_per_sm=0)),
-        (128, ForwardTile(4, 1, 128, num_warps=1, stages=1, programs_per_sm=0)),
-        (256, ForwardTile(2, 1, 256, num_warps=2, stages=1, programs_per_sm=0)),  # 1.01
-        (512, ForwardTile(1, 1, 512, num_warps=1, stages=1, programs_per_sm=0)),  # 1.00
-        (768, ForwardTile(1, 3, 256, num_warps=1, stages=1, programs_per_sm=0)),  # 1.02
-        (1024, ForwardTile(1, 1, 1024, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
-        (1536, ForwardTile(1, 3, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 1.00
+        (16, ForwardTile(32, 1, 16, num_warps=2)),
+        (64, ForwardTile(16, 1, 64, num_warps=2)),
+        (128, ForwardTile(4, 1, 128, num_warps=1)),
+        (256, ForwardTile(2, 1, 256, num_warps=2)),  # 1.01
+        (512, ForwardTile(1, 1, 512, num_warps=1)),  # 1.00
+        (768, ForwardTile(1, 3, 256, num_warps=1)),  # 1.02
+        (1024, ForwardTile(1, 1, 1024, num_warps=2)),  # 1.00
+        (1536, ForwardTile(1, 3, 512, num_warps=2)),  # 1.00
         (2048, ForwardResident(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (2560, ForwardResident(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
         (3072, ForwardResident(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (3584, ForwardTile(1, 7, 512, num_warps=2, stages=1, programs_per_sm=0)),  # 0.99
+        (3584, ForwardTile(1, 7, 512, num_warps=2)),  # 0.99
         (4096, ForwardResident(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
         (5120, ForwardResident(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
         (6144, ForwardResident(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
@@ -182,27 +181,27 @@ BACKWARD_SPLIT = {
 # For float8 and for chains: tiles held in registers from the first pass to the last, float32 whatever x's dtype.
 # 16 to 56 values a thread: with what else a kernel needs about twice as many registers, so that 64 KB and more
 # of 16-bit rows are under way on a multiprocessor.  An entry serves every row up to its number of columns.
-HELD = (
-    (16, HeldRows(32, 1, 16, num_warps=2)),
-    (64, HeldRows(32, 1, 64, num_warps=4)),
-    (128, HeldRows(8, 1, 128, num_warps=1)),
-    (256, HeldRows(4, 1, 256, num_warps=1)),
-    (512, HeldRows(4, 1, 512, num_warps=2)),
-    (768, HeldRows(1, 3, 256, num_warps=1)),
-    (1024, HeldRows(1, 1, 1024, num_warps=1)),
-    (1536, HeldRows(1, 3, 512, num_warps=2)),
-    (2048, HeldRows(1, 1, 2048, num_warps=2)),
-    (2560, HeldRows(1, 5, 512, num_warps=2)),
-    (3072, HeldRows(1, 3, 1024, num_warps=4)),
-    (4096, HeldRows(1, 1, 4096, num_warps=4)),
-    (5120, HeldRows(1, 5, 1024, num_warps=4)),
-    (6144, HeldRows(1, 3, 2048, num_warps=8)),
-    (7168, HeldRows(1, 7, 1024, num_warps=4)),
-    (8192, HeldRows(1, 1, 8192, num_warps=8)),
-    (10240, HeldRows(1, 5, 2048, num_warps=8)),
-    (12288, HeldRows(1, 3, 4096, num_warps=16)),
-    (14336, HeldRows(1, 7, 2048, num_warps=8)),
-    (16384, HeldRows(1, 1, 16384, num_warps=16)),
+TILES = (
+    (16, ForwardTile(32, 1, 16, num_warps=2)),
+    (64, ForwardTile(32, 1, 64, num_warps=4)),
+    (128, ForwardTile(8, 1, 128, num_warps=1)),
+    (256, ForwardTile(4, 1, 256, num_warps=1)),
+    (512, ForwardTile(4, 1, 512, num_warps=2)),
+    (768, ForwardTile(1, 3, 256, num_warps=1)),
+    (1024, ForwardTile(1, 1, 1024, num_warps=1)),
+    (1536, ForwardTile(1, 3, 512, num_warps=2)),
+    (2048, ForwardTile(1, 1, 2048, num_warps=2)),
+    (2560, ForwardTile(1, 5, 512, num_warps=2)),
+    (3072, ForwardTile(1, 3, 1024, num_warps=4)),
+    (4096, ForwardTile(1, 1, 4096, num_warps=4)),
+    (5120, ForwardTile(1, 5, 1024, num_warps=4)),
+    (6144, ForwardTile(1, 3, 2048, num_warps=8)),
+    (7168, ForwardTile(1, 7, 1024, num_warps=4)),
+    (8192, ForwardTile(1, 1, 8192, num_warps=8)),
+    (10240, ForwardTile(1, 5, 2048, num_warps=8)),
+    (12288, ForwardTile(1, 3, 4096, num_warps=16)),
+    (14336, ForwardTile(1, 7, 2048, num_warps=8)),
+    (16384, ForwardTile(1, 1, 16384, num_warps=16)),
 )
 
 # Float8 rows that are not held.  Two programs a multiprocessor, one of which reads while the other reduces, as long

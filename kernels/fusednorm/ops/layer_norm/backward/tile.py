@@ -19,8 +19,11 @@ from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch, can_prefetch
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
-from fusednorm.ops.layer_norm.call import BackwardCall, stages_in_shared_memory
+from fusednorm.ops.layer_norm.call import BackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
+
+SHARED_BYTES_PER_SM = 200 << 10
+"""Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,16 @@ class BackwardTile:
     chunks: int = 1
     ahead: int = 0
 
+    def stages_of(self, column_bytes: int) -> int:
+        """As many stages as shared memory has room for, with `column_bytes` for each column of a tile.
+
+        Residuals, and parameters that are not held, go through it with x and dy; the tables foresee the two.
+        """
+        if self.stages == 1:
+            return 1
+        tile_bytes = self.rows * self.chunks * self.block_n * column_bytes * self.programs_per_sm
+        return min(self.stages, max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes))
+
 
 def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Launch]:
     """The launches of a pass over rows that fit a tile."""
@@ -56,7 +69,7 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
         "CHUNKS": config.chunks,
         "BLOCK_N": config.block_n,
         "EVEN": call.cols == config.chunks * config.block_n,
-        "STAGES": stages_in_shared_memory(config, column_bytes),
+        "STAGES": config.stages_of(column_bytes),
         "AHEAD": config.ahead if dense and can_prefetch(layout.vec, call.x, call.dy) else 0,
         "EARLY_REDUCE": call.early_reduce,
         "HOLD_WEIGHT": config.hold_weight,

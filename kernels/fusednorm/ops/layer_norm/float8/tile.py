@@ -1,7 +1,5 @@
 """Float8 pass over tiles of rows that stay in registers from moments to y."""
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
@@ -12,22 +10,13 @@ from fusednorm.jit.reductions import maximum
 from fusednorm.launch.launch import Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.float8.scale import magnitude, normalised, scale_of
+from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
 TILE_AHEAD_PER_SM = 2
 """Of tiles of one row: how many turns of the device ahead a row is asked into L2."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldRows:
-    """A program for each tile of `rows` rows by `chunks` blocks of `block_n` columns."""
-
-    rows: int
-    chunks: int
-    block_n: int
-    num_warps: int
-
-
-def float8_tile_launches(call: ForwardCall, config: HeldRows) -> list[Launch]:
+def float8_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]:
     """The launch of a pass over rows that fit a tile."""
     # Not more elements than one 16-byte load of x: for wider stores of y the compiler would widen a thread's share.
     layout = call.layout_of_rows(16 // call.itemsize)

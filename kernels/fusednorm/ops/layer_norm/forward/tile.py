@@ -4,6 +4,7 @@ Sizes and strides arrive in units of VEC elements, a constexpr: multiplied back 
 known multiple of VEC and the compiler emits 128-bit accesses without specialising on the row length.
 """
 
+import sys
 from dataclasses import dataclass
 
 import triton
@@ -14,44 +15,36 @@ from fusednorm.jit.epilogue import finish
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm.jit.moments import column_mask, load_rows, offset_weight, tile_moments, widened
 from fusednorm.launch.launch import ByRows, Launch
-from fusednorm.ops.layer_norm.call import ForwardCall, stages_in_shared_memory
+from fusednorm.ops.layer_norm.call import ForwardCall
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
-    """Programs over tiles of `rows` rows by `chunks` blocks of `block_n` columns.
-
-    Persistent, `stages` - 1 tiles ahead in shared memory; or one program a tile where `programs_per_sm` is 0.
-    """
+    """A program for each tile of `rows` rows by `chunks` blocks of `block_n` columns."""
 
     rows: int
     chunks: int
     block_n: int
     num_warps: int
-    stages: int
-    programs_per_sm: int
 
 
 def forward_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]:
     """The launch of a pass over rows that fit a tile."""
     layout = call.layout_of_heads()
-    column_bytes = call.itemsize + (0 if call.residual is None else call.residual.element_size())
-    most = call.most_programs(config.programs_per_sm)
-    programs = max(1, min(cdiv(call.rows, config.rows), most))
     options = {
         "ROWS": config.rows,
         "CHUNKS": config.chunks,
         "BLOCK_N": config.block_n,
         "EVEN": call.cols == config.chunks * config.block_n,
-        "STAGES": stages_in_shared_memory(config, column_bytes),
         "HEADS": layout.heads,
         "IS_RMS": call.is_rms,
         "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.rows, *layout.sizes, call.eps, *call.dropout)
-    by_rows = ByRows(config.rows, most, argument=True) if call.x.ndim == 2 else None
-    return [Launch(layer_norm_forward_tile_kernel, call.grid(programs), arguments, options, by_rows)]
+    by_rows = ByRows(config.rows, sys.maxsize, argument=True) if call.x.ndim == 2 else None
+    grid = call.grid(cdiv(call.rows, config.rows))
+    return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 
 
 @triton.jit(
@@ -79,7 +72,6 @@ def layer_norm_forward_tile_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
@@ -87,12 +79,12 @@ def layer_norm_forward_tile_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Persistent programs over tiles of ROWS rows, read once through shared memory, STAGES - 1 tiles ahead.
+    """A tile of ROWS rows a program, read once and held as CHUNKS blocks of BLOCK_N columns.
 
-    A program holds CHUNKS blocks of BLOCK_N columns: row lengths like 5 * 1024 waste no lanes.
+    Several blocks waste no lanes on row lengths like 5 * 1024.
     """
     cols = col_units * VEC
-    program, programs, head, heads = programs_of_head(HEADS)
+    program, _, head, heads = programs_of_head(HEADS)
     own = parameter_start(head, cols, HEADS)
     n = cols.to(tl.float32)
     columns = ()
@@ -108,56 +100,54 @@ def layer_norm_forward_tile_kernel(
             weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
         if bias_ptr is not None:
             biases = biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
-    tiles = tl.cdiv(rows, ROWS)
 
-    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
-        token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = token < rows
-        row = row_of_token(token, head, heads, HEADS)
-        x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
-        residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-        chunks = ()
-        for i in tl.static_range(CHUNKS):
-            h = load_rows(
-                x_ptr,
-                residual_ptr,
-                x_row + columns[i],
-                residual_row + columns[i],
-                row_mask & col_masks[i],
-                "",
-                FAST,
-            )
-            chunks = chunks + (h,)
-        pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
-        rstd = 1.0 / tl.sqrt(square / n + eps)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, pivot + shift, mask=row_mask)
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, rstd, mask=row_mask)
+    token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    row_mask = token < rows
+    row = row_of_token(token, head, heads, HEADS)
+    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        h = load_rows(
+            x_ptr,
+            residual_ptr,
+            x_row + columns[i],
+            residual_row + columns[i],
+            row_mask & col_masks[i],
+            "",
+            FAST,
+        )
+        chunks = chunks + (h,)
+    pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+    rstd = 1.0 / tl.sqrt(square / n + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, pivot + shift, mask=row_mask)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row_mask)
 
-        for i in tl.static_range(CHUNKS):
-            mask = row_mask & col_masks[i]
-            y_at = row * cols.to(tl.int64) + columns[i]
-            if residual_out_ptr is not None:
-                residual_out = chunks[i].to(residual_out_ptr.dtype.element_ty)
-                tl.store(residual_out_ptr + y_at, residual_out, mask=mask)
-            if IS_RMS:
-                y = chunks[i] * rstd
-            else:
-                y = (chunks[i] - pivot) * rstd - shift * rstd
-            if weight_ptr is not None:
-                y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
-            if bias_ptr is not None:
-                y = y + widened(biases[i], FAST)
-            y = finish(
-                y,
-                row,
-                i * BLOCK_N,
-                seed,
-                dropout_threshold,
-                dropout_scale,
-                ACTIVATION,
-                DROPOUT,
-                FAST,
-            )
-            tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    for i in tl.static_range(CHUNKS):
+        mask = row_mask & col_masks[i]
+        y_at = row * cols.to(tl.int64) + columns[i]
+        if residual_out_ptr is not None:
+            residual_out = chunks[i].to(residual_out_ptr.dtype.element_ty)
+            tl.store(residual_out_ptr + y_at, residual_out, mask=mask)
+        if IS_RMS:
+            y = chunks[i] * rstd
+        else:
+            y = (chunks[i] - pivot) * rstd - shift * rstd
+        if weight_ptr is not None:
+            y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
+        if bias_ptr is not None:
+            y = y + widened(biases[i], FAST)
+        y = finish(
+            y,
+            row,
+            i * BLOCK_N,
+            seed,
+            dropout_threshold,
+            dropout_scale,
+            ACTIVATION,
+            DROPOUT,
+            FAST,
+        )
+        tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
