@@ -115,6 +115,15 @@ def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr,
 
 
 @triton.jit
+def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
+    """Write mean + shift and rstd of rows, each unless its pointer is None; mask None for all of them."""
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean + shift, mask=mask)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=mask)
+
+
+@triton.jit
 def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
     """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 

@@ -59,6 +59,26 @@ def test_programs_wait_for_one_another_only_where_they_can(monkeypatch):
     assert isinstance(choices.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), ForwardSweep)
 
 
+LONGEST_HELD = {(2, False): 65536, (4, False): 32768, (2, True): 32768, (4, True): 24576}
+"""Columns of the longest row that one program holds, by bytes of an element and whether a residual comes."""
+
+
+@pytest.mark.parametrize(("itemsize", "residual"), LONGEST_HELD)
+def test_long_rows_are_swept_only_as_heads_and_where_nothing_waits(itemsize, residual, compiled, monkeypatch):
+    held = LONGEST_HELD[itemsize, residual]
+
+    def is_swept(cols, heads):
+        return isinstance(choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual, heads), ForwardSweep)
+
+    assert not is_swept(held, heads=True)
+    assert is_swept(held + 8, heads=True)
+    assert not is_swept(held + 8, heads=False)
+    assert not is_swept(1 << 23, heads=False)
+    monkeypatch.setattr(waiting, "_allowed", False)
+    assert not is_swept(held, heads=False)
+    assert is_swept(held + 8, heads=False)
+
+
 @pytest.mark.parametrize("cols", [64, 2048, 16384])
 def test_statistics_alone_hold_no_row(cols):
     assert not isinstance(choices.choose_statistics(cols, 2, MULTIPROCESSORS, False), ForwardTile | ForwardResident)

@@ -30,27 +30,24 @@ class Statistics(NamedTuple):
     rstd: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How the rows of a call's tensors lie.
 
     Attributes:
         heads: HEADS of `jit.heads`.
         vec: elements of one access: what divides the row length and every stride.
         sizes: the row length and each tensor's stride, from row to row or from token to token, in units of `vec`.
-        dense: whether rows lie without gaps, for each tensor.
     """
 
     heads: str
     vec: int
     sizes: tuple[int, ...]
-    dense: tuple[bool, ...]
 
     @classmethod
     def of(cls, heads: str, cols: int, strides: tuple[int, ...], max_vec: int) -> "Layout":
         vec = vector_width(max_vec, cols, *strides)
         sizes = (cols // vec, *(stride // vec for stride in strides))
-        return cls(heads, vec, sizes, tuple(stride == cols for stride in strides))
+        return cls(heads, vec, sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +121,7 @@ class Call:
         Raises:
             UnsupportedShapeError: there are heads.
         """
-        if any(tensor is not None and tensor.ndim > 2 for tensor in self.strided):
+        if self.x.ndim > 2:
             raise UnsupportedShapeError(
                 f"rows of {self.cols} columns are too long for two strides, "
                 "and for heads with parameters of their own"
@@ -146,10 +143,10 @@ class Call:
             UnsupportedShapeError: too many heads, or heads that lie in no way that kernels walk.
         """
         cols, tensors = self.cols, self.strided
-        present = [tensor for tensor in tensors if tensor is not None]
-        if all(tensor.ndim == 2 for tensor in present):
+        if self.x.ndim == 2:
             return Layout.of("none", cols, row_strides(cols, *tensors), MAX_VEC)
-        tokens, heads, _ = present[0].shape
+        present = [tensor for tensor in tensors if tensor is not None]
+        tokens, heads, _ = self.x.shape
         own_parameters = has_heads(self.weight, self.bias)
         if heads > MAX_HEADS:
             raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
@@ -249,8 +246,8 @@ class BackwardCall(Call):
 
     @property
     def early_reduce(self) -> bool:
-        """Whether another kernel follows, and may start before this one ends."""
-        return bool(self.parameters) and self.early
+        """Whether a kernel follows that adds up partials, and may start before the one before it ends."""
+        return (self.weight is not None or self.bias is not None) and self.early
 
 
 def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:

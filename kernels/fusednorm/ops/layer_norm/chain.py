@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, lane_moments, load_rows, tile_moments, widened
+from fusednorm.jit.moments import column_mask, lane_moments, load_rows, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
+from fusednorm.jit.tiles import load_tile, normalised
 from fusednorm.launch.launch import MAX_VEC, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import Layout, row_strides
 from fusednorm.ops.layer_norm.float8.tile import TILE_AHEAD_PER_SM
@@ -59,12 +60,8 @@ def chain_tile_launches(call: ChainCall, config: ForwardTile) -> list[Launch]:
     layout = call.layout
     rows, cols = call.x.shape
     options = {
-        "ROWS": config.rows,
-        "CHUNKS": config.chunks,
-        "BLOCK_N": config.block_n,
-        "EVEN": cols == config.chunks * config.block_n,
+        **config.options(cols),
         "PREFETCH": config.rows == 1 and can_prefetch(layout.vec, call.x),
-        "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.ahead(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
@@ -76,26 +73,12 @@ def chain_sweep_launches(call: ChainCall, config: ForwardSweep) -> list[Launch]:
     layout = call.layout
     rows, cols = call.x.shape
     options = {
-        "BLOCK_N": config.block_n,
-        "EVEN": cols % config.block_n == 0,
-        "GROUP": 16 // call.x.element_size(),
+        **config.options(cols, call.x.element_size()),
         "PREFETCH": can_prefetch(layout.vec, call.x),
-        "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.ahead(config.ahead_per_sm), *layout.sizes, call.eps)
     return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options)]
-
-
-@triton.jit
-def _normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, FAST: tl.constexpr):
-    """One norm of a tile whose moments are known."""
-    y = (h - rough) * rstd - shift * rstd
-    if weight_ptr is not None:
-        y = y * widened(tl.load(weight_ptr + col, mask=mask, other=0.0), FAST)
-    if bias_ptr is not None:
-        y = y + widened(tl.load(bias_ptr + col, mask=mask, other=0.0), FAST)
-    return y
 
 
 @triton.jit(do_not_specialize=["ahead", "rows", "col_units", "x_row_units"])
@@ -126,39 +109,23 @@ def layer_norm_chain_tile_kernel(
     n = cols.to(tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = row < rows
-    columns = ()
-    col_masks = ()
-    chunks = ()
-    for i in tl.static_range(CHUNKS):
-        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        col_mask = column_mask(col, cols, EVEN)
-        x_at = row * (x_row_units * VEC) + col
-        columns = columns + (col,)
-        col_masks = col_masks + (col_mask,)
-        chunks = chunks + (load_rows(x_ptr, None, x_at, x_at, row_mask & col_mask, "", FAST),)
-
+    x_row = row * (x_row_units * VEC)
+    columns, col_masks, chunks = load_tile(x_ptr, None, x_row, x_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS, FAST)
     if PREFETCH:
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
         pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, False, FAST)
         rstd = 1.0 / tl.sqrt(square / n + eps)
-        normalised = ()
+        after = ()
         for i in tl.static_range(CHUNKS):
-            y = _normalised(
-                chunks[i],
-                pivot,
-                shift,
-                rstd,
-                weight_ptrs[norm],
-                bias_ptrs[norm],
-                columns[i],
-                col_masks[i],
-                FAST,
-            )
+            y = normalised(
+                chunks[i], pivot, shift, rstd, weight_ptrs[norm], bias_ptrs[norm], columns[i], col_masks[i],
+                False, 0.0, FAST,
+            )  # fmt: skip
             if not EVEN:
                 y = tl.where(col_masks[i], y, 0.0)
-            normalised = normalised + (y,)
-        chunks = normalised
+            after = after + (y,)
+        chunks = after
 
     for i in tl.static_range(CHUNKS):
         y = chunks[i].to(y_ptr.dtype.element_ty)
@@ -173,9 +140,10 @@ def _after_norms(
     """A chunk of x after as many norms as have their moments in `roughs`, `shifts` and `rstds`."""
     h = load_rows(x_ptr, None, x_row + at, x_row + at, mask, EVICT, FAST)
     for norm in tl.static_range(len(rstds)):
-        h = _normalised(
-            h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], at, mask, FAST
-        )
+        h = normalised(
+            h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], at, mask,
+            False, 0.0, FAST,
+        )  # fmt: skip
     return h
 
 
@@ -203,7 +171,7 @@ def _sweep_moments(
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """`_row_moments.sweep_moments` of x after the norms whose moments are known, for rows longer than BLOCK_N.
+    """`jit.moments.sweep_moments` of x after the norms whose moments are known, for rows longer than BLOCK_N.
 
     The first chunk, a full one, has the pivots; every other norm goes through the rest of them backwards.
     """

@@ -7,12 +7,18 @@ from fusednorm.jit.epilogue import activation_derivative, dropout_keep_tile
 
 
 @triton.jit
-def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """weight or bias as float32, or DEFAULT where there is none."""
+def stored_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
+    """weight or bias as it lies in memory, or DEFAULT where there is none."""
     if ptr is not None:
-        return tl.load(ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+        return tl.load(ptr + col, mask=col_mask, other=0.0)
     else:
         return tl.full(col.shape, DEFAULT, tl.float32)
+
+
+@triton.jit
+def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
+    """`stored_parameter` as float32."""
+    return stored_parameter(ptr, col, col_mask, DEFAULT).to(tl.float32)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, mailbox, resident_options
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
 from fusednorm.ops.layer_norm.call import BackwardCall
-from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient
+from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient, stored_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,6 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
         *reduce_launches(call, partials, most_groups),
     ]
-
-
-@triton.jit
-def _held(ptr, at, mask, DEFAULT: tl.constexpr):
-    """A parameter as it lies in memory, or DEFAULT where there is none."""
-    if ptr is not None:
-        return tl.load(ptr + at, mask=mask, other=0.0)
-    else:
-        return tl.full(at.shape, DEFAULT, tl.float32)
 
 
 @triton.jit
@@ -188,8 +179,8 @@ def layer_norm_backward_cooperative_kernel(
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
     own = first_col + unaligned_zero(cols, NARROW) + lane
-    held = _held(weight_ptr, own, mask, 1.0)
-    held_bias = _held(bias_ptr if ACTIVATION != "none" else None, own, mask, 0.0)
+    weight_stored = stored_parameter(weight_ptr, own, mask, 1.0)
+    bias_stored = stored_parameter(bias_ptr if ACTIVATION != "none" else None, own, mask, 0.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((1, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
@@ -245,8 +236,8 @@ def layer_norm_backward_cooperative_kernel(
                 slot_of(mailbox_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
             )
             c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
-            weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
-            bias = widened(held_bias, FAST)
+            weight = offset_weight(widened(weight_stored, FAST), WEIGHT_OFFSET)
+            bias = widened(bias_stored, FAST)
             d, dz = _gradient(
                 x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,
@@ -267,8 +258,8 @@ def layer_norm_backward_cooperative_kernel(
             store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask, DROP)
 
         if turn < turns:
-            weight = offset_weight(widened(held, FAST), WEIGHT_OFFSET)
-            bias = widened(held_bias, FAST)
+            weight = offset_weight(widened(weight_stored, FAST), WEIGHT_OFFSET)
+            bias = widened(bias_stored, FAST)
             d, dz = _gradient(
                 x, residual, dy, mean, rstd, weight, bias, row, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,

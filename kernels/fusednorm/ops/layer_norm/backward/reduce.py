@@ -54,11 +54,12 @@ def reduce_tile(most_partials: int) -> dict[str, int]:
 
 def reduce_launches(call: BackwardCall, partials: Partials, most_partials: int) -> list[Launch]:
     """The launch that adds up partials, of which there are `most_partials` at most for any number of rows."""
-    if not call.parameters:
+    parameters = call.parameters
+    if not parameters:
         return []
-    size = call.parameters[0].numel()
+    size = parameters[0].numel()
     tile = reduce_tile(most_partials)
-    grid = (cdiv(size, tile["BLOCK_N"]), len(call.parameters))
+    grid = (cdiv(size, tile["BLOCK_N"]), len(parameters))
     arguments = (partials.dweight, partials.dbias, call.out.dweight, call.out.dbias, partials.count, size)
     return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, tile | dependent(call.early_reduce))]
 

@@ -63,14 +63,15 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
     programs = max(1, min(cdiv(call.rows, config.rows), call.most_programs(config.programs_per_sm)))
     partials = Partials.of(call, programs)
-    dense = all(layout.dense[:2])
+    cols, dy_row, x_row, *_ = layout.sizes
+    is_dense = dy_row == x_row == cols
     options = {
         "ROWS": config.rows,
         "CHUNKS": config.chunks,
         "BLOCK_N": config.block_n,
         "EVEN": call.cols == config.chunks * config.block_n,
         "STAGES": config.stages_of(column_bytes),
-        "AHEAD": config.ahead if dense and can_prefetch(layout.vec, call.x, call.dy) else 0,
+        "AHEAD": config.ahead if is_dense and can_prefetch(layout.vec, call.x, call.dy) else 0,
         "EARLY_REDUCE": call.early_reduce,
         "HOLD_WEIGHT": config.hold_weight,
         "HEADS": layout.heads,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import finish
-from fusednorm.jit.moments import offset_weight, widened
+from fusednorm.jit.tiles import normalised
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
@@ -17,36 +17,14 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def normalised(
-    h,
-    rough,
-    shift,
-    rstd,
-    weight_ptr,
-    bias_ptr,
-    col,
-    mask,
-    row,
-    first_col,
-    seed,
-    dropout_threshold,
-    dropout_scale,
-    IS_RMS: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
+def unscaled(
+    h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, row, first_col,
+    seed, dropout_threshold, dropout_scale,
+    IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
-):
+):  # fmt: skip
     """y of a tile in float32, before its row's scale is known; `first_col` starts each row of the tile."""
-    if IS_RMS:
-        y = h * rstd
-    else:
-        y = (h - rough) * rstd - shift * rstd
-    if weight_ptr is not None:
-        weight = widened(tl.load(weight_ptr + col, mask=mask, other=0.0), FAST)
-        y = y * offset_weight(weight, WEIGHT_OFFSET)
-    if bias_ptr is not None:
-        y = y + widened(tl.load(bias_ptr + col, mask=mask, other=0.0), FAST)
+    y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, IS_RMS, WEIGHT_OFFSET, FAST)
     return finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST)
 
 

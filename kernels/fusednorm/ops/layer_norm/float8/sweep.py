@@ -3,27 +3,23 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.moments import column_mask, load_rows, sweep_moments
+from fusednorm.jit.moments import column_mask, load_rows, store_row_statistics, sweep_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import maximum
 from fusednorm.launch.launch import Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import ForwardCall
-from fusednorm.ops.layer_norm.float8.scale import magnitude, normalised, scale_of
+from fusednorm.ops.layer_norm.float8.scale import magnitude, scale_of, unscaled
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
 
 
 def float8_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launch]:
     """The launch of a pass over rows of any length."""
     # Not more elements than one 16-byte load of x: for wider stores of y the compiler would widen a thread's share.
-    group = 16 // call.itemsize
-    layout = call.layout_of_rows(group)
+    layout = call.layout_of_rows(16 // call.itemsize)
     options = {
-        "BLOCK_N": config.block_n,
-        "EVEN": call.cols % config.block_n == 0,
-        "GROUP": group,
+        **config.options(call.cols, call.itemsize),
         "PREFETCH": can_prefetch(layout.vec, call.x, call.residual),
         "IS_RMS": call.is_rms,
-        "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors
@@ -81,10 +77,7 @@ def layer_norm_float8_sweep_kernel(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, rough + shift)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd)
+    store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
 
     largest = tl.zeros((BLOCK_N // GROUP, 1), tl.float32)
     for step in range(0, chunks):
@@ -92,26 +85,10 @@ def layer_norm_float8_sweep_kernel(
         at = first_col + tl.arange(0, GROUP)[None, :]
         mask = column_mask(at, cols, EVEN)
         h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last", FAST)
-        y = normalised(
-            h,
-            rough,
-            shift,
-            rstd,
-            weight_ptr,
-            bias_ptr,
-            at,
-            mask,
-            row,
-            first_col,
-            seed,
-            dropout_threshold,
-            dropout_scale,
-            IS_RMS,
-            WEIGHT_OFFSET,
-            ACTIVATION,
-            DROPOUT,
-            FAST,
-        )
+        y = unscaled(
+            h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, row, first_col,
+            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
         of_lane = maximum(magnitude(y, mask, EVEN), 1, FAST)
         largest = tl.maximum(largest, of_lane, propagate_nan=tl.PropagateNan.ALL)
     scale = scale_of(maximum(largest, 0, FAST))
@@ -125,25 +102,9 @@ def layer_norm_float8_sweep_kernel(
         h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = normalised(
-            h,
-            rough,
-            shift,
-            rstd,
-            weight_ptr,
-            bias_ptr,
-            at,
-            mask,
-            row,
-            first_col,
-            seed,
-            dropout_threshold,
-            dropout_scale,
-            IS_RMS,
-            WEIGHT_OFFSET,
-            ACTIVATION,
-            DROPOUT,
-            FAST,
-        )
+        y = unscaled(
+            h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, row, first_col,
+            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
         y = (y * inverse).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")

@@ -4,12 +4,13 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, load_rows, tile_moments
+from fusednorm.jit.moments import store_row_statistics, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import maximum
+from fusednorm.jit.tiles import load_tile
 from fusednorm.launch.launch import Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import ForwardCall
-from fusednorm.ops.layer_norm.float8.scale import magnitude, normalised, scale_of
+from fusednorm.ops.layer_norm.float8.scale import magnitude, scale_of, unscaled
 from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
 TILE_AHEAD_PER_SM = 2
@@ -21,13 +22,9 @@ def float8_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]
     # Not more elements than one 16-byte load of x: for wider stores of y the compiler would widen a thread's share.
     layout = call.layout_of_rows(16 // call.itemsize)
     options = {
-        "ROWS": config.rows,
-        "CHUNKS": config.chunks,
-        "BLOCK_N": config.block_n,
-        "EVEN": call.cols == config.chunks * config.block_n,
+        **config.options(call.cols),
         "PREFETCH": config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual),
         "IS_RMS": call.is_rms,
-        "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
     ahead = TILE_AHEAD_PER_SM * call.multiprocessors
@@ -85,33 +82,17 @@ def layer_norm_float8_tile_kernel(
     cols = col_units * VEC
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = row < rows
-    columns = ()
-    col_masks = ()
-    chunks = ()
-    for i in tl.static_range(CHUNKS):
-        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        col_mask = column_mask(col, cols, EVEN)
-        h = load_rows(
-            x_ptr,
-            residual_ptr,
-            row * (x_row_units * VEC) + col,
-            row * (residual_row_units * VEC) + col,
-            row_mask & col_mask,
-            "",
-            FAST,
-        )
-        columns = columns + (col,)
-        col_masks = col_masks + (col_mask,)
-        chunks = chunks + (h,)
+    x_row = row * (x_row_units * VEC)
+    residual_row = row * (residual_row_units * VEC)
+    columns, col_masks, chunks = load_tile(
+        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS, FAST
+    )
     if PREFETCH:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     n = cols.to(tl.float32)
     pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
     rstd = 1.0 / tl.sqrt(square / n + eps)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, pivot + shift, mask=row_mask)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=row_mask)
+    store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
     values = ()
     largest = tl.zeros((ROWS, BLOCK_N), tl.float32)
@@ -121,26 +102,10 @@ def layer_norm_float8_tile_kernel(
             at = row * cols.to(tl.int64) + columns[i]
             mask = row_mask & col_masks[i]
             tl.store(residual_out_ptr + at, residual_out, mask=mask)
-        y = normalised(
-            chunks[i],
-            pivot,
-            shift,
-            rstd,
-            weight_ptr,
-            bias_ptr,
-            columns[i],
-            col_masks[i],
-            row,
-            i * BLOCK_N,
-            seed,
-            dropout_threshold,
-            dropout_scale,
-            IS_RMS,
-            WEIGHT_OFFSET,
-            ACTIVATION,
-            DROPOUT,
-            FAST,
-        )
+        y = unscaled(
+            chunks[i], pivot, shift, rstd, weight_ptr, bias_ptr, columns[i], col_masks[i], row, i * BLOCK_N,
+            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT, FAST,
+        )  # fmt: skip
         magnitudes = magnitude(y, col_masks[i], EVEN)
         largest = tl.maximum(largest, magnitudes, propagate_nan=tl.PropagateNan.ALL)
         values = values + (y,)

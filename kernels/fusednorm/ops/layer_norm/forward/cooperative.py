@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.moments import unaligned_zero
+from fusednorm.jit.moments import store_row_statistics, unaligned_zero
 from fusednorm.jit.pieces import (
     chunk_of,
     load_piece,
@@ -211,10 +211,7 @@ def layer_norm_forward_cooperative_kernel(
                 cols, eps, DEPTH, EQUAL_SLABS, IS_RMS, FAST,
             )  # fmt: skip
             if member == 0:
-                if mean_ptr is not None:
-                    tl.store(mean_ptr + late_row, mean + shift)
-                if rstd_ptr is not None:
-                    tl.store(rstd_ptr + late_row, rstd)
+                store_row_statistics(mean_ptr, rstd_ptr, late_row, mean, shift, rstd, None)
             if y_ptr is not None:
                 for i in tl.static_range(CHUNKS):
                     write_chunk(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import unaligned_zero
+from fusednorm.jit.moments import store_row_statistics, unaligned_zero
 from fusednorm.jit.pieces import load_piece, moments_of_piece, write_piece, write_sums
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
 from fusednorm.launch.launch import Launch, known_whole, registers_for
@@ -114,10 +114,7 @@ def layer_norm_forward_resident_kernel(
     write_sums(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP, FAST)
     mean, shift, square = moments_of_piece(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST)
     rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean + shift)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd)
+    store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)
     if PREFETCH and ALONE:
         # Before, it would come between this row and its statistics, with no other program to fill the gap.
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.pieces import (
     chunk_of,
     load_piece,
@@ -124,7 +125,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
                 *call.dropout,
             ),
             {
-                "FULL": 0 if cols % slab else config.chunks,
+                "FULL": 0 if cols % slab else config.slab_chunks,
                 "BLOCK_N": config.slab_block_n,
                 "CHUNKS": config.slab_chunks,
                 "ROWS": config.rows,
@@ -148,32 +149,12 @@ def _store_moments(ptr, mean, shift, third):
     do_not_specialize=["parts", "parts_a_program", "part_units", "col_units", "x_row_units", "residual_row_units"]
 )  # fmt: skip
 def layer_norm_forward_split_stats_kernel(
-    x_ptr,
-    residual_ptr,
-    mean_ptr,
-    rstd_ptr,
-    moments_ptr,
-    parts_ptr,
-    counters_ptr,
-    parts,
-    parts_a_program,
-    part_units,
-    col_units,
-    x_row_units: tl.int64,
-    residual_row_units: tl.int64,
-    eps: tl.float32,
-    VEC: tl.constexpr,
-    FULL: tl.constexpr,
-    EQUAL_PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    EARLY: tl.constexpr,
-    IS_RMS: tl.constexpr,
-    FAST: tl.constexpr,
-):
+    x_ptr, residual_ptr, mean_ptr, rstd_ptr, moments_ptr, parts_ptr, counters_ptr, parts, parts_a_program,
+    part_units, col_units, x_row_units: tl.int64, residual_row_units: tl.int64, eps: tl.float32,
+    VEC: tl.constexpr, FULL: tl.constexpr, EQUAL_PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+    IS_RMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """The moments of parts of a row, whole pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
 
     The last program of a row to come merges them in the order of the parts, to `moments_ptr` [rows, 4] and to mean
@@ -257,10 +238,7 @@ def layer_norm_forward_split_stats_kernel(
         rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
         if moments_ptr is not None:
             _store_moments(moments_ptr + row * MOMENTS, mean, shift, rstd)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean + shift)
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, rstd)
+        store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)
 
 
 @triton.jit(
@@ -269,35 +247,13 @@ def layer_norm_forward_split_stats_kernel(
     ]
 )  # fmt: skip
 def layer_norm_forward_split_apply_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    residual_out_ptr,
-    moments_ptr,
-    rows: tl.int64,
-    row_tiles,
-    col_units,
-    x_row_units: tl.int64,
-    residual_row_units: tl.int64,
-    seed: tl.int64,
-    dropout_threshold: tl.int64,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, moments_ptr, rows: tl.int64, row_tiles,
+    col_units, x_row_units: tl.int64, residual_row_units: tl.int64, seed: tl.int64, dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
-    VEC: tl.constexpr,
-    FULL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    EARLY: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    IS_RMS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
-):
+    VEC: tl.constexpr, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """y of a slab of CHUNKS * BLOCK_N columns of up to ROWS rows, by `moments_ptr` [rows, 4]: mean, shift, rstd.
 
     The last slabs come first: of them L2 holds most.

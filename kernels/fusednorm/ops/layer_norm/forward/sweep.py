@@ -7,7 +7,14 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import finish
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, sweep_moments, widened
+from fusednorm.jit.moments import (
+    column_mask,
+    load_rows,
+    offset_weight,
+    store_row_statistics,
+    sweep_moments,
+    widened,
+)
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm.call import ForwardCall
@@ -17,6 +24,10 @@ from fusednorm.ops.layer_norm.call import ForwardCall
 class ForwardSweep:
     """One row a program, swept twice in chunks of `block_n` columns.
 
+    It alone serves heads whose rows no program holds: over 65536 columns in 16 bits and 32768 in float32, with
+    a residual over 32768 and 24576.  `ForwardSplit` could take the rest, such rows without heads where programs may
+    not wait, and the statistics alone of shorter ones, which a cooperative backward pass needs.
+
     The row that many multiprocessors times `ahead_per_sm` on is asked into L2 meanwhile.
     """
 
@@ -24,18 +35,24 @@ class ForwardSweep:
     num_warps: int
     ahead_per_sm: int = 0
 
+    def options(self, cols: int, itemsize: int) -> dict[str, object]:
+        """Options of a kernel over rows of `cols` elements of `itemsize` bytes."""
+        return {
+            "BLOCK_N": self.block_n,
+            "EVEN": cols % self.block_n == 0,
+            "GROUP": 16 // itemsize,
+            "num_warps": self.num_warps,
+        }
+
 
 def forward_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launch]:
     """The launch of a pass over rows of any length."""
     layout = call.layout_of_heads()
     options = {
-        "BLOCK_N": config.block_n,
-        "EVEN": call.cols % config.block_n == 0,
-        "GROUP": 16 // call.itemsize,
+        **config.options(call.cols, call.itemsize),
         "PREFETCH": call.may_prefetch_rows(layout),
         "HEADS": layout.heads,
         "IS_RMS": call.is_rms,
-        "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors
@@ -101,10 +118,7 @@ def layer_norm_forward_sweep_kernel(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, rough + shift)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd)
+    store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
 
     if y_ptr is not None:
         for step in range(0, chunks):

@@ -13,7 +13,8 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.epilogue import finish
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, tile_moments, widened
+from fusednorm.jit.moments import column_mask, offset_weight, store_row_statistics, tile_moments, widened
+from fusednorm.jit.tiles import load_tile
 from fusednorm.launch.launch import ByRows, Launch
 from fusednorm.ops.layer_norm.call import ForwardCall
 
@@ -27,18 +28,24 @@ class ForwardTile:
     block_n: int
     num_warps: int
 
+    def options(self, cols: int) -> dict[str, object]:
+        """Options of a kernel over tiles of rows of `cols` columns."""
+        return {
+            "ROWS": self.rows,
+            "CHUNKS": self.chunks,
+            "BLOCK_N": self.block_n,
+            "EVEN": cols == self.chunks * self.block_n,
+            "num_warps": self.num_warps,
+        }
+
 
 def forward_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]:
     """The launch of a pass over rows that fit a tile."""
     layout = call.layout_of_heads()
     options = {
-        "ROWS": config.rows,
-        "CHUNKS": config.chunks,
-        "BLOCK_N": config.block_n,
-        "EVEN": call.cols == config.chunks * config.block_n,
+        **config.options(call.cols),
         "HEADS": layout.heads,
         "IS_RMS": call.is_rms,
-        "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.rows, *layout.sizes, call.eps, *call.dropout)
@@ -87,15 +94,11 @@ def layer_norm_forward_tile_kernel(
     program, _, head, heads = programs_of_head(HEADS)
     own = parameter_start(head, cols, HEADS)
     n = cols.to(tl.float32)
-    columns = ()
-    col_masks = ()
     weights = ()
     biases = ()
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         col_mask = column_mask(col, cols, EVEN)
-        columns = columns + (col,)
-        col_masks = col_masks + (col_mask,)
         if weight_ptr is not None:
             weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
         if bias_ptr is not None:
@@ -106,24 +109,12 @@ def layer_norm_forward_tile_kernel(
     row = row_of_token(token, head, heads, HEADS)
     x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-    chunks = ()
-    for i in tl.static_range(CHUNKS):
-        h = load_rows(
-            x_ptr,
-            residual_ptr,
-            x_row + columns[i],
-            residual_row + columns[i],
-            row_mask & col_masks[i],
-            "",
-            FAST,
-        )
-        chunks = chunks + (h,)
+    columns, col_masks, chunks = load_tile(
+        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS, FAST
+    )
     pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
     rstd = 1.0 / tl.sqrt(square / n + eps)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, pivot + shift, mask=row_mask)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=row_mask)
+    store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
     for i in tl.static_range(CHUNKS):
         mask = row_mask & col_masks[i]

@@ -1,0 +1,45 @@
+"""Tiles of whole rows as float32, in blocks of columns: loading, and normalising what has its moments."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.moments import column_mask, load_rows, offset_weight, widened
+
+
+@triton.jit
+def load_tile(
+    x_ptr, residual_ptr, x_row, residual_row, row_mask, cols,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of x, or x + residual: tuples of CHUNKS blocks' columns, their masks, and values [ROWS, BLOCK_N].
+
+    x_row, residual_row and row_mask are [ROWS, 1]: elements to each row, and which rows exist.
+    """
+    columns = ()
+    col_masks = ()
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col_mask = column_mask(col, cols, EVEN)
+        h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, row_mask & col_mask, "", FAST)
+        columns = columns + (col,)
+        col_masks = col_masks + (col_mask,)
+        chunks = chunks + (h,)
+    return columns, col_masks, chunks
+
+
+@triton.jit
+def normalised(
+    h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask,
+    IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The affine step of values whose moments are known; `at` says where their parameters are."""
+    if IS_RMS:
+        y = h * rstd
+    else:
+        y = (h - rough) * rstd - shift * rstd
+    if weight_ptr is not None:
+        y = y * offset_weight(widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST), WEIGHT_OFFSET)
+    if bias_ptr is not None:
+        y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0), FAST)
+    return y
