@@ -6,14 +6,13 @@ from functools import partial
 from typing import Literal
 
 import torch
-from fusednorm.api.chain import MAX_NORMS, plan_chain
+from fusednorm.api.chain import MAX_NORMS
 from fusednorm.checks import FLOAT8, Epilogue
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.layer_norm import float8_table as held_rows
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.backward.plan import plan_backward
-from fusednorm.ops.layer_norm.float8_plan import plan_quantise
-from fusednorm.ops.layer_norm.forward.plan import plan_forward
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.chain import ChainCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_chain, plan_float8, plan_forward
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
@@ -124,8 +123,8 @@ def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
 def _entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
     """A row length that each entry of the tables serves, its longest where that is not beyond bounds."""
     if kind == "float8":
-        yield from held_rows._HELD
-        longest = held_rows._HELD[-1][0]
+        yield from tables.TILES
+        longest = tables.TILES[-1][0]
         yield from ((longest * factor, longest * factor) for factor in (2, 4, 8))
         return
     ranges: tuple[tuple[int, int, object], ...]
@@ -209,20 +208,28 @@ def _forward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) 
     inputs = _inputs(tensors, dtype, cols, variant)
     of_y = other_dtype(dtype) if variant.other_dtypes else dtype
     out = _results(tensors, inputs, of_y, variant, None)
-    return plan_forward(
-        inputs.x, inputs.weight, inputs.bias, EPS, inputs.residual, _epilogue(variant), out, variant.is_rms,
-        weight_offset=variant.weight_offset,
-    )  # fmt: skip
+    return plan_forward(_forward_call(inputs, variant, out))
 
 
 def _float8(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
     inputs = _inputs(tensors, dtype, cols, variant)
     scale = tensors.new("scale", tuple(inputs.x.shape[:-1]), torch.float32)
     out = _results(tensors, inputs, FLOAT8, variant, scale)
-    return plan_quantise(
-        inputs.x, inputs.weight, inputs.bias, EPS, inputs.residual, _epilogue(variant), out, variant.is_rms,
+    return plan_float8(_forward_call(inputs, variant, out))
+
+
+def _forward_call(inputs: _Inputs, variant: Variant, out: Forward) -> ForwardCall:
+    return ForwardCall(
+        x=inputs.x,
+        weight=inputs.weight,
+        bias=inputs.bias,
+        eps=EPS,
+        residual=inputs.residual,
+        epilogue=_epilogue(variant),
+        is_rms=variant.is_rms,
         weight_offset=variant.weight_offset,
-    )  # fmt: skip
+        out=out,
+    )
 
 
 def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
@@ -243,14 +250,27 @@ def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors)
         for role, parameter in (("dweight", weight), ("dbias", bias))
     )
     return plan_backward(
-        dy, x, weight, bias, EPS, mean, rstd, residual, outside, _epilogue(variant),
-        Backward(dx, dweight, dbias, dresidual), variant.is_rms, weight_offset=variant.weight_offset,
-    )  # fmt: skip
+        BackwardCall(
+            x=x,
+            weight=weight,
+            bias=bias,
+            eps=EPS,
+            residual=residual,
+            epilogue=_epilogue(variant),
+            is_rms=variant.is_rms,
+            weight_offset=variant.weight_offset,
+            dy=dy,
+            mean=mean,
+            rstd=rstd,
+            dresidual_out=outside,
+            out=Backward(dx, dweight, dbias, dresidual),
+        )
+    )
 
 
 def _chains(dtype: torch.dtype) -> Iterator[Case]:
     """Each row length that is held, and one that is not, with two norms; each number of norms at one length."""
-    held = [limit for limit, _ in held_rows._HELD]
+    held = [limit for limit, _ in tables.TILES]
     numbers = [(1024, norms) for norms in range(1, MAX_NORMS + 1)]
     numbers += [(2 * held[-1], norms) for norms in (1, 3, MAX_NORMS)]
     lengths = [(length, 2) for limit in (*held, 2 * held[-1]) for length in (limit, limit - 1)]
@@ -271,4 +291,4 @@ def _chain(dtype: torch.dtype, cols: int, norms: int, tensors: Tensors) -> list[
         )
         for role, absent in (("weights", 2), ("biases", 1))
     )
-    return plan_chain(x, weights, biases, EPS, y)
+    return plan_chain(ChainCall(x, weights, biases, EPS, y))

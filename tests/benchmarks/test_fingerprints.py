@@ -86,9 +86,7 @@ import json, sys
 from benchmarks.fingerprints import group_norm, layer_norm
 from benchmarks.fingerprints.cases import planned
 from fusednorm.ops.group_norm import table as group_norm_tables
-from fusednorm.ops.layer_norm import float8_table as held_rows
-from fusednorm.ops.layer_norm import choice as layer_norm_launch
-from fusednorm.ops.layer_norm import float8_plan as layer_norm_quantise_plan
+from fusednorm.ops.layer_norm import choice as layer_norm_choice
 from fusednorm.ops.layer_norm import table as layer_norm_tables
 
 cases = [*layer_norm.cases(), *group_norm.cases()]
@@ -111,25 +109,20 @@ def tagged(table, value):
         namespace["launches"] = launches
     return type(kind.__name__, (kind,), namespace)(**fields)
 
-def noted(choose):
-    def choose_and_note(*args, **kwargs):
-        config = choose(*args, **kwargs)
+def noted(launches):
+    def launches_and_note(call, config):
+        # What no table holds has none.
         reached.add(getattr(config, "entry", None))
-        return config
-    return choose_and_note
+        return launches(call, config)
+    return launches_and_note
 
 for module in (layer_norm_tables, group_norm_tables):
     for name, value in vars(module).copy().items():
-        if name.startswith(("FORWARD", "BACKWARD")):
+        if name.startswith(("FORWARD", "BACKWARD", "TILES", "FLOAT8", "CHAIN")):
             setattr(module, name, tagged(f"{module.__name__}.{name}", value))
-held_rows._HELD = tagged("held_rows", held_rows._HELD)
-layer_norm_quantise_plan._SWEPT = tagged("float8", layer_norm_quantise_plan._SWEPT)
-for module, names in (
-    (layer_norm_launch, ("choose_forward", "choose_backward")),
-    (layer_norm_quantise_plan, ("choose_held", "_choose_swept")),
-):
-    for name in names:
-        setattr(module, name, noted(getattr(module, name)))
+for name, value in vars(layer_norm_choice).copy().items():
+    if name.endswith("_launches"):
+        setattr(layer_norm_choice, name, noted(value))
 kernels = set()
 for case in cases:
     # Tables are by the bytes of an element, and all else is the same for both of two.

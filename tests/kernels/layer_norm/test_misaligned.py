@@ -4,8 +4,8 @@ import pytest
 import torch
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import has_lane_a_thread
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.contiguous.forward import cooperative as groups_cooperative
+from fusednorm.ops.group_norm.contiguous.forward import resident as groups_resident
 from fusednorm.ops.group_norm.plan import plan_forward as plan_groups
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm.call import ForwardCall
@@ -60,7 +60,9 @@ def test_rows(cols, config):
         assert not take_all_as_whole(plan(ALIGNED, MISALIGNED))
 
 
-@pytest.mark.parametrize("config", [ForwardResident(4, 2), ForwardCooperative(2, 4, 4, 1, 1)])
+@pytest.mark.parametrize(
+    "config", [groups_resident.ForwardResident(4, 2), groups_cooperative.ForwardCooperative(2, 4, 4, 1, 1)]
+)
 @pytest.mark.parametrize(("x_before", "y_before"), [(MISALIGNED, ALIGNED), (ALIGNED, MISALIGNED)])
 def test_contiguous_groups(config, x_before, y_before):
     sample = Sample(2, 4, 2048, False)
@@ -80,7 +82,7 @@ def test_whole_slabs_of_groups_with_narrow_accesses_are_masked_like_the_others()
         sample = Sample(2, channels, 1001, False)
         shape = (1, sample.c, sample.hw)
         out = Forward(tensor(ALIGNED, *shape))
-        config = ForwardCooperative(1, 4, 4, 1, 1)
+        config = groups_cooperative.ForwardCooperative(1, 4, 4, 1, 1)
         (launch,) = plan_groups(
             tensor(ALIGNED, *shape), sample, None, None, 1e-5, None, Epilogue("none"), out, config
         )
