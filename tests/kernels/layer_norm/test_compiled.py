@@ -1,4 +1,8 @@
-"""What the compiler makes of LayerNorm's configurations for sm_90, without a GPU: no spills, 128-bit accesses."""
+"""What the compiler makes of LayerNorm's configurations for sm_90, without a GPU: no spills, 128-bit accesses.
+
+float16 is as wide as bfloat16 and takes the same configurations; registers and local memory of its kernels are in
+the fingerprints (`make fingerprints`).
+"""
 
 import json
 
@@ -20,7 +24,7 @@ LENGTHS = {
 SPILLED = {"plain": 48, "fused": 64, "stream": 96}
 
 # Bytes of the widest access where it is not 16, by dtype and blocks: odd numbers of narrow blocks beat padding.
-NARROW_BLOCKS = {("bfloat16", 5): 8, ("float16", 5): 8, ("float32", 7): 8}
+NARROW_BLOCKS = {("bfloat16", 5): 8, ("float32", 7): 8}
 
 COMPILE = """
 import json, sys
@@ -68,7 +72,7 @@ print(json.dumps(reports))
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
     reports = compile_elsewhere(COMPILE, dtype, json.dumps(LENGTHS))
     assert len(reports) > 30

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from fusednorm import reference
+from fusednorm.results import Backward, Forward
 from normserve.jobs.job import Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType
 
@@ -37,7 +38,7 @@ class Combination(NamedTuple):
 
     given: str
     job: NormJob
-    want: reference.Forward | reference.Backward
+    want: Forward | Backward
 
 
 def combinations(op: Op, direction: Pass, dtype: torch.dtype, layout: Layout) -> Iterator[Combination]:
