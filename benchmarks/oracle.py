@@ -8,7 +8,7 @@ from fusednorm import reference
 from fusednorm.checks import FLOAT8
 from fusednorm.jit.dropout import dropout_threshold
 from fusednorm.reference.chain import layer_norm_chain
-from fusednorm.reference.epilogue import philox_words
+from fusednorm.reference.dropout import philox_words
 from fusednorm.reference.float8 import quantised_rows
 from torch import Tensor
 

@@ -7,10 +7,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from fusednorm.activations import activation_of
 from fusednorm.device import INTERPRETED
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = torch.float8_e4m3fn
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -30,8 +30,7 @@ class Epilogue:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        activation_of(self.activation)
         if not ((type(self.dropout) is float or is_number(self.dropout)) and 0.0 <= self.dropout < 1.0):
             raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.dropout and self.seed is None:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fusednorm.reference.epilogue import dropout_mask
+from fusednorm.reference.dropout import dropout_mask
 
 from benchmarks.oracle import Oracle, WrongResultError, exact_results, keep_of_seed
 from benchmarks.problem import SEED, Run

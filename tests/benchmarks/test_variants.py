@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fusednorm.checks import ACTIVATIONS
+from fusednorm.activations import ACTIVATIONS
 
 from benchmarks.variants import VARIANTS
 

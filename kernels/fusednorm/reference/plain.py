@@ -25,11 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusednorm.activations import activation_of
 from fusednorm.checks import FLOAT8, Epilogue, check_weight_offset, checked_eps, has_heads
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.checks import check_groups, is_channels_last, laid_out
 from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results
-from fusednorm.reference.epilogue import activate, activation_derivative, dropout_mask
+from fusednorm.reference.dropout import dropout_mask
 from fusednorm.reference.float8 import quantised_rows
 from fusednorm.results import Backward, Forward
 
@@ -88,7 +89,7 @@ def layer_norm_forward(
         eps: added to the variance; positive and finite.
         weight_offset: 0 or 1.
         residual: in x's shape, any of these dtypes.
-        activation: one of `epilogue.ACTIVATIONS`.
+        activation: one of `activations.ACTIVATIONS`.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
         out_dtype: y's dtype, any of these or float8_e4m3fn; x's when None.
@@ -355,7 +356,7 @@ def _forward(
     h = _summed(view, x, residual)
     mean, rstd = _statistics(view, h, checked_eps(eps))
     z = _of_samples(view, _affine(view, (h - mean) * rstd, weight, bias))
-    y = activate(z, epilogue.activation)
+    y = activation_of(epilogue.activation).apply(z)
     if epilogue.dropout:
         y = y * _dropout_factors(view, epilogue, x.device)
     scale = None
@@ -403,7 +404,7 @@ def _backward(
         dz = dz * _dropout_factors(view, epilogue, x.device)
     if epilogue.activation != "none":
         z = _of_samples(view, _affine(view, xhat, weight, bias))
-        dz = dz * activation_derivative(z, epilogue.activation)
+        dz = dz * activation_of(epilogue.activation).derivative(z)
 
     dshift = None if shift is None else _sample_gradient(view, dz, shift)
     dscale = None if scale is None else _sample_gradient(view, dz * _affine(view, xhat, weight, bias), scale)

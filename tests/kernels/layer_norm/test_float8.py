@@ -7,7 +7,8 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, reference
-from fusednorm.checks import ACTIVATIONS, FLOAT8
+from fusednorm.activations import ACTIVATIONS
+from fusednorm.checks import FLOAT8
 
 from tests.kernels.accuracy import assert_float8_close_to_oracle
 from tests.kernels.layer_norm.test_passes import DTYPES, make_case

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import triton.language as tl
 from fusednorm import reference
-from fusednorm.checks import ACTIVATIONS
+from fusednorm.activations import ACTIVATIONS
 from fusednorm.device import INTERPRETED
 from fusednorm.ops.layer_norm import choice
 from fusednorm.ops.layer_norm.backward.tile import BackwardTile

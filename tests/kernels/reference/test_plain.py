@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import reference
-from fusednorm.checks import ACTIVATIONS
+from fusednorm.activations import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
-from fusednorm.reference.epilogue import dropout_mask, philox_words
+from fusednorm.reference.dropout import dropout_mask, philox_words
 from torch import Tensor
 
 TORCH_ACTIVATIONS = {

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from fusednorm.reference.epilogue import dropout_mask, philox_words
+from fusednorm.reference.dropout import dropout_mask, philox_words
 from normserve.backends import cpu
 from normserve.backends.cpu import dropout, pieces, rows
 

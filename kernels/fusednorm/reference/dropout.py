@@ -1,56 +1,13 @@
-"""What is fused after the affine step, in plain torch: activations with their derivatives, and dropout.
-
-`epilogue` has the definitions; its kernels are tested against these.
-"""
-
-import math
+"""Dropout after the affine step, in plain torch: the kernels of `jit.epilogue` are tested against it."""
 
 import torch
 from torch import Tensor
 
-from fusednorm.checks import ACTIVATIONS
-from fusednorm.errors import KernelInputError
 from fusednorm.jit.dropout import PHILOX_ROUNDS, dropout_threshold
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-
-
-def activate(z: Tensor, activation: str) -> Tensor:
-    """act(z) in z's dtype."""
-    match activation:
-        case "none":
-            return z
-        case "relu":
-            return torch.relu(z)
-        case "silu":
-            return z * torch.sigmoid(z)
-        case "gelu":
-            return 0.5 * z * (1.0 + torch.erf(z * math.sqrt(0.5)))
-        case "gelu_tanh":
-            return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
-    raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-
-
-def activation_derivative(z: Tensor, activation: str) -> Tensor:
-    """act'(z) in z's dtype; relu's is 0 at 0."""
-    match activation:
-        case "none":
-            return torch.ones_like(z)
-        case "relu":
-            return (z > 0).to(z.dtype)
-        case "silu":
-            s = torch.sigmoid(z)
-            return s * (1.0 + z * (1.0 - s))
-        case "gelu":
-            density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-            return 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5))) + z * density
-        case "gelu_tanh":
-            t = torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
-            slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * z * z)
-            return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
-    raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,80 @@
+"""The activations that may follow the affine step: what each is and its derivative, in plain torch.
+
+`jit.epilogue` has the same in kernels.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm.errors import KernelInputError
+
+_TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
+
+
+class Activation(NamedTuple):
+    """Of a tensor of any floating dtype, in that dtype.
+
+    Attributes:
+        apply: act(z).
+        derivative: act'(z); relu's is 0 at 0.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+
+
+def _relu_derivative(z: Tensor) -> Tensor:
+    return (z > 0).to(z.dtype)
+
+
+def _silu(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(z)
+
+
+def _silu_derivative(z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)
+    return s * (1.0 + z * (1.0 - s))
+
+
+def _gelu(z: Tensor) -> Tensor:
+    return 0.5 * z * (1.0 + torch.erf(z * math.sqrt(0.5)))
+
+
+def _gelu_derivative(z: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    return 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5))) + z * density
+
+
+def _gelu_tanh(z: Tensor) -> Tensor:
+    return 0.5 * z * (1.0 + torch.tanh(_TANH_SCALE * (z + _TANH_CUBE * z**3)))
+
+
+def _gelu_tanh_derivative(z: Tensor) -> Tensor:
+    t = torch.tanh(_TANH_SCALE * (z + _TANH_CUBE * z**3))
+    slope = _TANH_SCALE * (1.0 + 3.0 * _TANH_CUBE * z * z)
+    return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
+
+
+ACTIVATIONS = {
+    "none": Activation(lambda z: z, torch.ones_like),
+    "relu": Activation(torch.relu, _relu_derivative),
+    "silu": Activation(_silu, _silu_derivative),
+    "gelu": Activation(_gelu, _gelu_derivative),
+    "gelu_tanh": Activation(_gelu_tanh, _gelu_tanh_derivative),
+}
+
+
+def activation_of(name: str) -> Activation:
+    """The activation of that name.
+
+    Raises:
+        KernelInputError: there is none.
+    """
+    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return found
