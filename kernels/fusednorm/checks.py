@@ -202,3 +202,49 @@ def _check_last_axis(name: str, tensor: Tensor) -> None:
         raise UnsupportedShapeError(
             f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"
         )
+
+
+def check_groups(x: Tensor, num_groups: int) -> None:
+    """Refuse what has no groups to normalise.
+
+    Raises:
+        KernelInputError: x has no channel axis, the number of groups is no int or does not divide the channels, or
+            a group is empty.
+    """
+    shape = list(x.shape)
+    if x.dim() < 2:
+        raise KernelInputError(f"x must be [N, C, *spatial], got {shape}")
+    if not is_integer(num_groups):
+        raise KernelInputError(f"num_groups must be an int, got {num_groups!r}")
+    if num_groups < 1 or shape[1] % num_groups:
+        raise KernelInputError(
+            f"num_groups must be at least 1 and divide C = {shape[1]}, got num_groups = {num_groups}"
+        )
+    if any(size == 0 for size in shape[1:]):
+        raise KernelInputError(f"x must have at least one element in each group, got {shape}")
+
+
+def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor) -> None:
+    """Each [N, C] on x's device, or None; rows of contiguous channels, as far apart in one as in the other.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: channels that are not contiguous, or strides that differ.
+    """
+    strides = set()
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.device != x.device:
+            raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
+        check_shape(name, tensor, x.shape[:2])
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise UnsupportedShapeError(
+                f"the channels of {name} must be contiguous, got strides {list(tensor.stride())}"
+            )
+        strides.add(tensor.stride(0))
+    if len(strides) > 1 and x.shape[0] > 1:
+        raise UnsupportedShapeError(
+            f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
+        )

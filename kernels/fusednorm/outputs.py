@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.errors import KernelInputError
-from fusednorm.ops.group_norm.checks import in_layout
+from fusednorm.layouts import in_layout
 from fusednorm.results import Backward, Forward
 
 

@@ -8,11 +8,19 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.checks import Epilogue, check_parameter, check_statistics, check_tensor, checked_eps
+from fusednorm.checks import (
+    Epilogue,
+    check_groups,
+    check_parameter,
+    check_scale_and_shift,
+    check_statistics,
+    check_tensor,
+    checked_eps,
+)
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.launch import run
 from fusednorm.launch.sample_replay import again, remember
-from fusednorm.ops.group_norm.checks import check_groups, check_scale_and_shift, is_channels_last
+from fusednorm.layouts import is_channels_last
 from fusednorm.ops.group_norm.outputs import room_for_backward, room_for_forward
 from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
 from fusednorm.ops.group_norm.sample import Sample

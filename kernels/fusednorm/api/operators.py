@@ -17,7 +17,7 @@ from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
 from fusednorm.errors import KernelInputError
-from fusednorm.ops.group_norm.checks import in_layout, laid_out
+from fusednorm.layouts import in_layout, laid_out
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward, Forward
 

@@ -2,13 +2,13 @@
 
 The jit functions here are called by every kernel; `reference` has their meaning in plain torch.  A tensor
 stands left of a constexpr in every product: the other way round the interpreter makes a constexpr of it.
-Dropout's mask is what `fusednorm.jit.dropout` says.
+Dropout's mask is what `fusednorm.dropout` says.
 """
 
 import triton
 import triton.language as tl
 
-from fusednorm.jit.dropout import PHILOX_ROUNDS
+from fusednorm.dropout import PHILOX_ROUNDS
 
 _ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 _LOG2E = tl.constexpr(1.4426950408889634)

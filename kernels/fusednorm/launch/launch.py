@@ -9,7 +9,7 @@ import torch
 
 from fusednorm.checks import Epilogue
 from fusednorm.device import since_hopper
-from fusednorm.jit.dropout import dropout_threshold
+from fusednorm.dropout import dropout_threshold
 from fusednorm.launch import prepared
 
 MAX_VEC = 8

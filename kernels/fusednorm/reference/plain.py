@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from fusednorm.activations import activation_of
-from fusednorm.checks import FLOAT8, Epilogue, check_weight_offset, checked_eps, has_heads
+from fusednorm.checks import FLOAT8, Epilogue, check_groups, check_weight_offset, checked_eps, has_heads
 from fusednorm.errors import KernelInputError
-from fusednorm.ops.group_norm.checks import check_groups, is_channels_last, laid_out
+from fusednorm.layouts import is_channels_last, laid_out
 from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results
 from fusednorm.reference.dropout import dropout_mask
 from fusednorm.reference.float8 import quantised_rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.launch.launch import Launch, Resident, has_lane_a_thread, registers_for
-from fusednorm.ops.group_norm.checks import lies_otherwise
+from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.gradients import derivative_gain
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 from fusednorm.results import Backward, Forward

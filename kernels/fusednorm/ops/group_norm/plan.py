@@ -7,6 +7,7 @@ from torch import Tensor
 from fusednorm.checks import Epilogue
 from fusednorm.device import multiprocessor_count
 from fusednorm.launch.launch import Launch
+from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm import backward_choice, forward_choice
 from fusednorm.ops.group_norm.call import (
     BackwardCall,
@@ -15,7 +16,6 @@ from fusednorm.ops.group_norm.call import (
     ForwardConfig,
     empty_statistics,
 )
-from fusednorm.ops.group_norm.checks import lies_otherwise
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.policy.waiting import may_wait
 from fusednorm.results import Backward, Forward

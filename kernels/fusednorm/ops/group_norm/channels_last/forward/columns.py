@@ -14,6 +14,7 @@ from fusednorm.device import INTERPRETED, since_hopper
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent, dropout_arguments
+from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.affine import load_masked_affine
 from fusednorm.ops.group_norm.call import (
     ForwardCall,
@@ -28,7 +29,6 @@ from fusednorm.ops.group_norm.channels_last.columns import (
     normalise_rows,
     statistic_of_columns,
 )
-from fusednorm.ops.group_norm.checks import lies_otherwise
 from fusednorm.ops.group_norm.reduce import moments_reduction
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 

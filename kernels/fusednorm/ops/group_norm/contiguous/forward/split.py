@@ -13,8 +13,8 @@ from fusednorm.device import INTERPRETED, since_hopper
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent, dropout_arguments
+from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, pair
-from fusednorm.ops.group_norm.checks import lies_otherwise
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
 from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, moments_reduction, reduce_moments
 from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, vector_width
