@@ -77,6 +77,9 @@ def test_long_rows_are_swept_only_as_heads_and_where_nothing_waits(itemsize, res
     monkeypatch.setattr(waiting, "_allowed", False)
     assert not is_swept(held, heads=False)
     assert is_swept(held + 8, heads=False)
+    assert is_swept(1 << 19, heads=False)
+    assert not is_swept((1 << 19) + 8, heads=False)
+    assert is_swept((1 << 19) + 8, heads=True)
 
 
 @pytest.mark.parametrize("cols", [64, 2048, 16384])

@@ -25,8 +25,8 @@ class ForwardSweep:
     """One row a program, swept twice in chunks of `block_n` columns.
 
     It alone serves heads whose rows no program holds: over 65536 columns in 16 bits and 32768 in float32, with
-    a residual over 32768 and 24576.  `ForwardSplit` could take the rest, such rows without heads where programs may
-    not wait, and the statistics alone of shorter ones, which a cooperative backward pass needs.
+    a residual over 32768 and 24576.  `ForwardSplit` could take the rest, slower: such rows up to 524288 columns
+    without heads where programs may not wait, and the statistics alone of shorter ones, for a cooperative backward.
 
     The row that many multiprocessors times `ahead_per_sm` on is asked into L2 meanwhile.
     """
