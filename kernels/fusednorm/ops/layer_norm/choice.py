@@ -72,10 +72,10 @@ def choose_forward(
         choice = held or next(c for c in choices if isinstance(c, ForwardCooperative))
     if isinstance(choice, ForwardCooperative):
         if heads:
-            return _sweep(cols)
+            return choose_sweep(cols)
         if not may_wait():
             # Beyond, one program a row reaches 0.20 of a copy, and parts 0.54 (bfloat16, 16 rows of 2^20).
-            return _sweep(cols) if cols < SINGLE_ROW_COLS else tables.FORWARD_SPLIT[itemsize]
+            return choose_sweep(cols) if cols < SINGLE_ROW_COLS else tables.FORWARD_SPLIT[itemsize]
         if residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
         shared = choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors
@@ -103,10 +103,11 @@ def _with_residual(choice: ForwardResident, itemsize: int) -> ForwardResident | 
 def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> ForwardConfig:
     """The configuration for mean and rstd alone."""
     choice = choose_forward(cols, itemsize, multiprocessors, residual)
-    return _sweep(cols) if isinstance(choice, ForwardTile | ForwardResident) else choice
+    return choose_sweep(cols) if isinstance(choice, ForwardTile | ForwardResident) else choice
 
 
-def _sweep(cols: int) -> ForwardSweep:
+def choose_sweep(cols: int) -> ForwardSweep:
+    """The configuration that reads rows of `cols` columns twice, whatever their dtype."""
     block = min(1 << (cols.bit_length() - 2), 8192)
     return ForwardSweep(block, num_warps=max(1, block // 256))
 
