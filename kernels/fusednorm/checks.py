@@ -60,14 +60,11 @@ def checked_eps(eps: float) -> float:
     return float(eps)
 
 
-def check_out_dtype(dtype: torch.dtype) -> None:
-    """A dtype that a row's y may have.
-
-    Raises:
-        KernelInputError: any other.
-    """
-    if dtype not in (*FLOAT_DTYPES, FLOAT8):
-        raise KernelInputError(f"out_dtype must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}")
+def check_out_dtype(dtype: torch.dtype, *more: torch.dtype) -> None:
+    """Raises KernelInputError for a y that is neither of a dtype that x may have nor of one `more`."""
+    if dtype not in (*FLOAT_DTYPES, *more):
+        *names, last = (str(each).removeprefix("torch.") for each in (*FLOAT_DTYPES, *more))
+        raise KernelInputError(f"out_dtype must be {', '.join(names)} or {last}, got {dtype}")
 
 
 def check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:

@@ -1,4 +1,11 @@
-"""Where results are written: new tensors, or those that the caller gives."""
+"""Where results are written: new tensors, or those that the caller gives.
+
+A pass says once what it returns, an `Output` for each field of its result; that specification allocates and checks
+the first call of a kind and, in `launch.replay`, the calls after it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -7,57 +14,80 @@ from fusednorm.errors import KernelInputError
 from fusednorm.layouts import in_layout
 from fusednorm.results import Backward, Forward
 
-
-def is_room_for(given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a contiguous result may be written to a tensor."""
-    return (
-        given.dtype == dtype
-        and given.shape == shape
-        and given.device == device
-        and given.is_contiguous()
-        and not given.is_neg()
-    )
+Result = TypeVar("Result", Forward, Backward)
 
 
-def room(name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> Tensor:
-    """A contiguous tensor of that shape and dtype on x's device: a new one, or `given`.
+class Output(NamedTuple):
+    """One result of a pass, on x's device.
 
-    Raises:
-        KernelInputError: `given` is none.
+    Attributes:
+        name: its field.
+        dtype: the tensor's.
+        shape: the tensor's; x's, less the last `axes_less` axes, where None.
+        as_x: whether it is laid out as x is, in one of the two layouts of samples; else it is contiguous.
     """
-    if given is None:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-    if not is_room_for(given, shape, dtype, x.device):
-        raise KernelInputError(
-            f"out.{name} must be contiguous {dtype} {list(shape)} on {x.device}, "
-            f"got {given.dtype} {list(given.shape)} with strides {list(given.stride())} on {given.device}"
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size | None = None
+    axes_less: int = 0
+    as_x: bool = False
+
+    def shape_for(self, x: Tensor) -> torch.Size:
+        """The shape that it has for x."""
+        if self.shape is not None:
+            return self.shape
+        return x.shape[: x.dim() - self.axes_less]
+
+    def fits(self, given: Tensor, x: Tensor) -> bool:
+        """Whether the result may be written to a tensor."""
+        return (
+            given.dtype == self.dtype
+            and given.shape == self.shape_for(x)
+            and given.device == x.device
+            and not given.is_neg()
+            and (in_layout(given, not x.is_contiguous()) if self.as_x else given.is_contiguous())
         )
-    return given
+
+    def place(self, given: Tensor | None, x: Tensor) -> Tensor:
+        """A tensor for the result: a new one, or `given`.
+
+        Raises:
+            KernelInputError: `given` does not fit.
+        """
+        if given is None:
+            if self.as_x:
+                return torch.empty_like(x, dtype=self.dtype)
+            return torch.empty(self.shape_for(x), dtype=self.dtype, device=x.device)
+        if not self.fits(given, x):
+            contiguous, as_x = ("", ", laid out as x") if self.as_x else ("contiguous ", "")
+            raise KernelInputError(
+                f"out.{self.name} must be {contiguous}{self.dtype} {list(self.shape_for(x))} on {x.device}{as_x}, "
+                f"got {given.dtype} {list(given.shape)} with strides {list(given.stride())} on {given.device}"
+            )
+        return given
 
 
-def room_like(name: str, given: Tensor | None, x: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """A tensor of x's shape, x's layout and that dtype: a new one, or `given`.
+Outputs = tuple[Output | None, ...]
+"""One for each field of a result, None where nothing is returned; the same one twice is one tensor in both."""
+
+
+def places(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None) -> Result:
+    """Tensors for all results of a pass, those in `out` where it has some.
 
     Raises:
-        KernelInputError: `given` is none.
+        KernelInputError: one of `out` does not fit its result, or there is no such result.
     """
-    if given is None:
-        return torch.empty_like(x, dtype=dtype)
-    fits = given.dtype == dtype and given.shape == x.shape and given.device == x.device and not given.is_neg()
-    if not (fits and in_layout(given, channels_last)):
-        raise KernelInputError(
-            f"out.{name} must be {dtype} {list(x.shape)} on {x.device}, laid out as x, "
-            f"got {given.dtype} {list(given.shape)} with strides {list(given.stride())} on {given.device}"
-        )
-    return given
-
-
-def refuse_unreturned(out: Forward | Backward | None, result: Forward | Backward) -> None:
-    """What is given is written to, or it is an error.
-
-    Raises:
-        KernelInputError: `out` has a tensor where `result` has none, or another.
-    """
-    for name, given in () if out is None else out._asdict().items():
-        if given is not None and given is not getattr(result, name):
+    given: Sequence[Tensor | None] = out or (None,) * len(outputs)
+    made: dict[int, Tensor] = {}
+    found: list[Any] = []
+    for name, output, place in zip(result._fields, outputs, given, strict=True):
+        tensor = None
+        if output is not None:
+            tensor = made.get(id(output))
+            if tensor is None:
+                tensor = made[id(output)] = output.place(place, x)
+        if place is not None and place is not tensor:
             raise KernelInputError(f"out.{name} must be None: this call returns no tensor of its own there")
+        found.append(tensor)
+    return result(*found)

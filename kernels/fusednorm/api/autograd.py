@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from fusednorm.api import group_norm as group_norm_passes
+from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.api import operators
-from fusednorm.launch import sample_replay as group_norm_repeat
-from fusednorm.launch.row_replay import forward_again
 from fusednorm.results import Forward
 
 
@@ -170,15 +170,15 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 
 def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
-    """The result of a call with nothing new about it, or None: see `sample_replay` and `row_replay`."""
+    """The result of a call with nothing new about it, or None: see `launch.replay`."""
     num_groups, eps, weight_offset, activation, dropout, seed = settings
     if dropout or seed:
         return None
     if op == "group_norm":
-        return group_norm_repeat.again(Forward, inputs, (num_groups, eps, activation, None, stats))
-    options = eps, weight_offset, activation, None, stats, op == "rms_norm"
+        return group_norm_passes.FORWARD.again(inputs, (num_groups, eps, activation, None, stats))
     x, weight, bias, residual, _, _ = inputs
-    return forward_again(x, weight, bias, residual, options)
+    options = op == "rms_norm", eps, weight_offset, activation, None, stats
+    return layer_norm_passes.FORWARD.again((x, residual, weight, bias), options)
 
 
 class _Norm(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusednorm.checks import (
     Epilogue,
     check_groups,
+    check_out_dtype,
     check_parameter,
     check_scale_and_shift,
     check_statistics,
@@ -19,12 +20,19 @@ from fusednorm.checks import (
 )
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.launch import run
-from fusednorm.launch.sample_replay import again, remember
+from fusednorm.launch.replay import Pass
 from fusednorm.layouts import is_channels_last
-from fusednorm.ops.group_norm.outputs import room_for_backward, room_for_forward
+from fusednorm.ops.group_norm.outputs import backward_outputs, forward_outputs
 from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
 from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.outputs import places
 from fusednorm.results import Backward, Forward
+
+FORWARD = Pass(Forward)
+"""Inputs x, weight, bias, residual, scale and shift."""
+
+BACKWARD = Pass(Backward)
+"""Inputs x, dy, weight, bias, mean, rstd, residual, dresidual_out, scale and shift."""
 
 
 def group_norm_forward(
@@ -90,7 +98,7 @@ def group_norm_forward(
     inputs, options = (x, weight, bias, residual, scale, shift), (num_groups, eps, activation, out_dtype, stats)
     # A seed changes from call to call; one that nothing is drawn from is still checked.
     may_repeat = not (dropout or seed)
-    repeated = again(Forward, inputs, options, out) if may_repeat else None
+    repeated = FORWARD.again(inputs, options, out) if may_repeat else None
     if repeated is not None:
         return repeated
     epilogue = Epilogue(activation, dropout, seed)
@@ -99,12 +107,15 @@ def group_norm_forward(
     _check_companion("residual", residual, x)
     check_scale_and_shift(scale, shift, x)
 
-    result = room_for_forward(x, sample, residual, out_dtype or x.dtype, stats, out)
+    out_dtype = out_dtype or x.dtype
+    check_out_dtype(out_dtype)
+    outputs = forward_outputs(x, sample, residual, out_dtype, stats)
+    result = places(Forward, outputs, x, out)
     if x.shape[0]:
         plan = plan_forward(x, sample, weight, bias, eps, residual, epilogue, result, scale=scale, shift=shift)
         run(x.device, plan)
         if may_repeat:
-            remember(plan, result, inputs, options)
+            FORWARD.learn(plan, outputs, result, inputs, options)
     return result
 
 
@@ -162,7 +173,7 @@ def group_norm_backward(
     inputs = (x, dy, weight, bias, mean, rstd, residual, dresidual_out, scale, shift)
     options = (num_groups, eps, activation)
     may_repeat = not (dropout or seed)
-    repeated = again(Backward, inputs, options, out) if may_repeat else None
+    repeated = BACKWARD.again(inputs, options, out) if may_repeat else None
     if repeated is not None:
         return repeated
     if (mean is None) != (rstd is None):
@@ -175,7 +186,8 @@ def group_norm_backward(
     check_scale_and_shift(scale, shift, x)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
-    result = room_for_backward(x, sample, (weight, bias, scale, shift), residual is not None, out)
+    outputs = backward_outputs(x, (weight, bias, scale, shift), residual is not None)
+    result = places(Backward, outputs, x, out)
     if x.shape[0]:
         plan = plan_backward(
             dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result,
@@ -183,7 +195,7 @@ def group_norm_backward(
         )  # fmt: skip
         run(x.device, plan)
         if may_repeat:
-            remember(plan, result, inputs, options)
+            BACKWARD.learn(plan, outputs, result, inputs, options)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:

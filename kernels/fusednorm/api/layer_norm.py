@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.checks import (
+    FLOAT8,
     Epilogue,
     as_heads,
     as_rows,
@@ -20,11 +21,18 @@ from fusednorm.checks import (
 )
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.launch import run
-from fusednorm.launch.row_replay import Options, forward_again, remember
+from fusednorm.launch.replay import Pass
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_float8, plan_forward
-from fusednorm.ops.layer_norm.outputs import room_for_backward, room_for_forward
+from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
+from fusednorm.outputs import places
 from fusednorm.results import Backward, Forward
+
+FORWARD = Pass(Forward, like_x=2)
+"""Inputs x, residual, weight and bias."""
+
+BACKWARD = Pass(Backward, like_x=4, of_rows=2)
+"""Inputs x, dy, residual, dresidual_out, mean, rstd, weight and bias."""
 
 
 def layer_norm_forward(
@@ -80,10 +88,8 @@ def layer_norm_forward(
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
-    options = eps, weight_offset, activation, out_dtype, stats, False
-    # A seed changes from call to call; one that nothing is drawn from is still checked.
-    again = None if dropout or seed else forward_again(x, weight, bias, residual, options, out)
-    return _forward(x, weight, bias, residual, options, dropout, seed, out) if again is None else again
+    options = False, eps, weight_offset, activation, out_dtype, stats
+    return _forward((x, residual, weight, bias), options, dropout, seed, out)
 
 
 def rms_norm_forward(
@@ -106,10 +112,8 @@ def rms_norm_forward(
 
     Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    options = eps, weight_offset, activation, out_dtype, stats, True
-    # A seed changes from call to call; one that nothing is drawn from is still checked.
-    again = None if dropout or seed else forward_again(x, weight, None, residual, options, out)
-    return _forward(x, weight, None, residual, options, dropout, seed, out) if again is None else again
+    options = True, eps, weight_offset, activation, out_dtype, stats
+    return _forward((x, residual, weight, None), options, dropout, seed, out)
 
 
 def layer_norm_backward(
@@ -157,24 +161,8 @@ def layer_norm_backward(
 
     Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
     """
-    if (mean is None) != (rstd is None):
-        raise KernelInputError("mean and rstd must come together, got one of them")
-    epilogue = Epilogue(activation, dropout, seed)
-    return _backward(
-        dy,
-        x,
-        weight,
-        bias,
-        eps,
-        weight_offset,
-        mean,
-        rstd,
-        residual,
-        dresidual_out,
-        epilogue,
-        is_rms=False,
-        out=out,
-    )
+    inputs = x, dy, residual, dresidual_out, mean, rstd, weight, bias
+    return _backward(inputs, (False, eps, weight_offset, activation), dropout, seed, out)
 
 
 def rms_norm_backward(
@@ -196,23 +184,24 @@ def rms_norm_backward(
 
     Everything else is as in `layer_norm_backward`; there is no bias and no mean.
     """
-    epilogue = Epilogue(activation, dropout, seed)
-    return _backward(
-        dy, x, weight, None, eps, weight_offset, None, rstd, residual, dresidual_out, epilogue, is_rms=True, out=out
-    )
+    inputs = x, dy, residual, dresidual_out, None, rstd, weight, None
+    return _backward(inputs, (True, eps, weight_offset, activation), dropout, seed, out)
 
 
 def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    options: Options,
+    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    options: tuple[bool, float, float, str, torch.dtype | None, bool],
     dropout: float,
     seed: int | None,
     out: Forward | None,
 ) -> Forward:
-    eps, weight_offset, activation, out_dtype, stats, is_rms = options
+    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    may_repeat = not (dropout or seed)
+    repeated = FORWARD.again(inputs, options, out) if may_repeat else None
+    if repeated is not None:
+        return repeated
+    x, residual, weight, bias = inputs
+    is_rms, eps, weight_offset, activation, out_dtype, stats = options
     epilogue = Epilogue(activation, dropout, seed)
     eps = checked_eps(eps)
     check_tensor("x", x)
@@ -225,8 +214,9 @@ def _forward(
     _check_parameters(weight, bias, weight_offset, own, x)
 
     out_dtype = out_dtype or x.dtype
-    check_out_dtype(out_dtype)
-    result = room_for_forward(x, residual, out_dtype, stats, is_rms, out)
+    check_out_dtype(out_dtype, FLOAT8)
+    outputs = forward_outputs(residual, out_dtype, stats, is_rms)
+    result = places(Forward, outputs, x, out)
     if x.numel():
         call = ForwardCall(
             x=x_rows,
@@ -241,26 +231,29 @@ def _forward(
         )
         launches = plan_forward(call) if result.scale is None else plan_float8(call)
         run(x.device, launches)
-        if not (dropout or seed):
-            remember(launches, x, weight, bias, residual, options)
+        if may_repeat:
+            FORWARD.learn(launches, outputs, result, inputs, options)
     return result
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    residual: Tensor | None,
-    dresidual_out: Tensor | None,
-    epilogue: Epilogue,
-    is_rms: bool,
+    inputs: tuple[
+        Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+    ],
+    options: tuple[bool, float, float, str],
+    dropout: float,
+    seed: int | None,
     out: Backward | None,
 ) -> Backward:
+    may_repeat = not (dropout or seed)
+    repeated = BACKWARD.again(inputs, options, out) if may_repeat else None
+    if repeated is not None:
+        return repeated
+    x, dy, residual, dresidual_out, mean, rstd, weight, bias = inputs
+    is_rms, eps, weight_offset, activation = options
+    if not is_rms and (mean is None) != (rstd is None):
+        raise KernelInputError("mean and rstd must come together, got one of them")
+    epilogue = Epilogue(activation, dropout, seed)
     eps = checked_eps(eps)
     check_tensor("x", x)
     for name, tensor in (("dy", dy), ("residual", residual), ("dresidual_out", dresidual_out)):
@@ -274,7 +267,8 @@ def _backward(
     _check_parameters(weight, bias, weight_offset, own, x)
     check_statistics(mean, rstd, x.shape[:-1], x)
 
-    result = room_for_backward(x, weight, bias, residual, out)
+    outputs = backward_outputs(x, weight, bias, residual)
+    result = places(Backward, outputs, x, out)
     if x.numel():
         call = BackwardCall(
             dy=dy_rows,
@@ -291,7 +285,10 @@ def _backward(
             weight_offset=weight_offset,
             out=result,
         )
-        run(x.device, plan_backward(call))
+        launches = plan_backward(call)
+        run(x.device, launches)
+        if may_repeat:
+            BACKWARD.learn(launches, outputs, result, inputs, options)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:

@@ -1,8 +1,8 @@
 """Launches: decided by a plan, then made; and what several plans need for one."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -21,17 +21,19 @@ REGISTERS_PER_SM = 65536
 class ByRows:
     """How a launch over rows follows from their number, where nothing else of it does.
 
-    A program takes `tile` rows at a time, there are at most `most` programs, and `argument` says whether the number
-    of rows is an argument, the first after the tensors.
+    There are as many programs as tiles of `tile` rows, at most `most`.
+
+    Attributes:
+        tile, most: as above; what follows one another in a pass and has both in common has as many programs.
+        grid: whether the launch is of that many; else its grid is always the same.
+        rows, programs: where the number of rows and that of programs stand among the arguments, if they do.
     """
 
-    tile: int
-    most: int
-    argument: bool
-
-    def programs(self, rows: int) -> int:
-        """Programs for as many rows, 1 or more."""
-        return min(-(-rows // self.tile), self.most)
+    tile: int = 1
+    most: int = sys.maxsize
+    grid: bool = True
+    rows: int | None = None
+    programs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,43 +65,6 @@ def run(device: torch.device, launches: Iterable[Launch]) -> None:
 def _start(launches: Iterable[Launch], index: int) -> None:
     for launch in launches:
         prepared.start(launch.kernel, launch.grid, launch.arguments, launch.options, index)
-
-
-@cache
-def _zeros(device: torch.device, stream: int, words: int, purpose: str) -> torch.Tensor:
-    return torch.zeros(words, dtype=torch.int64, device=device)
-
-
-def _workspace(device: torch.device, words: int, purpose: str) -> torch.Tensor:
-    """At least that many 8-byte words: one workspace for each stream and purpose, zero when it is new."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _workspace_of(device, stream, 1 << words.bit_length(), purpose)
-
-
-def _workspace_of(device: torch.device, stream: int, words: int, purpose: str) -> torch.Tensor:
-    """That of the device's current stream, whose handle is given.
-
-    Launches on a stream follow one another and leave it ready for the next.  A launch that is captured into a graph
-    gets one of its own, cleared at every replay.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int64, device=device)
-    return _zeros(device, stream, words, purpose)
-
-
-def mailbox(device: torch.device, slots: int) -> torch.Tensor:
-    """The workspace of `jit.exchange` for a launch with as many slots in all."""
-    return _workspace(device, 2 + 4 * slots, "mailbox")
-
-
-def mailbox_again(device: torch.device, stream: int, words: int) -> torch.Tensor:
-    """The mailbox of the device's current stream, whose handle is given, for a launch that had one of `words`."""
-    return _workspace_of(device, stream, words, "mailbox")
-
-
-def counters(device: torch.device, count: int) -> torch.Tensor:
-    """At least as many int64 counters, all 0, which a launch must leave at 0."""
-    return _workspace(device, count, "counters")
 
 
 class Resident(Protocol):

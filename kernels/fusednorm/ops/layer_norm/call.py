@@ -1,6 +1,5 @@
 """The checked arguments of LayerNorm's and RMSNorm's passes, and what their launches share."""
 
-import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -201,7 +200,7 @@ class ForwardCall(Call):
     @property
     def program_a_row(self) -> ByRows | None:
         """How a launch of a program for each row follows from their number."""
-        return ByRows(1, sys.maxsize, argument=False) if self.x.ndim == 2 else None
+        return ByRows() if self.x.ndim == 2 else None
 
     def merges_as_equals(self, vec: int) -> bool:
         """Whether the moments of lanes may be merged as those of sets of as many values."""

@@ -16,7 +16,7 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.moments import column_mask, lane_moments, load_rows, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.tiles import load_tile, normalised
-from fusednorm.launch.launch import MAX_VEC, Launch, can_prefetch
+from fusednorm.launch.launch import MAX_VEC, ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import Layout, row_strides
 from fusednorm.ops.layer_norm.float8.tile import TILE_AHEAD_PER_SM
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
@@ -65,7 +65,8 @@ def chain_tile_launches(call: ChainCall, config: ForwardTile) -> list[Launch]:
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.ahead(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
-    return [Launch(layer_norm_chain_tile_kernel, (cdiv(rows, config.rows),), arguments, options)]
+    by_rows = ByRows(config.rows, rows=len(call.tensors) + 1)
+    return [Launch(layer_norm_chain_tile_kernel, (cdiv(rows, config.rows),), arguments, options, by_rows)]
 
 
 def chain_sweep_launches(call: ChainCall, config: ForwardSweep) -> list[Launch]:
@@ -78,7 +79,7 @@ def chain_sweep_launches(call: ChainCall, config: ForwardSweep) -> list[Launch]:
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.ahead(config.ahead_per_sm), *layout.sizes, call.eps)
-    return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options)]
+    return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options, ByRows())]
 
 
 @triton.jit(do_not_specialize=["ahead", "rows", "col_units", "x_row_units"])

@@ -14,7 +14,8 @@ from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.moments import column_mask, offset_weight, unaligned_zero, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
-from fusednorm.launch.launch import Launch, can_prefetch, mailbox, resident_options
+from fusednorm.launch.launch import Launch, can_prefetch, resident_options
+from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
 from fusednorm.ops.layer_norm.call import BackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient, stored_parameter

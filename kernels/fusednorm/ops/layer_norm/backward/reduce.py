@@ -4,7 +4,7 @@ It is made while the kernel before it still runs (programmatic dependent launch,
 only its own work adds to the time of the pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from torch import Tensor
 from fusednorm.checks import has_heads
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous
-from fusednorm.launch.launch import Launch, dependent
+from fusednorm.launch.launch import ByRows, Launch, dependent
 from fusednorm.ops.layer_norm.call import BackwardCall
 
 TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
@@ -35,11 +35,11 @@ class Partials:
     dbias: Tensor | None
 
     @classmethod
-    def of(cls, call: BackwardCall, programs: int) -> "Partials":
-        """Those of `programs` programs, for each head if x has heads."""
+    def of(cls, call: BackwardCall, programs: int, most: int | None = None) -> "Partials":
+        """Those of `programs` programs, for each head if x has heads; with room for `most` where that is given."""
         x, weight, bias = call.x, call.weight, call.bias
         # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
-        room = cdiv(programs, 4) * 4
+        room = cdiv(most or programs, 4) * 4
         both = x.new_empty((len(call.parameters), room, *x.shape[1:]), dtype=torch.float32)
         count = programs if x.ndim == 2 or has_heads(weight, bias) else programs * x.shape[1]
         return cls(count, None if weight is None else both[0], None if bias is None else both[-1])
@@ -52,8 +52,13 @@ def reduce_tile(most_partials: int) -> dict[str, int]:
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
 
 
-def reduce_launches(call: BackwardCall, partials: Partials, most_partials: int) -> list[Launch]:
-    """The launch that adds up partials, of which there are `most_partials` at most for any number of rows."""
+def reduce_launches(
+    call: BackwardCall, partials: Partials, most_partials: int, by_rows: ByRows | None = None
+) -> list[Launch]:
+    """The launch that adds up partials, of which there are `most_partials` at most for any number of rows.
+
+    `by_rows` says how the programs that sum them follow from that number.
+    """
     parameters = call.parameters
     if not parameters:
         return []
@@ -61,7 +66,10 @@ def reduce_launches(call: BackwardCall, partials: Partials, most_partials: int) 
     tile = reduce_tile(most_partials)
     grid = (cdiv(size, tile["BLOCK_N"]), len(parameters))
     arguments = (partials.dweight, partials.dbias, call.out.dweight, call.out.dbias, partials.count, size)
-    return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, tile | dependent(call.early_reduce))]
+    if by_rows is not None:
+        by_rows = replace(by_rows, grid=False, rows=None, programs=4)
+    options = tile | dependent(call.early_reduce)
+    return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, by_rows)]
 
 
 @triton.jit

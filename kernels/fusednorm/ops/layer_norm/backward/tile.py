@@ -17,7 +17,7 @@ from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token,
 from fusednorm.jit.moments import column_mask, load_rows, offset_weight, tile_moments, unaligned_zero, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.launch.launch import Launch, can_prefetch
+from fusednorm.launch.launch import ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
 from fusednorm.ops.layer_norm.call import BackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
@@ -61,8 +61,10 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     if not config.hold_weight:
         pipelined += [call.weight, call.bias if call.epilogue.activation != "none" else None]
     column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
-    programs = max(1, min(cdiv(call.rows, config.rows), call.most_programs(config.programs_per_sm)))
-    partials = Partials.of(call, programs)
+    most = max(1, call.most_programs(config.programs_per_sm))
+    programs = min(cdiv(call.rows, config.rows), most)
+    # The same memory for any number of rows, where nothing but the number of programs depends on it.
+    partials = Partials.of(call, programs, most if call.x.ndim == 2 else None)
     cols, dy_row, x_row, *_ = layout.sizes
     is_dense = dy_row == x_row == cols
     options = {
@@ -79,13 +81,12 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
         "num_warps": config.num_warps,
         **call.options(layout.vec),
     }
-    arguments = (
-        *call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias,
-        call.rows, *layout.sizes, call.eps, *call.dropout,
-    )  # fmt: skip
+    tensors = (*call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias)
+    arguments = (*tensors, call.rows, *layout.sizes, call.eps, *call.dropout)
+    by_rows = ByRows(config.rows, most, rows=len(tensors)) if call.x.ndim == 2 else None
     return [
-        Launch(layer_norm_backward_tile_kernel, call.grid(programs), arguments, options),
-        *reduce_launches(call, partials, call.multiprocessors * config.programs_per_sm),
+        Launch(layer_norm_backward_tile_kernel, call.grid(programs), arguments, options, by_rows),
+        *reduce_launches(call, partials, call.multiprocessors * config.programs_per_sm, by_rows),
     ]
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from fusednorm.jit.moments import column_mask, load_rows, store_row_statistics, sweep_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import maximum
-from fusednorm.launch.launch import Launch, can_prefetch
+from fusednorm.launch.launch import ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.float8.scale import magnitude, scale_of, unscaled
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
@@ -24,7 +24,7 @@ def float8_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launc
     }
     ahead = config.ahead_per_sm * call.multiprocessors
     arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.eps, *call.dropout)
-    return [Launch(layer_norm_float8_sweep_kernel, (call.rows,), arguments, options)]
+    return [Launch(layer_norm_float8_sweep_kernel, (call.rows,), arguments, options, ByRows())]
 
 
 @triton.jit(

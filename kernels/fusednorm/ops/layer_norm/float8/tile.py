@@ -8,7 +8,7 @@ from fusednorm.jit.moments import store_row_statistics, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import maximum
 from fusednorm.jit.tiles import load_tile
-from fusednorm.launch.launch import Launch, can_prefetch
+from fusednorm.launch.launch import ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.float8.scale import magnitude, scale_of, unscaled
 from fusednorm.ops.layer_norm.forward.tile import ForwardTile
@@ -30,7 +30,8 @@ def float8_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]
     ahead = TILE_AHEAD_PER_SM * call.multiprocessors
     arguments = (*call.tensors, call.scale, ahead, call.rows, *layout.sizes, call.eps, *call.dropout)
     programs = cdiv(call.rows, config.rows)
-    return [Launch(layer_norm_float8_tile_kernel, (programs,), arguments, options)]
+    by_rows = ByRows(config.rows, rows=len(call.tensors) + 2)
+    return [Launch(layer_norm_float8_tile_kernel, (programs,), arguments, options, by_rows)]
 
 
 @triton.jit(

@@ -19,7 +19,8 @@ from fusednorm.jit.pieces import (
     write_sums,
 )
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import Launch, can_prefetch, known_whole_in_slabs, mailbox, resident_options
+from fusednorm.launch.launch import Launch, can_prefetch, known_whole_in_slabs, resident_options
+from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.layer_norm.call import ForwardCall
 
 

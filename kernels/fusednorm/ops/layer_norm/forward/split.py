@@ -24,14 +24,8 @@ from fusednorm.jit.pieces import (
     write_sums,
 )
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import (
-    Launch,
-    can_prefetch,
-    counters,
-    dependent,
-    has_lane_a_thread,
-    known_whole_in_slabs,
-)
+from fusednorm.launch.launch import Launch, can_prefetch, dependent, has_lane_a_thread, known_whole_in_slabs
+from fusednorm.launch.workspace import counters
 from fusednorm.ops.layer_norm.call import ForwardCall
 
 MAX_PARTS = 1024

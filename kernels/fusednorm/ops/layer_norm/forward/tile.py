@@ -4,7 +4,6 @@ Sizes and strides arrive in units of VEC elements, a constexpr: multiplied back 
 known multiple of VEC and the compiler emits 128-bit accesses without specialising on the row length.
 """
 
-import sys
 from dataclasses import dataclass
 
 import triton
@@ -49,7 +48,7 @@ def forward_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.rows, *layout.sizes, call.eps, *call.dropout)
-    by_rows = ByRows(config.rows, sys.maxsize, argument=True) if call.x.ndim == 2 else None
+    by_rows = ByRows(config.rows, rows=len(call.tensors)) if call.x.ndim == 2 else None
     grid = call.grid(cdiv(call.rows, config.rows))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 

@@ -5,7 +5,8 @@ from math import gcd
 
 from fusednorm.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.launch.launch import Launch, dropout_arguments, mailbox, resident_options
+from fusednorm.launch.launch import Launch, dropout_arguments, resident_options
+from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.bundles import group_norm_nhwc_backward_cooperative_kernel
 from fusednorm.ops.group_norm.channels_last.blocks import most_touched

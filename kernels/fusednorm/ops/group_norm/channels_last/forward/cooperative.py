@@ -10,7 +10,8 @@ from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
 from fusednorm.jit.prefetch import touch_rows
-from fusednorm.launch.launch import Launch, dropout_arguments, mailbox, resident_options
+from fusednorm.launch.launch import Launch, dropout_arguments, resident_options
+from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_registers
 from fusednorm.ops.group_norm.channels_last.pieces import (
     block_options,

@@ -13,7 +13,8 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.reductions import sum_pair, total_pair
-from fusednorm.launch.launch import Launch, can_prefetch, dropout_arguments, mailbox, resident_options
+from fusednorm.launch.launch import Launch, can_prefetch, dropout_arguments, resident_options
+from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
 from fusednorm.ops.group_norm.gradients import load_gained_affine

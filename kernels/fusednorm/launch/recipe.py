@@ -1,33 +1,43 @@
 """Launches told apart from what they were made for: the same ones again, over tensors at other addresses.
 
 Plans look at shapes, strides and types.  Over tensors that differ in nothing but their addresses they make the same
-launches, in which each argument is one of the tensors, a place in a workspace of the launches' own, a stream's
-mailbox, or the same value: which it is follows from the launches themselves.
+launches, in which each argument is one of the tensors, a place in memory of the launches' own, a workspace of the
+stream, or the same value: which it is follows from the launches themselves.  Where all of them say how they follow
+from the number of rows (`Launch.by_rows`), that number may differ, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusednorm.launch import prepared
-from fusednorm.launch.launch import Launch, mailbox_again
+from fusednorm.launch.launch import Launch
+from fusednorm.launch.workspace import purpose_of, workspace_of
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
 """Takes some of a list's items, in an order of its own."""
 
 _ALIGNED = 256
-"""Bytes at whose multiples parts of a workspace start, as tensors of their own would."""
+"""Bytes at whose multiples parts of a launch's own memory start, as tensors of their own would."""
 
 
 class _Start(NamedTuple):
-    """One launch: `pick` takes its parameters out of the addresses and values of a call."""
+    """One launch.
+
+    Attributes:
+        kernel: what to launch.
+        grid: of which the first size is the item at `programs` of the list of parameters, where that is not None.
+        pick: takes its parameters out of that list.
+    """
 
     kernel: prepared.Prepared
     grid: tuple[int, int, int]
+    programs: int | None
     pick: Pick
 
 
@@ -35,13 +45,16 @@ class _Start(NamedTuple):
 class Recipe:
     """Launches over tensors that start at multiples of 16 bytes.
 
-    Parameters are taken out of one list: the addresses of the tensors, of the workspace at `offsets`, and of
-    mailboxes; then `values`, and then a tuple for each of `tuples`.
+    Parameters are taken out of one list: the addresses of the tensors, of the launches' own memory at `offsets`,
+    and of workspaces; the number of rows and the programs of each of `rules`; then `values`, and then a tuple for
+    each of `tuples`.
 
     Attributes:
         device: where, and its `index`.
-        words: float32 elements of the workspace, made from `empty`, which has none.
-        mailboxes: the size of each.
+        words: float32 elements of the launches' own memory, made from `empty`, which has none.
+        workspaces: words and purpose of each.
+        rules: `tile` and `most` of each way in which programs follow from the number of rows; none where that
+            number is always the same.
         starts: the launches, in order.
     """
 
@@ -50,7 +63,8 @@ class Recipe:
     words: int
     empty: Tensor
     offsets: tuple[int, ...]
-    mailboxes: tuple[int, ...]
+    workspaces: tuple[tuple[int, str], ...]
+    rules: tuple[tuple[int, int], ...]
     values: list[Any]
     tuples: tuple[Pick, ...]
     starts: tuple[_Start, ...]
@@ -78,48 +92,56 @@ class Recipe:
             if kernel is None:
                 return None
             programs, y, z, *_ = (*launch.grid, 1, 1)
-            starts.append(_Start(kernel, (programs, y, z), table.pick(launch.arguments, kernel.constants)))
+            pick = table.pick(launch, kernel.constants)
+            starts.append(_Start(kernel, (programs, y, z), table.programs(launch), pick))
         return cls(
             device=device,
             index=index,
             words=own.nbytes // 4,
             empty=tensors[0].new_empty(0, dtype=torch.float32),
             offsets=tuple(own.parts.values()),
-            mailboxes=tuple(own.mailboxes.values()),
+            workspaces=tuple(own.workspaces.values()),
+            rules=tuple(table.rules),
             values=table.values,
             tuples=table.tuples,
             starts=tuple(starts),
         )
 
-    def launch(self, at: list[Any]) -> bool:
+    def launch(self, at: list[Any], rows: int = 0) -> bool:
         """Launch on the current device, which is this one, and its current stream, if the addresses allow it.
 
         Args:
             at: addresses of the tensors, in their order; of no use afterwards.
+            rows: their number, at least 1, which matters where the launches follow from it.
         """
-        start = bits = 0
-        if self.words:
-            # Held until all is launched: who gets its memory then uses it after these launches.
-            workspace = self.empty.new_empty(self.words)
-            start = bits = workspace.data_ptr()
-        for address in at:
-            bits |= address
         # A tensor without memory, as tracers have them, lies at 0.
-        if bits % 16 or 0 in at:
+        if reduce(or_, at) % 16 or not all(at):
             return False
         stream = self.starts[0].kernel.stream_of(self.index)
-        mailboxes = [mailbox_again(self.device, stream, words) for words in self.mailboxes]
-        at += [start + offset for offset in self.offsets]
-        at += [mailbox.data_ptr() for mailbox in mailboxes]
+        if self.words:
+            # Held until all is launched: who gets its memory then uses it after these launches.
+            own = self.empty.new_empty(self.words)
+            start = own.data_ptr()
+            at += [start + offset for offset in self.offsets]
+        if self.workspaces:
+            workspaces = [workspace_of(self.device, stream, *workspace) for workspace in self.workspaces]
+            at += [workspace.data_ptr() for workspace in workspaces]
+        if self.rules:
+            at.append(rows)
+            for tile, most in self.rules:
+                programs = -(-rows // tile)
+                at.append(programs if programs < most else most)
         at += self.values
-        at += [pick(at) for pick in self.tuples]
-        for kernel, (programs, y, z), pick in self.starts:
+        if self.tuples:
+            at += [pick(at) for pick in self.tuples]
+        for kernel, (x, y, z), programs_at, pick in self.starts:
             call, head, packed = kernel.launcher
-            parameters = pick(at)
+            if programs_at is not None:
+                x = at[programs_at]
             if packed:
-                call(programs, y, z, stream, *head, parameters)
+                call(x, y, z, stream, *head, pick(at))
             else:
-                call(programs, y, z, stream, *head, *parameters)
+                call(x, y, z, stream, *head, *pick(at))
         return True
 
 
@@ -128,17 +150,17 @@ class _Own:
     """Memory of launches that is not that of the tensors they were planned over.
 
     Attributes:
-        parts: where tensors of float32 lie in one workspace of `nbytes` bytes, by their addresses.
-        mailboxes: words of those, by their addresses.
+        parts: where tensors of float32 lie in one piece of `nbytes` bytes, by their addresses.
+        workspaces: words and purpose of the stream's, by their addresses.
     """
 
     parts: dict[int, int]
-    mailboxes: dict[int, int]
+    workspaces: dict[int, tuple[int, str]]
     nbytes: int
 
     @classmethod
     def of(cls, launches: list[Launch], others: Iterable[Tensor]) -> "_Own | None":
-        """That of the launches beside `others`; None where a tensor is neither room to write to nor a mailbox."""
+        """That of the launches beside `others`; None where a tensor is neither room to write to nor a workspace."""
         theirs, memory_of_others = {id(tensor) for tensor in others}, {_memory(tensor)[0] for tensor in others}
         own, starts = cls({}, {}, 0), {}
         for tensor in _tensors(argument for launch in launches for argument in launch.arguments):
@@ -147,14 +169,14 @@ class _Own:
             memory, nbytes = _memory(tensor)
             if memory in memory_of_others or memory % 16:
                 return None
-            address = tensor.data_ptr()
-            if tensor.dtype == torch.int64 and address == memory and 8 * tensor.numel() == nbytes:
-                own.mailboxes[address] = tensor.numel()
+            purpose = purpose_of(tensor)
+            if purpose is not None:
+                own.workspaces[tensor.data_ptr()] = tensor.numel(), purpose
             elif tensor.dtype == torch.float32:
                 if memory not in starts:
                     starts[memory] = own.nbytes
                     own.nbytes += -(-nbytes // _ALIGNED) * _ALIGNED
-                own.parts[address] = starts[memory] + address - memory
+                own.parts[tensor.data_ptr()] = starts[memory] + tensor.data_ptr() - memory
             else:
                 return None
         return own
@@ -166,9 +188,11 @@ class _Table:
     def __init__(self, tensors: tuple[Tensor, ...], own: _Own, launches: list[Launch]) -> None:
         self._tensors = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._addresses = {
-            address: place for place, address in enumerate((*own.parts, *own.mailboxes), len(tensors))
+            address: place for place, address in enumerate((*own.parts, *own.workspaces), len(tensors))
         }
-        self._first_value = len(tensors) + len(self._addresses)
+        self._rows = len(tensors) + len(self._addresses)
+        self.rules = _rules(launches)
+        self._first_value = self._rows + (1 + len(self.rules) if self.rules else 0)
         self._values: dict[tuple[type, Any], int] = {}
         self._tuples: dict[tuple[int, ...], int] = {}
         for launch in launches:
@@ -184,9 +208,23 @@ class _Table:
     def tuples(self) -> tuple[Pick, ...]:
         return tuple(map(_pick, self._tuples))
 
-    def pick(self, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Pick:
+    def programs(self, launch: Launch) -> int | None:
+        """Where the first size of a launch's grid stands, if it follows from the number of rows."""
+        by_rows = launch.by_rows
+        if by_rows is None or not self.rules or not by_rows.grid:
+            return None
+        return self._rows + 1 + self.rules.index((by_rows.tile, by_rows.most))
+
+    def pick(self, launch: Launch, constants: tuple[Any, ...]) -> Pick:
         """What takes the parameters of a launch out of the list."""
-        return _pick((*map(self._argument, arguments), *map(self._value, constants)))
+        places = [*map(self._argument, launch.arguments), *map(self._value, constants)]
+        by_rows = launch.by_rows
+        if by_rows is not None and self.rules:
+            if by_rows.rows is not None:
+                places[by_rows.rows] = self._rows
+            if by_rows.programs is not None:
+                places[by_rows.programs] = self._rows + 1 + self.rules.index((by_rows.tile, by_rows.most))
+        return _pick(tuple(places))
 
     def _argument(self, argument: Any) -> int:
         if isinstance(argument, Tensor):
@@ -199,6 +237,12 @@ class _Table:
 
     def _value(self, value: Any) -> int:
         return self._first_value + self._values.setdefault((type(value), value), len(self._values))
+
+
+def _rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
+    """How programs follow from the number of rows, none unless every launch says so."""
+    rules = [(launch.by_rows.tile, launch.by_rows.most) for launch in launches if launch.by_rows is not None]
+    return tuple(dict.fromkeys(rules)) if len(rules) == len(launches) else ()
 
 
 def _pick(places: tuple[int, ...]) -> Pick:

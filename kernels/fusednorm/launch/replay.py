@@ -1,0 +1,230 @@
+"""Calls with nothing new about them: no check and no plan, the launches of the first of their kind again.
+
+A call is told by the pass, its options, the process's policy and all that checks, plan and compiler look at in its
+tensors, which is everything but addresses.  The first call of a kind goes the long way.  If its tensors are
+aligned, what is left to do for the next one is kept here: how its results are allocated, and the recipe of its
+launches.
+
+Where the launches say how they follow from the number of rows, calls with any number are of one kind.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from fusednorm.launch import prepared
+from fusednorm.launch.launch import Launch
+from fusednorm.launch.recipe import Recipe
+from fusednorm.outputs import Output, Outputs, Result
+from fusednorm.policy.batch_invariance import is_batch_invariant
+from fusednorm.policy.waiting import may_wait
+from fusednorm.results import Backward, Forward
+
+MAX_KINDS = 4096
+"""Kinds of calls that are kept; beyond them the oldest goes, and is learnt again when it comes again."""
+
+# Without torch's own care to initialise CUDA first: there is a CUDA tensor.
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+Inputs = tuple[Tensor | None, ...]
+Options = tuple[Hashable, ...]
+
+Allocate = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
+"""Makes a result for x, whose shape is given, and that shape less its last axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """What a call of a known kind has to do.
+
+    Attributes:
+        results: what allocates each field of the result that has a tensor of its own.
+        outputs: what may take such a tensor's place.
+        same: fields that are another field's tensor, and which.
+        recipe: its launches over the tensors that came and the results.
+    """
+
+    results: tuple[Allocate | None, ...]
+    outputs: Outputs
+    same: tuple[tuple[int, int], ...]
+    recipe: Recipe
+
+    def within(
+        self, out: Forward | Backward, x: Tensor, shape: Sequence[int], leading: Sequence[int]
+    ) -> list[Tensor | None] | None:
+        """Tensors for the results, those in `out` where it has some; None where one of these does not fit."""
+        results: list[Tensor | None] = []
+        for new, output, given in zip(self.results, self.outputs, out, strict=True):
+            if given is None:
+                results.append(None if new is None else new(x, shape, leading))
+            elif output is not None and output.fits(given, x):
+                results.append(given)
+            else:
+                return None
+        return results
+
+
+_KNOWN: dict[Hashable, _Replay | None] = {}
+"""By kind; None for a kind of any number of rows where each number is a kind of its own."""
+
+_NOTHING: Any = object()
+
+_LEARNING = Lock()
+
+# A named tuple's own constructor is written in Python.
+_as_result: Any = tuple.__new__
+
+
+class Pass(Generic[Result]):
+    """A pass of an operation, whose calls are told apart by their inputs and options.
+
+    Inputs come in this order: x, then what has its shape, then what has it but for the last axis, then whatever
+    stays as it is when the number of rows changes.
+
+    Args:
+        result: what it returns.
+        like_x: how many inputs have x's shape, x among them, where launches may follow from the number of rows.
+        of_rows: how many have that of its rows.
+    """
+
+    def __init__(self, result: type[Result], like_x: int = 0, of_rows: int = 0) -> None:
+        self._result: Any = result
+        self._like_x = like_x
+        self._others = like_x + of_rows
+
+    def again(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
+        """The result of a call without dropout, or None unless its kind is known and `out` fits."""
+        try:
+            known = self._known(inputs, options)
+        except TypeError:  # An option without a hash; checks know better what is wrong with it.
+            return None
+        if known is None or not prepared.undisturbed():
+            return None
+        recipe = known.recipe
+        if current_device() != recipe.index:
+            with torch.cuda.device(recipe.index):
+                return self.again(inputs, options, out)
+        x: Any = inputs[0]
+        shape = x.shape
+        *leading, cols = shape
+        if out is None:
+            results = [None if new is None else new(x, shape, leading) for new in known.results]
+        else:
+            given = known.within(out, x, shape, leading)
+            if given is None:
+                return None
+            results = given
+        at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
+        at += [tensor.data_ptr() for tensor in results if tensor is not None]
+        if not recipe.launch(at, x.numel() // cols if recipe.rules else 0):
+            return None
+        for place, other in known.same:
+            results[place] = results[other]
+        result: Result = _as_result(self._result, results)
+        return result
+
+    def learn(
+        self, launches: list[Launch], outputs: Outputs, result: Result, inputs: Inputs, options: Options
+    ) -> None:
+        """Keep what `again` needs of a call that was checked, planned and has just been launched."""
+        same = dict(_repeated(outputs))
+        own = tuple(None if place in same else output for place, output in enumerate(outputs))
+        tensors = [tensor for tensor in inputs if tensor is not None]
+        tensors += [tensor for output, tensor in zip(own, result, strict=True) if output is not None]
+        recipe = Recipe.of(launches, tuple(tensors))
+        if recipe is None:
+            return
+        of_any_rows = self._kind_of_any_rows(inputs, options)
+        follows = of_any_rows is not None and bool(recipe.rules)
+        new = tuple(None if output is None else _allocation(output, tensors[0], follows) for output in own)
+        replay = _Replay(new, own, tuple(same.items()), recipe)
+        if of_any_rows is not None:
+            _keep(of_any_rows, replay if follows else None)
+        if not follows:
+            _keep(self._kind(inputs, options), replay)
+
+    def _known(self, inputs: Inputs, options: Options) -> _Replay | None:
+        of_any_rows = self._kind_of_any_rows(inputs, options)
+        if of_any_rows is not None:
+            known = _KNOWN.get(of_any_rows, _NOTHING)
+            if known is not None:
+                return known if known is not _NOTHING else None
+        return _KNOWN.get(self._kind(inputs, options))
+
+    def _kind(self, inputs: Inputs, options: Options) -> Hashable:
+        kind: list[Hashable] = [self, may_wait(), is_batch_invariant(), options]
+        for tensor in inputs:
+            if tensor is None:
+                kind.append(None)
+            else:
+                kind += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), tensor.is_neg())
+        return tuple(kind)
+
+    def _kind_of_any_rows(self, inputs: Inputs, options: Options) -> Hashable | None:
+        """What tells a call but for its number of rows; None where that is part of how the rows lie."""
+        like_x = self._like_x
+        x: Any = inputs[0]
+        shape = x.shape
+        if not (like_x and shape):
+            return None
+        kind: list[Hashable] = [self, may_wait(), is_batch_invariant(), options, shape[-1]]
+        for tensor in inputs[:like_x]:
+            if tensor is None:
+                kind.append(None)
+                continue
+            # A single row is contiguous, wherever the next one would be.
+            strides: Any = tensor.is_contiguous()
+            if not strides:
+                if len(shape) != 2:
+                    return None
+                strides = tensor.stride()
+            fits = tensor is x or tensor.shape == shape
+            kind += (tensor.dtype, fits, strides, tensor.get_device(), tensor.is_neg())
+        for tensor in inputs[like_x : self._others]:
+            if tensor is None:
+                kind.append(None)
+            else:
+                fits = tensor.is_contiguous() and tensor.shape == shape[:-1]
+                kind += (tensor.dtype, fits, tensor.get_device(), tensor.is_neg())
+        for tensor in inputs[self._others :]:
+            if tensor is None:
+                kind.append(None)
+            else:
+                contiguous = tensor.is_contiguous()
+                kind += (tensor.dtype, tensor.shape, contiguous, tensor.get_device(), tensor.is_neg())
+        return tuple(kind)
+
+
+def _keep(kind: Hashable, replay: _Replay | None) -> None:
+    """Note what a call of that kind has to do, at the cost of the oldest kind where there are many."""
+    with _LEARNING:
+        if len(_KNOWN) >= MAX_KINDS and kind not in _KNOWN:
+            del _KNOWN[next(iter(_KNOWN))]
+        _KNOWN[kind] = replay
+
+
+def _repeated(outputs: Outputs) -> Iterator[tuple[int, int]]:
+    """Fields that are another field's tensor, and which."""
+    places: dict[int, int] = {}
+    for place, output in enumerate(outputs):
+        first = places.setdefault(id(output), place)
+        if output is not None and first != place:
+            yield place, first
+
+
+def _allocation(output: Output, x: Tensor, any_rows: bool) -> Allocate:
+    """What allocates a result for an x that is like this one, its number of rows excepted where that may differ."""
+    if output.as_x and not x.is_contiguous():
+        return lambda x, *_: torch.empty_like(x, dtype=output.dtype)
+    # Sizes are given one by one, if there are any: torch reads a tuple of them several times slower.
+    new = x.new_empty(0, dtype=output.dtype).new_empty
+    if output.shape is None and any_rows:
+        if not output.axes_less:
+            return lambda x, shape, leading: new(*shape)
+        return lambda x, shape, leading: new(*leading) if leading else new(())
+    sizes = output.shape_for(x)
+    return (lambda x, shape, leading: new(*sizes)) if sizes else lambda x, shape, leading: new(())
