@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 from normload.adapters.rows import parameters
-from normload.cases import Case
-from normload.result import Result
+from normload.load.cases import Case
+from normload.load.scenario import Phase, Scenario
+from normload.load.workload import Workload
+from normload.measurements.result import Result
 from normload.run import Target, run
-from normload.scenario import Phase, Scenario
-from normload.workload import Workload
 from normserve.client import DType
 
 from benchmarks.peers.others import OTHERS, Running, other

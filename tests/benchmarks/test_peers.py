@@ -3,9 +3,9 @@ import asyncio
 import httpx
 import numpy as np
 import torch
-from normload import oracle
 from normload.adapters.registry import ADAPTERS
 from normload.adapters.rows import parameters
+from normload.clients import oracle
 from normserve.client.protocol import Answer
 
 from benchmarks.peers.__main__ import SIZES, scenario
