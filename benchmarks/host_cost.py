@@ -24,12 +24,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmarks import records
-from benchmarks.cells import Cell
-from benchmarks.oracle import Oracle
-from benchmarks.problem import EPS, Problem, Results, Run, Tensors
-from benchmarks.progress import Progress
-from benchmarks.providers import available
-from benchmarks.timing import Quantiles, quantiles
+from benchmarks.harness.oracle import Oracle
+from benchmarks.harness.progress import Progress
+from benchmarks.harness.timing import Quantiles, quantiles
+from benchmarks.providers.registry import available
+from benchmarks.workload.cells import Cell
+from benchmarks.workload.problem import EPS, Problem, Results, Run, Tensors
 
 CELLS = (
     Cell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows"),

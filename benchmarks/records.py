@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks.cells import Cell, sweep_rows
-from benchmarks.suites import SWEEP_LENGTHS
-from benchmarks.timing import Quantiles
+from benchmarks.harness.timing import Quantiles
+from benchmarks.workload.cells import Cell, sweep_rows
+from benchmarks.workload.suites import SWEEP_LENGTHS
 
 COLUMNS = (
     *("gpu", "driver", "torch", "triton", "commit", "dirty"),

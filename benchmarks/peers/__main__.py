@@ -30,7 +30,8 @@ from normserve.client import DType
 
 from benchmarks.peers.others import OTHERS, Running, other
 from benchmarks.peers.table import OURS, table
-from benchmarks.serve import servers, system
+from benchmarks.serve.report import system
+from benchmarks.serve.servers import launch
 
 COLS = 1024
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
@@ -113,8 +114,8 @@ def _start(
     held = parameters(case)
     file = folder / "parameters.npz"
     np.savez(file, **held)
-    ours, _ = stack.enter_context(servers.normserve(cores, folder, held, "triton" if device == "cuda" else "torch"))
-    (plain,) = stack.enter_context(servers.plain(cores, folder, held, device))
+    ours, _ = stack.enter_context(launch.normserve(cores, folder, held, "triton" if device == "cuda" else "torch"))
+    (plain,) = stack.enter_context(launch.plain(cores, folder, held, device))
     running = {
         name: Running(Target(f"http://127.0.0.1:{served.address}{served.path}", "npy"), served.pid)
         for name, served in ((OURS, ours), (plain.name, plain))

@@ -1,8 +1,8 @@
 import pytest
 
 from benchmarks import records
-from benchmarks.cells import Cell
-from benchmarks.timing import Quantiles
+from benchmarks.harness.timing import Quantiles
+from benchmarks.workload.cells import Cell
 
 CELL = Cell("layer_norm", "forward", "plain", (4096, 8192), 0, "bfloat16", "rows")
 

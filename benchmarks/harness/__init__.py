@@ -1,0 +1,1 @@
+"""How a run goes: what is right, what is compiled ahead and in which processes, and how a call is timed."""
