@@ -113,7 +113,7 @@ def _torch_groups(problem: Problem, parameters: Parameters) -> Calls:
             "host": lambda: group_norm(x, groups, weight, bias, EPS),
             "host_autograd": lambda: group_norm(x_leaf, groups, weight_leaf, bias_leaf, EPS),
         }
-    sizes = (*x.shape[:2], x[0, 0].numel(), groups)
+    sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), groups)
     # Contiguous as `F.group_norm` and its derivative make them, which costs a copy of what is channels-last.
     _, mean, rstd = torch.native_group_norm(x.contiguous(), weight, bias, *sizes, EPS)
     backward, wanted = torch.ops.aten.native_group_norm_backward, [True] * 3

@@ -113,7 +113,7 @@ def _start(
     ((case, _),) = scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
     held = parameters(case)
     file = folder / "parameters.npz"
-    np.savez(file, **held)
+    np.savez(file, weight=held["weight"], bias=held["bias"])
     ours, _ = stack.enter_context(launch.normserve(cores, folder, held, "triton" if device == "cuda" else "torch"))
     (plain,) = stack.enter_context(launch.plain(cores, folder, held, device))
     running = {

@@ -137,6 +137,7 @@ def tutorial(problem: Problem) -> Run | None:
         return None
     if not takes(problem.x):
         return None
+    assert problem.weight is not None
     assert problem.bias is not None
     x, weight, bias = problem.x, problem.weight, problem.bias
     return Run(lambda: (layer_norm_forward(x, weight, bias, EPS),))

@@ -1,5 +1,7 @@
 """fusednorm as a provider; see `registry` for the contract."""
 
+from typing import Any
+
 import fusednorm
 
 from benchmarks.workload.problem import EPS, SEED, Problem, Results, Run, present
@@ -12,7 +14,12 @@ def ours(problem: Problem) -> Run:
         return _our_chain(problem)
     leading = (problem.x, cell.groups) if cell.groups else (problem.x,)
     parameters = (problem.weight,) if cell.op == "rms_norm" else (problem.weight, problem.bias)
-    options = {"eps": EPS, "activation": cell.spec.activation, "residual": problem.residual, **problem.of_samples}
+    options: dict[str, Any] = {
+        "eps": EPS,
+        "activation": cell.spec.activation,
+        "residual": problem.residual,
+        **problem.of_samples,
+    }
     if cell.spec.dropout:
         options |= {"dropout": cell.spec.dropout, "seed": SEED}
     forward = getattr(fusednorm, f"{cell.op}_forward")

@@ -48,6 +48,7 @@ def plain_torch(
 def _normalised(cell: Cell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     size = h.shape[-1:]
     if cell.spec.per_head:
+        assert weight is not None
         y = F.rms_norm(h, size, eps=EPS) if cell.op == "rms_norm" else F.layer_norm(h, size, eps=EPS)
         return y * weight if bias is None else y * weight + bias
     if cell.spec.norms > 1:
@@ -84,9 +85,16 @@ def compiled(problem: Problem) -> Run:
     return _differentiated(problem, lambda function: torch.compile(function, dynamic=False))
 
 
-def _y_alone(*arguments: Any, **of_samples: Tensor) -> Tensor:
+def _y_alone(
+    cell: Cell,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    **of_samples: Tensor,
+) -> Tensor:
     """y of `plain_torch`: a compiled graph that returned the residual's sum too would expect its gradient."""
-    result = plain_torch(*arguments, **of_samples)
+    result = plain_torch(cell, x, weight, bias, residual, **of_samples)
     y: Tensor = result[0] if isinstance(result, tuple) else result
     return y
 

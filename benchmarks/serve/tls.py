@@ -97,7 +97,8 @@ class Line:
         self._request = request
         self._answer = memoryview(bytearray(body_bytes + 4096))
         self.body_bytes = body_bytes
-        self.cipher = connection.cipher()[0] if isinstance(connection, ssl.SSLSocket) else ""
+        cipher = connection.cipher() if isinstance(connection, ssl.SSLSocket) else None
+        self.cipher = cipher[0] if cipher else ""
 
     def ask(self) -> memoryview:
         """Send the request and read the whole answer; its body.

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,13 +23,17 @@ from benchmarks.workload.problem import EPS
 
 Config = ForwardConfig | BackwardConfig
 
-CANDIDATES = {"forward": forward_candidates.candidates, "backward": backward_candidates.candidates}
+CANDIDATES: dict[str, Callable[[Sample, int, int], Iterator[Config]]] = {
+    "forward": forward_candidates.candidates,
+    "backward": backward_candidates.candidates,
+}
 GROUPS = 32
 ACTIVATION = "silu"
 
 
 def name_of(config: Config) -> str:
     """ForwardResident(8,3,1,0)."""
+    assert is_dataclass(config)
     return f"{type(config).__name__}({','.join(map(str, asdict(config).values()))})"
 
 
@@ -81,8 +85,7 @@ class Pass:
 
         self.x, self.dy = laid_out(), laid_out() if cell.pass_ == "backward" else None
         self.weight, self.bias = (fill(c, **options) for _ in range(2))
-        statistics = {"device": device, "dtype": torch.float32}
-        self.mean, self.rstd = (torch.empty((n, GROUPS), **statistics) for _ in range(2))
+        self.mean, self.rstd = (torch.empty((n, GROUPS), device=device, dtype=torch.float32) for _ in range(2))
         if device != "meta":
             h = self.x.float().reshape(n, GROUPS, -1)
             variance, mean = torch.var_mean(h, dim=-1, correction=0)
@@ -94,13 +97,15 @@ class Pass:
     def plan(self, config: Config) -> list[Launch]:
         """Into `results`."""
         epilogue = Epilogue(ACTIVATION)
-        inputs = (self.x, self.cell.sample, self.weight, self.bias, EPS)
+        x, sample, weight, bias = self.x, self.cell.sample, self.weight, self.bias
         if self.dy is None:
             assert isinstance(config, ForwardConfig)
-            return plan_forward(*inputs, None, epilogue, Forward(*self.results), config)
+            return plan_forward(x, sample, weight, bias, EPS, None, epilogue, Forward(*self.results), config)
         assert isinstance(config, BackwardConfig)
-        after = (self.mean, self.rstd, None, None, epilogue, Backward(*self.results), config)
-        return plan_backward(self.dy, *inputs, *after)
+        return plan_backward(
+            self.dy, x, sample, weight, bias, EPS, self.mean, self.rstd,
+            None, None, epilogue, Backward(*self.results), config,
+        )  # fmt: skip
 
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:

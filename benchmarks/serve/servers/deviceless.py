@@ -47,7 +47,7 @@ class NoDevice:
 
 
 def main() -> int:
-    settings = Settings()
+    settings = Settings(**{})
     configure_logging(settings.log_level)
     return serve(settings, create_app(settings, NoDevice))
 

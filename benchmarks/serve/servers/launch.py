@@ -142,7 +142,7 @@ def plain(
 ) -> Iterator[list[Served]]:
     """The plain FastAPI server, with malloc tuned in its favour."""
     file = folder / "parameters.npz"
-    np.savez(file, **parameters)
+    np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
     command = [sys.executable, "-m", "benchmarks.peers.plain", str(file), device]
     with process(command, cores, TUNED_MALLOC) as running:
         yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm", running.pid)]
