@@ -5,9 +5,9 @@ import pytest
 import torch
 from fusednorm.checks import FLOAT8
 
-from tests.kernels.layer_norm.test_float8 import check
+from tests.kernels.layer_norm.cases import DTYPES, make_case
+from tests.kernels.layer_norm.float8.test_passes import check
 from tests.kernels.layer_norm.test_gpu import COLS, LONG_COLS
-from tests.kernels.layer_norm.test_passes import DTYPES, make_case
 
 pytestmark = pytest.mark.gpu
 

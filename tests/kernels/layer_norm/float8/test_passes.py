@@ -11,7 +11,7 @@ from fusednorm.activations import ACTIVATIONS
 from fusednorm.checks import FLOAT8
 
 from tests.kernels.accuracy import assert_float8_close_to_oracle
-from tests.kernels.layer_norm.test_passes import DTYPES, make_case
+from tests.kernels.layer_norm.cases import DTYPES, make_case
 
 COLS = (1, 7, 64, 100, 768, 1200)
 SWEPT = 17001
