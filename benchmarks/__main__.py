@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.harness.oracle import Oracle
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.timing import Timer

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.harness.oracle import Oracle
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.timing import Quantiles, quantiles

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import records
-from benchmarks.records import OURS
+from benchmarks.harness import records
+from benchmarks.harness.records import OURS
 
 PROVIDERS = (OURS, "torch", "compile", "liger", "quack", "tutorial")
 

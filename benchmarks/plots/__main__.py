@@ -11,7 +11,7 @@ copy and the time of each shape, a bar a provider, in both layouts (`charts`).
 import argparse
 from pathlib import Path
 
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.plots.charts import charts, draw_chart
 from benchmarks.plots.series import draw, series
 

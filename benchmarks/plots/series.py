@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.plots.style import STYLES, of_machine, save
 
 Row = dict[str, str]

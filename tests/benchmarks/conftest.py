@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.harness.timing import Quantiles
 from benchmarks.workload.cells import Cell, sweep_rows
 from benchmarks.workload.problem import Problem, Tensors

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from benchmarks import records
 from benchmarks.__main__ import _providers, _shard, main, time_cell
+from benchmarks.harness import records
 from benchmarks.harness.timing import Quantiles
 from benchmarks.providers.own import ours
 from benchmarks.providers.registry import PROVIDERS

@@ -1,4 +1,4 @@
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.table import ratios, tables
 from benchmarks.workload.cells import Cell
 

@@ -1,4 +1,4 @@
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.plots.charts import charts, draw_chart
 
 

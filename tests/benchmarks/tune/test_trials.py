@@ -5,7 +5,7 @@ from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
 from benchmarks.tune.passes import Cell
 from benchmarks.tune.trials import kernels_of, time_cell
-from tests.benchmarks.fake_timer import Timer
+from tests.benchmarks.harness.fake_timer import Timer
 
 SHORT = Cell("forward", 256, "float32")
 

@@ -11,7 +11,7 @@ from benchmarks.tune_group import trials
 from benchmarks.tune_group.__main__ import LAYOUTS, SHAPES
 from benchmarks.tune_group.passes import Cell
 from benchmarks.tune_group.trials import Item, kernels_of, time_cell, time_item
-from tests.benchmarks.fake_timer import Timer
+from tests.benchmarks.harness.fake_timer import Timer
 
 SMALL = Cell("forward", (1, 64, 12), "nchw", "float32")
 

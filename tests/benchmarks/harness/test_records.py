@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks import records
+from benchmarks.harness import records
 from benchmarks.harness.timing import Quantiles
 from benchmarks.workload.cells import Cell
 
