@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp
 
 from tests.kernels.api.derivatives import FEW, assert_same, detached, second, tolerance_of, total
+from tests.kernels.api.formulas import formula
 from tests.kernels.api.norm_calls import CALLS, inputs
-from tests.kernels.formulas import formula
 
 # torch loads its formulas of forward mode through what it deprecates itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

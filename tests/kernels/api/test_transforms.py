@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from tests.kernels.api.derivatives import FEW, assert_same, detached, tolerance_of, total
+from tests.kernels.api.formulas import formula, groups
 from tests.kernels.api.norm_calls import CALLS
-from tests.kernels.formulas import formula, groups
 
 # torch loads its formulas of forward mode through what it deprecates itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
