@@ -18,14 +18,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import records
-from benchmarks.oracle import Oracle
-from benchmarks.problem import Problem, Tensors
-from benchmarks.progress import Progress
-from benchmarks.providers import PROVIDERS, Provider, available, copy
-from benchmarks.suites import SUITES, cells_of, shard
-from benchmarks.timing import Timer
-from benchmarks.warm import warm
+from benchmarks.harness import records
+from benchmarks.harness.oracle import Oracle
+from benchmarks.harness.progress import Progress
+from benchmarks.harness.timing import Timer
+from benchmarks.harness.warm import warm
+from benchmarks.providers.plain import copy
+from benchmarks.providers.registry import PROVIDERS, Provider, available
+from benchmarks.workload.problem import Problem, Tensors
+from benchmarks.workload.suites import SUITES, cells_of, shard
 
 
 def main() -> None:

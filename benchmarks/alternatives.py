@@ -24,9 +24,9 @@ from fusednorm.ops.layer_norm.table import ForwardConfig
 from fusednorm.results import Forward
 from torch import Tensor
 
-from benchmarks.problem import EPS
-from benchmarks.timing import Timer
-from benchmarks.workers import run_in_workers
+from benchmarks.harness.timing import Timer
+from benchmarks.harness.workers import run_in_workers
+from benchmarks.workload.problem import EPS
 
 GROUPS = 32
 CHOSEN = "chosen"

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmarks import records
-from benchmarks.cells import Cell
-from benchmarks.oracle import Oracle
-from benchmarks.problem import EPS, Problem, Results, Run, Tensors
-from benchmarks.progress import Progress
-from benchmarks.providers import available
-from benchmarks.timing import Quantiles, quantiles
+from benchmarks.harness import records
+from benchmarks.harness.oracle import Oracle
+from benchmarks.harness.progress import Progress
+from benchmarks.harness.timing import Quantiles, quantiles
+from benchmarks.providers.registry import available
+from benchmarks.workload.cells import Cell
+from benchmarks.workload.problem import EPS, Problem, Results, Run, Tensors
 
 CELLS = (
     Cell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows"),
@@ -113,7 +113,7 @@ def _torch_groups(problem: Problem, parameters: Parameters) -> Calls:
             "host": lambda: group_norm(x, groups, weight, bias, EPS),
             "host_autograd": lambda: group_norm(x_leaf, groups, weight_leaf, bias_leaf, EPS),
         }
-    sizes = (*x.shape[:2], x[0, 0].numel(), groups)
+    sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), groups)
     # Contiguous as `F.group_norm` and its derivative make them, which costs a copy of what is channels-last.
     _, mean, rstd = torch.native_group_norm(x.contiguous(), weight, bias, *sizes, EPS)
     backward, wanted = torch.ops.aten.native_group_norm_backward, [True] * 3

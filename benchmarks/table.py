@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import records
-from benchmarks.records import OURS
+from benchmarks.harness import records
+from benchmarks.harness.records import OURS
 
 PROVIDERS = (OURS, "torch", "compile", "liger", "quack", "tutorial")
 
@@ -44,8 +44,8 @@ def ratios(rows: Iterable[Row], provider: str) -> Iterator[str]:
     for row in rows:
         if row["provider"] == provider and row["ours"]:
             times = float(row["ours"]) / float(row["of_copy"])
-            group = (row["op"], row["pass"], row["variant"], row["layout"])
-            groups.setdefault(group, []).append((times, f"{row['shape']} {row['dtype']}"))
+            key = (row["op"], row["pass"], row["variant"], row["layout"])
+            groups.setdefault(key, []).append((times, f"{row['shape']} {row['dtype']}"))
     yield f"| operation | pass | variant | layout | cells | ours over {provider}, least | most |"
     yield "| --- " * 7 + "|"
     for group, found in groups.items():

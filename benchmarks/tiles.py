@@ -15,7 +15,7 @@ from pathlib import Path
 import fusednorm
 import torch
 
-from benchmarks.timing import Timer
+from benchmarks.harness.timing import Timer
 
 COLS = (16, 64, 128, 256, 512, 768, 1024, 1536, 3584)
 VARIANTS = {"plain": ("none", False), "silu stats": ("silu", True)}

@@ -21,16 +21,17 @@ from pathlib import Path
 
 import numpy as np
 from normload.adapters.rows import parameters
-from normload.cases import Case
-from normload.result import Result
+from normload.load.cases import Case
+from normload.load.scenario import Phase, Scenario
+from normload.load.workload import Workload
+from normload.measurements.result import Result
 from normload.run import Target, run
-from normload.scenario import Phase, Scenario
-from normload.workload import Workload
 from normserve.client import DType
 
 from benchmarks.peers.others import OTHERS, Running, other
 from benchmarks.peers.table import OURS, table
-from benchmarks.serve import servers, system
+from benchmarks.serve.report import system
+from benchmarks.serve.servers import launch
 
 COLS = 1024
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
@@ -112,9 +113,9 @@ def _start(
     ((case, _),) = scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
     held = parameters(case)
     file = folder / "parameters.npz"
-    np.savez(file, **held)
-    ours, _ = stack.enter_context(servers.normserve(cores, folder, held, "triton" if device == "cuda" else "torch"))
-    (plain,) = stack.enter_context(servers.plain(cores, folder, held, device))
+    np.savez(file, weight=held["weight"], bias=held["bias"])
+    ours, _ = stack.enter_context(launch.normserve(cores, folder, held, "triton" if device == "cuda" else "torch"))
+    (plain,) = stack.enter_context(launch.plain(cores, folder, held, device))
     running = {
         name: Running(Target(f"http://127.0.0.1:{served.address}{served.path}", "npy"), served.pid)
         for name, served in ((OURS, ours), (plain.name, plain))

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from normload.run import Target
 
-from benchmarks.serve.servers import TUNED_MALLOC, process
+from benchmarks.serve.servers.launch import TUNED_MALLOC, process
 
 _START_S = 60.0
 

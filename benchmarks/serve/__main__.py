@@ -17,13 +17,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from benchmarks.serve import scrape, servers, system
-from benchmarks.serve.closed_loop import ClosedLoop
-from benchmarks.serve.posts import COLS, make_parameters, npy, require_right
-from benchmarks.serve.programs import compiled
-from benchmarks.serve.results import Results
-from benchmarks.serve.servers import Served
-from benchmarks.serve.table import OURS, table
+from benchmarks.serve.clients.closed_loop import ClosedLoop
+from benchmarks.serve.clients.posts import COLS, make_parameters, npy, require_right
+from benchmarks.serve.programs.build import compiled
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.table import OURS, table
+from benchmarks.serve.servers import launch, scrape
+from benchmarks.serve.servers.launch import Served
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 COLUMNS = (
@@ -59,8 +60,8 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     backend = "triton" if asked.device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
         http = [
-            *stack.enter_context(servers.normserve(server_cores, folder, parameters, backend)),
-            *stack.enter_context(servers.plain(server_cores, folder, parameters, asked.device)),
+            *stack.enter_context(launch.normserve(server_cores, folder, parameters, backend)),
+            *stack.enter_context(launch.plain(server_cores, folder, parameters, asked.device)),
         ]
         for size in asked.size or SIZES:
             with results.part(size):
@@ -68,7 +69,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
                 body = npy(x)
                 for server in http:
                     _require_right(server, x, body, parameters)
-                with servers.echo(server_cores, echo, len(body)) as echoing:
+                with launch.echo(server_cores, echo, len(body)) as echoing:
                     _rounds(results, client, [*http, *echoing], size, body, asked.rounds, asked.seconds)
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from benchmarks.serve import scenarios, servers, system
-from benchmarks.serve.posts import Post, make_parameters
-from benchmarks.serve.results import Results
+from benchmarks.serve import scenarios
+from benchmarks.serve.clients.posts import Post, make_parameters
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
 from benchmarks.serve.scenarios import Measured
-from benchmarks.serve.servers import Served
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
 
 COLUMNS = ("scenario", "measure", "value", "wanted")
 
@@ -73,7 +75,7 @@ def main() -> int:
         with (
             results.part(name),
             tempfile.TemporaryDirectory() as folder,
-            servers.normserve(server_cores, Path(folder), parameters, asked.backend, options) as (server, _),
+            launch.normserve(server_cores, Path(folder), parameters, asked.backend, options) as (server, _),
         ):
             for each in uvloop.run(_played(play, server, parameters, asked.full)):
                 results.add({"scenario": name} | asdict(each))

@@ -21,11 +21,13 @@ from statistics import median
 import httpx
 import numpy as np
 
-from benchmarks.serve import posts, servers, system
-from benchmarks.serve.closed_loop import ClosedLoop
+from benchmarks.serve.clients import posts
+from benchmarks.serve.clients.closed_loop import ClosedLoop
 from benchmarks.serve.engines import engines
-from benchmarks.serve.results import Results
-from benchmarks.serve.servers import Served
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
 
 COLUMNS = (
     *("what", "nbytes", "connections", "devices", "round", "bytes_per_second", "over_one"),
@@ -106,7 +108,7 @@ def _fleet(stack: contextlib.ExitStack, folder: Path, devices: list[str], cores:
     backend = "torch" if devices[0] == "cpu" else "triton"
     options = ("--devices", ",".join(devices))
     parameters = posts.make_parameters()
-    served, _ = stack.enter_context(servers.normserve(cores, folder, parameters, backend, options))
+    served, _ = stack.enter_context(launch.normserve(cores, folder, parameters, backend, options))
     told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
     pids = {"front": served.pid} | {f"process {each['index']}": each["pid"] for each in told["processes"]}
     return _Fleet(served, pids, len(devices))

@@ -26,7 +26,7 @@ from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 
-from benchmarks.serve.results import Results
+from benchmarks.serve.report.results import Results
 
 COLUMNS = (
     *("backend", "nbytes", "in_flight", "round", "bytes_per_second", "ceiling", "of_ceiling"),

@@ -17,11 +17,12 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.serve import servers, system
-from benchmarks.serve.closed_loop import ClosedLoop
-from benchmarks.serve.posts import COLS, make_parameters, npy
-from benchmarks.serve.results import Results
-from benchmarks.serve.servers import Served
+from benchmarks.serve.clients.closed_loop import ClosedLoop
+from benchmarks.serve.clients.posts import COLS, make_parameters, npy
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
 
 #: Bytes of x and connections.
 CASES = {
@@ -60,7 +61,7 @@ def main() -> int:
             own.mkdir()
             path = ":".join(str((source / root).resolve()) for root in _SOURCES)
             over_tcp, _ = stack.enter_context(
-                servers.normserve(server_cores, own, parameters, asked.backend, environment={"PYTHONPATH": path})
+                launch.normserve(server_cores, own, parameters, asked.backend, environment={"PYTHONPATH": path})
             )
             versions.append(replace(over_tcp, name=version))
         for case in asked.case or CASES:

@@ -10,10 +10,10 @@ from statistics import median
 
 import httpx
 
-from benchmarks.serve import scrape
-from benchmarks.serve.load import Wire
-from benchmarks.serve.posts import Post
-from benchmarks.serve.servers import Served
+from benchmarks.serve.clients.posts import Post
+from benchmarks.serve.clients.wire import Wire
+from benchmarks.serve.servers import scrape
+from benchmarks.serve.servers.launch import Served
 
 _RATES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 _REFUSED_WITHIN_S = 0.020

@@ -22,10 +22,12 @@ import torch
 from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
 
-from benchmarks.serve import posts, scrape, servers, system
-from benchmarks.serve.closed_loop import ClosedLoop, Turn
-from benchmarks.serve.results import Results
-from benchmarks.serve.servers import Served
+from benchmarks.serve.clients import posts
+from benchmarks.serve.clients.closed_loop import ClosedLoop, Turn
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch, scrape
+from benchmarks.serve.servers.launch import Served
 
 COLS = 4096
 COLUMNS = (
@@ -86,12 +88,12 @@ def _servers(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend
     for name, options in (("normserve", ()), ("unbatched", ("--max-batch-requests", "1"))):
         own = folder / name
         own.mkdir()
-        over_tcp, _ = stack.enter_context(servers.normserve(cores, own, parameters, backend, options))
+        over_tcp, _ = stack.enter_context(launch.normserve(cores, own, parameters, backend, options))
         served.append(replace(over_tcp, name=name))
         url = f"http://127.0.0.1:{over_tcp.address}{over_tcp.path}"
         answer = httpx.post(url, content=body, headers={"content-type": _SAFETENSORS}, timeout=300)
         require_right(body, parameters, answer.raise_for_status().content)
-    return [*served, stack.enter_context(servers.deviceless(cores, parameters))]
+    return [*served, stack.enter_context(launch.deviceless(cores, parameters))]
 
 
 def _measure(

@@ -22,10 +22,11 @@ from statistics import median
 import numpy as np
 import trustme
 
-from benchmarks.serve import servers, system
-from benchmarks.serve.posts import COLS, make_parameters, npy, require_right
-from benchmarks.serve.results import Results
-from benchmarks.serve.servers import Served
+from benchmarks.serve.clients.posts import COLS, make_parameters, npy, require_right
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 COLUMNS = (
@@ -71,7 +72,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
             own = folder / transport
             own.mkdir()
             options = () if context is None else ("--tls-cert", str(folder / "server.pem"))
-            running = servers.normserve(server_cores, own, parameters, asked.backend, options, trust=context)
+            running = launch.normserve(server_cores, own, parameters, asked.backend, options, trust=context)
             served[transport] = stack.enter_context(running)[0]
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
@@ -96,7 +97,8 @@ class Line:
         self._request = request
         self._answer = memoryview(bytearray(body_bytes + 4096))
         self.body_bytes = body_bytes
-        self.cipher = connection.cipher()[0] if isinstance(connection, ssl.SSLSocket) else ""
+        cipher = connection.cipher() if isinstance(connection, ssl.SSLSocket) else None
+        self.cipher = cipher[0] if cipher else ""
 
     def ask(self) -> memoryview:
         """Send the request and read the whole answer; its body.

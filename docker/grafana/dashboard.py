@@ -5,111 +5,32 @@ queries, each with the text of its legend.  `$op` and `$instance` are what is ch
 """
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import (
-    BigValueColorMode,
-    BigValueGraphMode,
-    BigValueTextMode,
-    GraphDrawStyle,
-    LegendDisplayMode,
-    LegendPlacement,
-    LineStyle,
-    SortOrder,
-    StackingMode,
-    TooltipDisplayMode,
-    VisibilityMode,
-)
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
-    DataSourceRef,
-    DynamicConfigValue,
     VariableOption,
     VariableRefresh,
 )
+from panels import HERE, OPS, ROOF, SOURCE, kernel_bandwidth, lines, mean, numbers, quantile, rate
 
 TARGET = Path(__file__).parent / "dashboards/normserve.json"
-
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send")
-
-_SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
-_HERE = 'instance=~"$instance"'
-_OPS = f'{_HERE},op=~"$op"'
-_ROOF = f"max by (device) (normserve_device_copy_bandwidth_bytes_per_second{{{_HERE}}})"
-
-#: An expression and its legend.
-Query = tuple[str, str]
-
-_Panel = TypeVar("_Panel", stat.Panel, timeseries.Panel)
-
-
-def rate(metric: str, by: str, labels: str = _OPS) -> str:
-    """How fast a counter grows, by labels; altogether if there are none."""
-    return f"sum{f' by ({by}) ' if by else ''}(rate({metric}{{{labels}}}[$__rate_interval]))"
-
-
-def mean(metric: str, by: str, labels: str = _OPS) -> str:
-    """The mean of what a histogram counted."""
-    return f"{rate(f'{metric}_sum', by, labels)} / {rate(f'{metric}_count', by, labels)}"
-
-
-def quantile(share: float, metric: str, by: str, labels: str = _OPS) -> str:
-    """A quantile of what a histogram counted."""
-    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', f'le, {by}', labels)})"
-
-
-def kernel_bandwidth(by: str) -> str:
-    """Bytes over device time: the mean that weighs each launch by how long it took."""
-    return f"{rate('normserve_kernel_bytes_total', by)} / {rate('normserve_kernel_seconds_total', by)}"
-
-
-def numbers(title: str, doc: str, unit: str, queries: Sequence[Query], *, names_only: bool = False) -> stat.Panel:
-    """What holds now, in large figures."""
-    text = BigValueTextMode.NAME if names_only else BigValueTextMode.AUTO
-    panel = stat.Panel().text_mode(text).color_mode(BigValueColorMode.VALUE).graph_mode(BigValueGraphMode.NONE)
-    options = common.ReduceDataOptions().calcs(["lastNotNull"])
-    return _filled(panel.reduce_options(options).height(4), title, doc, unit, queries, instant=True)
-
-
-def lines(title: str, doc: str, unit: str, queries: Sequence[Query], *, stacked: bool = False) -> timeseries.Panel:
-    """Lines over time, or areas on top of one another; what is called a roof is dashed."""
-    legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
-    tooltip = common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)
-    stacking = common.StackingConfig().mode(StackingMode.NORMAL if stacked else StackingMode.NONE)
-    panel = timeseries.Panel().legend(legend.show_legend(True)).tooltip(tooltip).height(8)
-    panel = panel.draw_style(GraphDrawStyle.LINE).line_width(1).show_points(VisibilityMode.NEVER)
-    panel = panel.stacking(stacking.group("A")).fill_opacity(30 if stacked else 0)
-    dashes = LineStyle(fill="dash", dash=[10, 10])
-    roof = [
-        DynamicConfigValue(id_val="custom.lineStyle", value=dashes),
-        DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": "text"}),
-    ]
-    return _filled(panel, title, doc, unit, queries, instant=False).override_by_regexp("/roof/", roof)
-
-
-def _filled(panel: _Panel, title: str, doc: str, unit: str, queries: Sequence[Query], *, instant: bool) -> _Panel:
-    panel.title(title).description(doc).unit(unit).min(0).datasource(_SOURCE)
-    for letter, (expr, legend) in zip("ABCDEFGH", queries, strict=False):
-        query = prometheus.Dataquery().ref_id(letter).datasource(_SOURCE).expr(expr).legend_format(legend)
-        panel.with_target(query.instant() if instant else query.range())
-    return panel
 
 
 def overview() -> list[stat.Panel]:
     """The first row."""
-    share = f"{kernel_bandwidth('')} / scalar(max({_ROOF}))"
-    runs = f"count by (version, backend, device) (normserve_build_info{{{_HERE}}})"
+    share = f"{kernel_bandwidth('')} / scalar(max({ROOF}))"
+    runs = f"count by (version, backend, device) (normserve_build_info{{{HERE}}})"
     return [
         numbers(
             "Processes that take work",
             "Ready, of those that are scraped.",
             "short",
-            [(f"sum(normserve_ready{{{_HERE}}})", "ready"), (f"count(normserve_ready{{{_HERE}}})", "scraped")],
+            [(f"sum(normserve_ready{{{HERE}}})", "ready"), (f"count(normserve_ready{{{HERE}}})", "scraped")],
         ).span(5),
         numbers(
             "What runs",
@@ -128,7 +49,7 @@ def overview() -> list[stat.Panel]:
             "Requests in flight",
             "Admitted operations whose last byte is not out yet.",
             "short",
-            [(f"sum(normserve_inflight_requests{{{_HERE}}})", "in flight")],
+            [(f"sum(normserve_inflight_requests{{{HERE}}})", "in flight")],
         ).span(5),
     ]
 
@@ -148,7 +69,7 @@ def requests() -> list[timeseries.Panel]:
             "Errors",
             "Answered a second with 4xx or 5xx, by operation and status; 499 is a client that left.",
             "reqps",
-            [(rate(total, "op, code", f'{_OPS},code=~"[45].."'), "{{op}} {{code}}")],
+            [(rate(total, "op, code", f'{OPS},code=~"[45].."'), "{{op}} {{code}}")],
         ).span(8),
         lines(
             "Latency",
@@ -165,8 +86,8 @@ def requests() -> list[timeseries.Panel]:
 def kernels() -> list[timeseries.Panel]:
     """How near to the roof."""
     histogram = "normserve_kernel_bandwidth_bytes_per_second"
-    roof = (_ROOF, "roof of {{device}}")
-    share = f"{kernel_bandwidth('op, pass')} / scalar(max({_ROOF}))"
+    roof = (ROOF, "roof of {{device}}")
+    share = f"{kernel_bandwidth('op, pass')} / scalar(max({ROOF}))"
     return [
         lines(
             "Kernel bandwidth",
@@ -197,9 +118,9 @@ def kernels() -> list[timeseries.Panel]:
 def way() -> list[timeseries.Panel]:
     """From the socket to the device and back."""
     duration, bandwidth = "normserve_stage_duration_seconds", "normserve_request_bandwidth_bytes_per_second"
-    stages = [(mean(duration, "stage", f'{_HERE},stage="{stage}"'), "{{stage}}") for stage in STAGES]
-    transfer = f"{rate('normserve_transfer_bytes_total', 'direction', _HERE)}"
-    transfer_time = f"{rate('normserve_transfer_seconds_total', 'direction', _HERE)}"
+    stages = [(mean(duration, "stage", f'{HERE},stage="{stage}"'), "{{stage}}") for stage in STAGES]
+    transfer = f"{rate('normserve_transfer_bytes_total', 'direction', HERE)}"
+    transfer_time = f"{rate('normserve_transfer_seconds_total', 'direction', HERE)}"
     return [
         lines(
             "Where the time goes",
@@ -235,23 +156,23 @@ def load() -> list[timeseries.Panel]:
             "Admitted operations, and those of them that wait for the device.",
             "short",
             [
-                (f"sum(normserve_inflight_requests{{{_HERE}}})", "in flight"),
-                (f"sum(normserve_queue_requests{{{_HERE}}})", "waiting for the device"),
+                (f"sum(normserve_inflight_requests{{{HERE}}})", "in flight"),
+                (f"sum(normserve_queue_requests{{{HERE}}})", "waiting for the device"),
             ],
         ).span(6),
         lines(
             "Bytes in flight",
             "Bodies that admitted operations brought.",
             "bytes",
-            [(f"sum(normserve_inflight_bytes{{{_HERE}}})", "in flight")],
+            [(f"sum(normserve_inflight_bytes{{{HERE}}})", "in flight")],
         ).span(6),
         lines(
             "Requests of a launch",
             "Batches: requests that shared a launch.",
             "short",
             [
-                (mean("normserve_batch_requests", "instance", _HERE), "{{instance}} mean"),
-                (quantile(0.95, "normserve_batch_requests", "instance", _HERE), "{{instance}} p95"),
+                (mean("normserve_batch_requests", "instance", HERE), "{{instance}} mean"),
+                (quantile(0.95, "normserve_batch_requests", "instance", HERE), "{{instance}} p95"),
             ],
         ).span(6),
         lines(
@@ -259,27 +180,27 @@ def load() -> list[timeseries.Panel]:
             "Tensors that came with a launch.",
             "bytes",
             [
-                (mean("normserve_batch_bytes", "instance", _HERE), "{{instance}} mean"),
-                (quantile(0.95, "normserve_batch_bytes", "instance", _HERE), "{{instance}} p95"),
+                (mean("normserve_batch_bytes", "instance", HERE), "{{instance}} mean"),
+                (quantile(0.95, "normserve_batch_bytes", "instance", HERE), "{{instance}} p95"),
             ],
         ).span(6),
         lines(
             "Turned away",
             "A second, by reason.",
             "reqps",
-            [(rate("normserve_rejected_total", "reason", _HERE), "{{reason}}")],
+            [(rate("normserve_rejected_total", "reason", HERE), "{{reason}}")],
         ).span(8),
         lines(
             "Answered with an error",
             "A second, by cause, whatever was asked.",
             "reqps",
-            [(rate("normserve_errors_total", "cause", _HERE), "{{cause}}")],
+            [(rate("normserve_errors_total", "cause", HERE), "{{cause}}")],
         ).span(8),
         lines(
             "Clients that left",
             "A second, by the stage that their request was in.",
             "reqps",
-            [(rate("normserve_cancelled_total", "stage", _HERE), "{{stage}}")],
+            [(rate("normserve_cancelled_total", "stage", HERE), "{{stage}}")],
         ).span(8),
     ]
 
@@ -291,13 +212,13 @@ def resources() -> list[timeseries.Panel]:
             "Device memory",
             "By kind of use; of the CPU, what the process has resident.",
             "bytes",
-            [(f"sum by (kind) (normserve_device_memory_bytes{{{_HERE}}})", "{{kind}}")],
+            [(f"sum by (kind) (normserve_device_memory_bytes{{{HERE}}})", "{{kind}}")],
         ).span(6),
         lines(
             "Slabs",
             "Memory for bodies and results, lent to requests or kept for the next.",
             "bytes",
-            [(f"sum by (state) (normserve_slab_bytes{{{_HERE}}})", "{{state}}")],
+            [(f"sum by (state) (normserve_slab_bytes{{{HERE}}})", "{{state}}")],
             stacked=True,
         ).span(6),
         lines(
@@ -305,15 +226,15 @@ def resources() -> list[timeseries.Panel]:
             "Classes of requests a second that nothing foresaw, and how many are being compiled at once.",
             "short",
             [
-                (rate("normserve_compiles_total", "instance", _HERE), "{{instance}} a second"),
-                (rate("normserve_compile_seconds_total", "instance", _HERE), "{{instance}} at once"),
+                (rate("normserve_compiles_total", "instance", HERE), "{{instance}} a second"),
+                (rate("normserve_compile_seconds_total", "instance", HERE), "{{instance}} at once"),
             ],
         ).span(6),
         lines(
             "Processor time",
             "Seconds a second of the server's processes: how many cores they keep busy.",
             "short",
-            [(rate("process_cpu_seconds_total", "instance", f'job="normserve",{_HERE}'), "{{instance}}")],
+            [(rate("process_cpu_seconds_total", "instance", f'job="normserve",{HERE}'), "{{instance}}")],
         ).span(6),
     ]
 
@@ -323,7 +244,7 @@ def build() -> str:
     chosen = VariableOption(text=["All"], value=["$__all"])
     operation = dashboard.CustomVariable("op").label("operation").values(",".join(OPERATIONS)).multi(True)
     operation = operation.include_all(True).all_value(".*_norm").current(chosen)
-    instance = dashboard.QueryVariable("instance").label("server").datasource(_SOURCE).multi(True)
+    instance = dashboard.QueryVariable("instance").label("server").datasource(SOURCE).multi(True)
     instance = instance.query("label_values(normserve_ready, instance)").include_all(True).all_value(".+")
     instance = instance.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).current(chosen)
     page = dashboard.Dashboard("normserve").uid("normserve").tags(["normserve"]).editable().timezone("browser")

@@ -12,13 +12,14 @@ from typing import Any
 from normserve.client import DEFAULT_URL, ClientError
 from normserve.client.deadlines import check_timeout
 
-from normload import compare, page, report, scenario
 from normload.adapters.registry import ADAPTERS
-from normload.connection import Address
-from normload.fleet import HarnessError
-from normload.result import Result, read_result
+from normload.clients.connection import Address
+from normload.clients.fleet import HarnessError
+from normload.load import scenario
+from normload.measurements.result import Result, read_result
+from normload.measurements.slo import Objective, parse_objective
+from normload.report import compare, page, terminal
 from normload.run import SAMPLE, Target, run
-from normload.slo import Objective, parse_objective
 
 WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
@@ -48,8 +49,8 @@ def _run(options: argparse.Namespace) -> int:
     for file in (options.json, options.html):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-    console = report.terminal()
-    with report.progress(console, _stop_at_interrupt) as watcher:
+    console = terminal.console()
+    with terminal.progress(console, _stop_at_interrupt) as watcher:
         result = run(
             chosen,
             target,
@@ -58,9 +59,9 @@ def _run(options: argparse.Namespace) -> int:
             verify=options.verify,
             watcher=watcher,
         )
-    report.show(console, result)
+    terminal.show(console, result)
     outcomes = [judged(objective, result) for objective in options.slo]
-    report.show_objectives(console, outcomes)
+    terminal.show_objectives(console, outcomes)
     if options.json is not None:
         result.write(options.json)
     if options.html is not None:
@@ -98,7 +99,7 @@ def _stop_at_interrupt(stop: Callable[[], None]) -> None:
 def _compare(options: argparse.Namespace) -> int:
     before, after = read_result(options.before), read_result(options.after)
     changes = compare.compare(before, after)
-    console = report.terminal()
+    console = terminal.console()
     compare.show(console, changes)
     for sentence in compare.loads_differ(before, after):
         console.print(sentence, style="yellow", markup=False)
@@ -106,7 +107,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _scenarios(_options: argparse.Namespace) -> int:
-    console = report.terminal()
+    console = terminal.console()
     for name, description, duration_s in scenario.describe(scenario.built_in()):
         console.print(f"{name:<10} {duration_s:>5.0f} s  {description}", markup=False)
     return 0

@@ -12,15 +12,15 @@ from typing import Any
 from normserve.client import Client, RetryPolicy
 
 from normload.adapters.registry import ADAPTERS
-from normload.ceilings import Echo, is_loopback, measure_echo
-from normload.connection import Address
-from normload.fleet import Fleet
-from normload.pool import require_askable
-from normload.remarks import remarks_on
-from normload.result import PhaseResult, Result
-from normload.scenario import Phase, Scenario
-from normload.tally import FAULTS_KEPT, Tally
-from normload.worker import Progress, Setup
+from normload.clients.connection import Address
+from normload.clients.fleet import Fleet
+from normload.clients.pool import require_askable
+from normload.clients.worker import Progress, Setup
+from normload.load.scenario import Phase, Scenario
+from normload.measurements.ceilings import Echo, is_loopback, measure_echo
+from normload.measurements.remarks import remarks_on
+from normload.measurements.result import PhaseResult, Result
+from normload.measurements.tally import FAULTS_KEPT, Tally
 
 #: The part of all answers that is checked unless all are asked for.
 SAMPLE = 0.02

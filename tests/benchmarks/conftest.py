@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import records
-from benchmarks.cells import Cell, sweep_rows
-from benchmarks.problem import Problem, Tensors
-from benchmarks.timing import Quantiles
+from benchmarks.harness import records
+from benchmarks.harness.timing import Quantiles
+from benchmarks.workload.cells import Cell, sweep_rows
+from benchmarks.workload.problem import Problem, Tensors
 
 MACHINE = {"gpu": "A GPU", "driver": "1", "torch": "2", "triton": "3", "commit": "abc", "dirty": 0}
 

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.harness.oracle import Oracle
 from benchmarks.host_cost import CALLS, CELLS, calls_of, checked, host_time
-from benchmarks.oracle import Oracle
-from benchmarks.problem import Problem, Run, Tensors
+from benchmarks.workload.problem import Problem, Run, Tensors
 
 
 @pytest.mark.parametrize("provider", ["fusednorm", "torch"])

@@ -4,11 +4,12 @@ import sys
 
 import pytest
 
-from benchmarks import records
 from benchmarks.__main__ import _providers, _shard, main, time_cell
-from benchmarks.problem import Run, Tensors
-from benchmarks.providers import PROVIDERS, ours
-from benchmarks.timing import Quantiles
+from benchmarks.harness import records
+from benchmarks.harness.timing import Quantiles
+from benchmarks.providers.own import ours
+from benchmarks.providers.registry import PROVIDERS
+from benchmarks.workload.problem import Run, Tensors
 
 
 def timer(call, before=None):

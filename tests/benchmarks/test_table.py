@@ -1,6 +1,6 @@
-from benchmarks import records
-from benchmarks.cells import Cell
+from benchmarks.harness import records
 from benchmarks.table import ratios, tables
+from benchmarks.workload.cells import Cell
 
 
 def lines(*paths, long=False):

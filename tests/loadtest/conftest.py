@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from normload import oracle
-from normload.elements import narrow
-from normload.result import PhaseResult, Result
-from normload.scenario import Phase
-from normload.tally import Record, Tally
-from normload.workload import Workload
+from normload.clients import oracle
+from normload.load.elements import narrow
+from normload.load.scenario import Phase
+from normload.load.workload import Workload
+from normload.measurements.result import PhaseResult, Result
+from normload.measurements.tally import Record, Tally
 from normserve.codec import safetensors
 
 from tests.service.client.raw_server import RawServer

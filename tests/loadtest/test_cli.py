@@ -8,9 +8,10 @@ import sys
 import threading
 
 import pytest
-from normload import cli, scenario
+from normload import cli
+from normload.load import scenario
 
-from .conftest import made_result, wait_for
+from tests.loadtest.conftest import made_result, wait_for
 
 SCENARIO = """
 connections = 4

@@ -7,7 +7,7 @@ from typing import Protocol
 from normserve.client import HostTensor
 from normserve.client.protocol import Answer
 
-from normload.cases import Case
+from normload.load.cases import Case
 
 
 @dataclass(frozen=True, slots=True)

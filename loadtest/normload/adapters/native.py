@@ -7,7 +7,7 @@ from normserve.client import BackwardResult, ForwardResult, HostTensor, operatio
 from normserve.client.protocol import Answer, Call
 
 from normload.adapters import Exchange
-from normload.cases import Case
+from normload.load.cases import Case
 
 _Result = ForwardResult[HostTensor] | BackwardResult[HostTensor]
 

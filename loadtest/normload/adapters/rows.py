@@ -18,8 +18,8 @@ from normserve.memory.host_tensors import DType
 from numpy.typing import NDArray
 
 from normload.adapters import Exchange
-from normload.cases import Case
-from normload.elements import widen
+from normload.load.cases import Case
+from normload.load.elements import widen
 
 _NPY = "application/x-npy"
 _LENGTH_HEADER = "Inference-Header-Content-Length"

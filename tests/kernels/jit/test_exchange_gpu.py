@@ -8,7 +8,7 @@ from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 
-from tests.kernels.layer_norm.test_passes import check_backward, check_forward, make_case
+from tests.kernels.layer_norm.cases import check_backward, check_forward, make_case
 from tests.kernels.on_gpu import on_streams_of_their_own
 
 pytestmark = pytest.mark.gpu

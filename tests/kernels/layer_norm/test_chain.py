@@ -12,7 +12,7 @@ from fusednorm import KernelInputError, UnsupportedShapeError, layer_norm_chain
 from fusednorm.reference import chain as reference_chain
 
 from tests.kernels.accuracy import assert_close_to_oracle
-from tests.kernels.layer_norm.test_passes import DTYPES
+from tests.kernels.layer_norm.cases import DTYPES
 
 COLS = (1, 7, 64, 100, 768, 1200)
 SWEPT = 17001

@@ -4,9 +4,9 @@ import pytest
 import torch
 from fusednorm import layer_norm_chain
 
+from tests.kernels.layer_norm.cases import DTYPES
 from tests.kernels.layer_norm.test_chain import check, make_chain
 from tests.kernels.layer_norm.test_gpu import COLS, LONG_COLS
-from tests.kernels.layer_norm.test_passes import DTYPES
 
 pytestmark = pytest.mark.gpu
 

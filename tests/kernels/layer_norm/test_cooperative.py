@@ -17,7 +17,7 @@ from fusednorm.ops.layer_norm import choice
 from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
 from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 
-from tests.kernels.layer_norm.test_passes import check_backward, check_forward, make_case
+from tests.kernels.layer_norm.cases import check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU programs wait for one another")
 

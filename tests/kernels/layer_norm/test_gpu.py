@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 
-from tests.kernels.layer_norm.test_passes import DTYPES, Case, check_backward, check_forward, make_case
+from tests.kernels.layer_norm.cases import DTYPES, Case, check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,160 @@
+"""What is right: every element of every result against float64, before anything is timed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from fusednorm import reference
+from fusednorm.checks import FLOAT8
+from fusednorm.dropout import dropout_threshold
+from fusednorm.reference.chain import layer_norm_chain
+from fusednorm.reference.dropout import philox_words
+from fusednorm.reference.float8 import quantised_rows
+from torch import Tensor
+
+from benchmarks.workload.problem import EPS, SEED, Problem, Results, Run, present
+
+_PART_NUMEL = 1 << 24
+
+_FLOAT8_ROUNDING = 2.0**-4
+"""Of an element: half a step of float8_e4m3fn's three bits; what is subnormal is far below the tolerance."""
+
+
+class WrongResultError(ValueError):
+    """A provider's result is further from the exact one than rounding explains."""
+
+
+class Oracle:
+    """The exact results of a problem, computed once unless a provider draws a dropout mask of its own."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._exact: Results | None = None
+
+    def error(self, run: Run) -> float:
+        """Largest absolute error of the first result, y or dx.
+
+        Raises:
+            WrongResultError: a result is missing or wrong.
+        """
+        if run.before is not None:
+            run.before()
+        results = run.call()
+        exact = self._exact_for(run, results)
+        if len(results) != len(exact):
+            raise WrongResultError(f"{len(exact)} results expected, got {len(results)}")
+        errors = [self._checked(index, right, results) for index, right in enumerate(exact)]
+        return errors[0]
+
+    def _checked(self, index: int, exact: Tensor, results: Results) -> float:
+        """The largest error of one result, if rounding explains it."""
+        actual = results[index].double()
+        is_float8 = results[index].dtype == FLOAT8
+        if is_float8:
+            actual *= results[-1].double().unsqueeze(-1)
+        error = actual.sub_(exact).abs_()
+        largest = float(error.max())
+        beyond = float((error - exact.abs() * _FLOAT8_ROUNDING).max()) if is_float8 else largest
+        if not beyond <= self._tolerance(index, exact):
+            raise WrongResultError(f"result {index} is wrong by {largest:.3g}")
+        return largest
+
+    def _exact_for(self, run: Run, results: Results) -> Results:
+        if run.keep is not None:
+            keep = run.keep(results)
+            self._check_rate(keep)
+            return exact_results(self._problem, keep)
+        if self._exact is None:
+            self._exact = exact_results(self._problem)
+        return self._exact
+
+    def _check_rate(self, keep: Tensor) -> None:
+        p = self._problem.cell.spec.dropout
+        kept = float(keep.sum(dtype=torch.float64)) / keep.numel()
+        if not abs(kept - (1 - p)) <= 6 * (p * (1 - p) / keep.numel()) ** 0.5:
+            raise WrongResultError(f"dropout of {p} kept {kept:.4f}")
+
+    def _tolerance(self, index: int, exact: Tensor) -> float:
+        """Rounding to x's dtype, with room for a peer that rounds in between; a long float32 sum adds its own."""
+        x, spec = self._problem.x, self._problem.cell.spec
+        relative = 8 * torch.finfo(x.dtype).eps
+        if self._problem.cell.pass_ == "backward" and index > 0:
+            relative += torch.finfo(torch.float32).eps * (x.numel() / exact.numel()) ** 0.5
+        is_scale = spec.out_dtype == FLOAT8 and index == 1
+        return relative * max(0.0 if is_scale else 1.0, float(exact.abs().max()))
+
+
+def exact_results(problem: Problem, keep: Tensor | None = None) -> Results:
+    """The results of `Run.call` in float64, taken part by part to bound the memory; y of float8 as it is before.
+
+    Args:
+        keep: what dropout kept, bool like x; the mask that fusednorm defines when None.
+    """
+    if problem.cell.pass_ == "forward":
+        parts = [_forward(problem, part, keep) for part in _parts(problem.x)]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    parts = [_backward(problem, part, keep) for part in _parts(problem.x)]
+    of_parts, *gradients = zip(*parts, strict=True)
+    dx = torch.cat(of_parts)
+    dresidual = (dx,) if problem.cell.spec.has_dresidual(problem.x.dtype) else ()
+    count = len(gradients) - len(problem.of_samples)
+    of_all = (torch.stack(gradient).sum(0) for gradient in gradients[:count])
+    return (dx, *of_all, *map(torch.cat, gradients[count:]), *dresidual)
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    """Slices of rows or samples, one at least."""
+    step = max(1, _PART_NUMEL // (x.numel() // x.shape[0]))
+    return (slice(start, min(start + step, x.shape[0])) for start in range(0, x.shape[0], step))
+
+
+def _forward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
+    if problem.cell.spec.norms > 1:
+        x, *parameters = _inputs(problem, part)
+        return (layer_norm_chain(x, *parameters, eps=EPS, precision=torch.float64),)
+    forward = getattr(reference, f"{problem.cell.op}_forward")
+    y: Tensor = forward(*_inputs(problem, part), **_options(problem, part)).y
+    if problem.cell.spec.dropout:
+        y = y * _dropout_factors(problem, part, keep)
+    if problem.cell.spec.out_dtype == FLOAT8:
+        return y, quantised_rows(y)[1]
+    if problem.residual is None:
+        return (y,)
+    return y, problem.x[part].double() + problem.residual[part].double()
+
+
+def _backward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
+    backward = getattr(reference, f"{problem.cell.op}_backward")
+    dy = problem.dy[part].double()
+    if problem.cell.spec.dropout:
+        dy = dy * _dropout_factors(problem, part, keep)
+    result = backward(dy, *_inputs(problem, part), **_options(problem, part))
+    return present((result.dx, result.dweight, result.dbias, result.dscale, result.dshift))
+
+
+def _inputs(problem: Problem, part: slice) -> tuple[Any, ...]:
+    """x, the groups and the parameters, wide, so that what comes back is not rounded."""
+    groups = (problem.cell.groups,) if problem.cell.groups else ()
+    parameters = (tensor.double() for tensor in present((problem.weight, problem.bias)))
+    return (problem.x[part].double(), *groups, *parameters)
+
+
+def _options(problem: Problem, part: slice) -> dict[str, Any]:
+    """Dropout is left out: a part does not know the index of its first row, on which the mask depends."""
+    residual = None if problem.residual is None else problem.residual[part].double()
+    of_samples = {name: tensor[part].double() for name, tensor in problem.of_samples.items()}
+    return {"eps": EPS, "activation": problem.cell.spec.activation, "residual": residual, **of_samples}
+
+
+def _dropout_factors(problem: Problem, part: slice, keep: Tensor | None) -> Tensor:
+    p = problem.cell.spec.dropout
+    kept = keep_of_seed(problem.x, part, p) if keep is None else keep[part]
+    return kept.double() / (1.0 - p)
+
+
+def keep_of_seed(x: Tensor, part: slice, p: float) -> Tensor:
+    """What fusednorm's dropout of x [rows, cols] with `SEED` keeps of the rows in `part`."""
+    row = torch.arange(part.start, part.stop, device=x.device)[:, None]
+    quad = torch.arange(-(-x.shape[1] // 4), device=x.device)[None, :]
+    words = torch.stack(philox_words(SEED, row, quad), dim=-1).flatten(1)
+    return words[:, : x.shape[1]] >= dropout_threshold(p)

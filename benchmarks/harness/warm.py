@@ -1,0 +1,45 @@
+"""Compiles what a benchmark will run, ahead and in parallel, into the caches on disk.
+
+Inductor's, Triton's and QuACK's caches are keyed by what is compiled, shapes among it, so each item is run once as
+it will be timed.  Inductor would also choose among configurations by timing them, and remember; beside other
+workers that is noise, so it remembers nothing here and chooses again, alone, in the benchmark itself.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+
+import torch
+import triton
+
+from benchmarks.harness.workers import run_in_workers
+from benchmarks.providers.registry import PROVIDERS
+from benchmarks.workload.cells import Cell
+from benchmarks.workload.problem import Problem, Tensors
+
+
+def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> None:
+    """Run every provider of every cell once, on most processors at a time, for `seconds` at most."""
+    # Inductor moves Triton's cache as soon as it is used, unless the place has been named.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+    work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
+    began = time.monotonic()
+    taken = run_in_workers(run_once, work, max(1, (os.cpu_count() or 2) - 2), seconds)
+    took = time.monotonic() - began
+    print(f"compiling ahead: {taken} of {len(work)} begun, failures above, {took:.0f} s", file=sys.stderr)
+
+
+def run_once(item: tuple[Cell, str]) -> None:
+    """Run one provider of one cell, which compiles what it needs."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    config.autotune_local_cache = False
+    cell, provider = item
+    run = PROVIDERS[provider](Problem(cell, Tensors()))
+    if run is not None:
+        run.call()
+        torch.cuda.synchronize()
+        del run
+    torch.cuda.empty_cache()

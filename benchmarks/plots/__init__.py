@@ -1,0 +1,1 @@
+"""Benchmarks' CSVs as plots."""

@@ -1,0 +1,33 @@
+"""Benchmarks' CSVs as plots.
+
+    python -m benchmarks.plots benchmarks/results/plain.csv [more.csv ...] --out docs/plots
+
+One PNG for each operation, pass, variant and dtype.  Of rows, GB/s against the row length, a line a provider, the
+copy's own rate above them: of the sweep with x of 256 MiB, and of every series with the same number of rows.  Rows
+of an odd number of elements, which no vector access fits, are left to the tables.  Of groups, the fraction of a
+copy and the time of each shape, a bar a provider, in both layouts (`charts`).
+"""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.harness import records
+from benchmarks.plots.charts import charts, draw_chart
+from benchmarks.plots.series import draw, series
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = records.read(arguments.csv)
+    plots = [(draw, *plot) for plot in series(rows)] + [(draw_chart, *chart) for chart in charts(rows)]
+    for draw_one, stem, title, of_plot in plots:
+        draw_one(of_plot, title, arguments.out / f"{stem}.png")
+        print(arguments.out / f"{stem}.png")
+
+
+if __name__ == "__main__":
+    main()

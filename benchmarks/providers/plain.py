@@ -1,0 +1,146 @@
+"""Torch as a provider, as it stands and compiled, and the copy; see `registry` for the contract."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from fusednorm.checks import FLOAT8
+from fusednorm.reference.float8 import LARGEST, SMALLEST_SCALE
+from torch import Tensor
+
+from benchmarks.workload.cells import Cell
+from benchmarks.workload.problem import EPS, SEED, Problem, Results, Run
+
+
+def plain_torch(
+    cell: Cell,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Any:
+    """The operation as one writes it in torch: y, (y, h) with a residual, or (y, scale) in float8.
+
+    A residual stream that is wider than x is rounded before the norm, as models that keep one do.
+    """
+    h = x if residual is None else x + residual
+    y = _normalised(cell, h.to(x.dtype), weight, bias)
+    if scale is not None and shift is not None:
+        of_channels = (*scale.shape, *[1] * (x.ndim - 2))
+        y = y * (1 + scale.view(of_channels)) + shift.view(of_channels)
+    match cell.spec.activation:
+        case "relu":
+            y = F.relu(y)
+        case "silu":
+            y = F.silu(y)
+        case "gelu_tanh":
+            y = F.gelu(y, approximate="tanh")
+    if cell.spec.dropout:
+        y = F.dropout(y, cell.spec.dropout)
+    if cell.spec.out_dtype == FLOAT8:
+        return _quantised(y)
+    return y if residual is None else (y, h)
+
+
+def _normalised(cell: Cell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    size = h.shape[-1:]
+    if cell.spec.per_head:
+        assert weight is not None
+        y = F.rms_norm(h, size, eps=EPS) if cell.op == "rms_norm" else F.layer_norm(h, size, eps=EPS)
+        return y * weight if bias is None else y * weight + bias
+    if cell.spec.norms > 1:
+        assert weight is not None
+        assert bias is not None
+        for norm_weight, norm_bias in zip(weight.unbind(), bias.unbind(), strict=True):
+            h = F.layer_norm(h, size, norm_weight, norm_bias, EPS)
+        return h
+    if cell.op == "rms_norm":
+        return F.rms_norm(h, size, weight, EPS)
+    if cell.op == "layer_norm":
+        return F.layer_norm(h, size, weight, bias, EPS)
+    return F.group_norm(h, cell.groups, weight, bias, EPS)
+
+
+def _quantised(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in float8, and the scale of each."""
+    y = y.float()
+    scale = (y.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE)
+    return (y / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale.squeeze(-1)
+
+
+def eager(problem: Problem) -> Run:
+    """`plain_torch` as it stands."""
+    return _differentiated(problem, lambda function: function)
+
+
+def compiled(problem: Problem) -> Run:
+    """`plain_torch` under torch.compile, for this shape alone; the compiler leaves no processes beside it."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    torch.compiler.reset()
+    return _differentiated(problem, lambda function: torch.compile(function, dynamic=False))
+
+
+def _y_alone(
+    cell: Cell,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    **of_samples: Tensor,
+) -> Tensor:
+    """y of `plain_torch`: a compiled graph that returned the residual's sum too would expect its gradient."""
+    result = plain_torch(cell, x, weight, bias, residual, **of_samples)
+    y: Tensor = result[0] if isinstance(result, tuple) else result
+    return y
+
+
+def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Run:
+    """The pass through autograd: the backward graph is kept, so that it alone is timed."""
+    cell = problem.cell
+    if cell.pass_ == "forward":
+        function = prepare(plain_torch)
+
+        def forward() -> Results:
+            with torch.no_grad():
+                result = function(
+                    cell, problem.x, problem.weight, problem.bias, problem.residual, **problem.of_samples
+                )
+            return result if isinstance(result, tuple) else (result,)
+
+        return Run(forward, keep=(lambda results: results[0] != 0) if cell.spec.dropout else None)
+
+    normalise = prepare(_y_alone)
+
+    def graph(tensors: dict[str, Tensor], residual: Tensor | None) -> tuple[Tensor, Results]:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+        if residual is not None and cell.spec.has_dresidual(problem.x.dtype):
+            residual = leaves["residual"] = residual.detach().requires_grad_()
+        torch.manual_seed(SEED)
+        of_samples = {name: leaves[name] for name in cell.spec.roles_of_samples}
+        y = normalise(cell, leaves["x"], leaves.get("weight"), leaves.get("bias"), residual, **of_samples)
+        return y, tuple(leaves.values())
+
+    named = {"x": problem.x, "weight": problem.weight, "bias": problem.bias, **problem.of_samples}
+    inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
+    y, leaves = graph(inputs, problem.residual)
+    mask = None
+    if cell.spec.dropout:
+        # Of ones everywhere y is not 0 but where the same mask makes it 0.
+        ones = {name: torch.ones_like(tensor) for name, tensor in inputs.items()}
+        residual = None if problem.residual is None else torch.ones_like(problem.residual)
+        mask = graph(ones, residual)[0].detach() != 0
+    return Run(
+        lambda: torch.autograd.grad(y, leaves, problem.dy, retain_graph=True),
+        keep=None if mask is None else lambda _: mask,
+    )
+
+
+def copy(problem: Problem) -> Run:
+    """The roof: a copy of x."""
+    target = torch.empty_like(problem.x)
+    return Run(lambda: (target.copy_(problem.x),))

@@ -1,0 +1,57 @@
+"""The client in C: connections that each send a request again as soon as it is answered."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.serve.programs.build import compiled
+from benchmarks.serve.servers.launch import Served
+
+# Longer than a turn and its last answers: a server that does not answer ends the part, not the run.
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What came of a turn.
+
+    Attributes:
+        per_second: answers a second, of all connections together.
+        p50_s: median time of one.
+        client_cores: how many cores the client kept busy.
+    """
+
+    per_second: float
+    p50_s: float
+    client_cores: float
+
+
+class ClosedLoop:
+    """The compiled client, on cores of its own."""
+
+    def __init__(self, folder: Path, cores: set[int]) -> None:
+        self._program = compiled(folder, "client")
+        self._request = folder / "request"
+        self._cores = cores
+
+    def turn(self, server: Served, content_type: str, body: bytes, seconds: float, connections: int = 1) -> Turn:
+        """Have a server answer the same request for so long; a server without a path echoes the body.
+
+        Raises:
+            subprocess.SubprocessError: an answer was not 200, or did not come.
+        """
+        head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
+        self._request.write_bytes(
+            (f"{head}Content-Length: {len(body)}\r\n\r\n".encode() if server.path else b"") + body
+        )
+        kind = "http" if server.path else "raw"
+        said = subprocess.run(
+            [self._program, kind, server.address, self._request, str(seconds), str(connections)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=seconds + _PATIENCE_S,
+            preexec_fn=lambda: os.sched_setaffinity(0, self._cores),
+        )
+        return Turn(*map(float, said.stdout.split()))

@@ -1,0 +1,79 @@
+"""Requests, and what their answers must be."""
+
+import io
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from benchmarks.serve.clients.wire import Answered, Wire
+
+COLS = 1024
+
+# Answers up to here are compared whole.
+_WHOLE_BYTES, _WINDOW_BYTES = 4 * 2**20, 2**20
+
+# In float32, of values up to about ten; as in the tests of the CUDA backend.
+_ATOL = 3e-5
+
+
+def make_parameters(cols: int = COLS) -> dict[str, np.ndarray]:
+    """The registered layer's weight and bias."""
+    random_numbers = np.random.default_rng(0)
+    return {name: random_numbers.standard_normal(cols, dtype=np.float32) for name in ("weight", "bias")}
+
+
+def npy(x: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, x)
+    return file.getvalue()
+
+
+def require_right(x: np.ndarray, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
+    """Raises: AssertionError: the answer is not LayerNorm of x, within what sums in another order may differ by."""
+    got = torch.from_numpy(np.load(io.BytesIO(answer)))
+    torch.testing.assert_close(got, expected(x, parameters).float(), rtol=1e-5, atol=_ATOL)
+
+
+def expected(x: np.ndarray, parameters: Mapping[str, np.ndarray]) -> torch.Tensor:
+    """LayerNorm of x in float64."""
+    weight, bias = (torch.from_numpy(parameters[name]).double() for name in ("weight", "bias"))
+    return torch.nn.functional.layer_norm(torch.from_numpy(x).double(), weight.shape, weight, bias)
+
+
+class Post:
+    """LayerNorm of float32 rows with the registered layer; its answers are compared, the first with torch's.
+
+    A row's bits do not depend on its company, so all other answers must be the first one's, byte for byte.  Of long
+    ones a window is compared, each time another: the client must not be what limits.
+    """
+
+    def __init__(self, path: str, nbytes: int, parameters: Mapping[str, np.ndarray]) -> None:
+        self._x = np.random.default_rng(nbytes).standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
+        self._parameters = parameters
+        self._right: bytes | None = None
+        self._window = 0
+        self.body = npy(self._x)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npy\r\n"
+        self.head = f"{head}Content-Length: {len(self.body)}\r\n".encode()
+
+    async def by(self, wire: Wire, *, waits_for_leave: bool = False) -> Answered:
+        """Send it and check the answer, if it is one."""
+        answered = await wire.ask(self.head, self.body, waits_for_leave=waits_for_leave)
+        if answered.status == 200:
+            self.check(answered.body)
+        return answered
+
+    def check(self, answer: bytearray) -> None:
+        """Raises: AssertionError: it is not what it must be."""
+        if self._right is None:
+            self._right = bytes(answer)
+            require_right(self._x, self._parameters, self._right)
+        assert len(answer) == len(self._right), "an answer is of another length than the first one"
+        start = self._window
+        if len(answer) <= _WHOLE_BYTES:
+            right = answer == self._right
+        else:
+            right = answer[start : start + _WINDOW_BYTES] == self._right[start : start + _WINDOW_BYTES]
+            self._window = (start + _WINDOW_BYTES) % len(answer)
+        assert right, "an answer differs from the first one to the same request"

@@ -1,0 +1,1 @@
+"""Programs in C: a client in a closed loop, and an echo."""

@@ -1,0 +1,42 @@
+"""What a run has found so far."""
+
+import contextlib
+import csv
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.serve.report import system
+
+
+class Results:
+    """A CSV that is written row by row, by parts of which one may fail without the others.
+
+    Attributes:
+        rows: as they were added.
+        exit_code: 1 once a part has failed.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.rows: list[Mapping[str, object]] = []
+        self.exit_code = 0
+        self._machine = system.described()
+        self._path = path
+        self._columns = (*system.COLUMNS, *columns)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writeheader()
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Write a row; what it was measured on goes before it."""
+        self.rows.append(row)
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writerow(self._machine | dict(row))
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Something that may fail by itself: it is said, and the run goes on."""
+        try:
+            yield
+        except Exception:
+            self.exit_code = 1
+            print(f"{name} failed:\n{traceback.format_exc()}", flush=True)

@@ -1,0 +1,56 @@
+"""normserve with a device that answers at once: what a request costs besides its device.
+
+usage: python -m benchmarks.serve.servers.deviceless
+Takes its settings from the environment, as `normserve serve` does.
+"""
+
+import sys
+from collections.abc import Mapping
+
+from normserve.backends.base import ONE_AT_A_TIME
+from normserve.errors import NormserveError
+from normserve.http.app import create_app
+from normserve.jobs.device import DeviceInfo
+from normserve.jobs.job import Batch, Execution, NormJob, Op
+from normserve.logs.configuration import configure_logging
+from normserve.memory.host_tensors import HostTensor
+from normserve.process.server import serve
+from normserve.settings import Settings
+
+
+class NoDevice:
+    """Gives x for y, on the thread that asks."""
+
+    name = "none"
+    depth = ONE_AT_A_TIME
+    inline_bytes = 2**62
+    compiled = None
+
+    def start(self) -> DeviceInfo:
+        return DeviceInfo(name="none", kind="none", copy_bandwidth=0.0, versions={})
+
+    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
+        return None
+
+    def run(self, batch: Batch) -> Execution:
+        outputs = tuple({"y": job.x} for job in batch.jobs)
+        return Execution(outputs, tuple(2 * job.nbytes for job in batch.jobs), 0.0, 0.0, 0.0)
+
+    def compile(self, job: NormJob) -> None:
+        """There is nothing to compile."""
+
+    def translate(self, error: Exception) -> NormserveError | None:
+        return None
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {}
+
+
+def main() -> int:
+    settings = Settings(**{})
+    configure_logging(settings.log_level)
+    return serve(settings, create_app(settings, NoDevice))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

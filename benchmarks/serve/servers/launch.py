@@ -1,0 +1,155 @@
+"""The servers of a run."""
+
+import contextlib
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import httpx
+import numpy as np
+from normserve.client import Client
+
+LAYER = "bench"
+
+# glibc gives memory above the first back to the kernel at each free, and faults it in again at the next request.
+TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+
+
+# A cold start compiles every kernel that the configuration foresees.
+_START_S = 420.0
+# Longer than a drain.
+_END_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server as the client reaches it.
+
+    Attributes:
+        address: a port, or the path of a socket.
+        path: of the URL; empty for a server that speaks no HTTP.
+        pid: of its process.
+    """
+
+    name: str
+    address: str
+    path: str
+    pid: int
+
+
+@contextlib.contextmanager
+def process(command: list[str], cores: set[int], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process on these cores, ended on leaving."""
+
+    def pin() -> None:
+        os.sched_setaffinity(0, cores)
+
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        preexec_fn=pin,
+        start_new_session=True,
+    )
+    try:
+        yield running
+    finally:
+        running.terminate()
+        try:
+            running.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+        # Some servers leave processes of theirs behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        assert running.stdout is not None
+        running.stdout.close()
+
+
+def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None]) -> str:
+    """What the first line says that says anything."""
+    assert running.stdout is not None
+    late = threading.Timer(_START_S, running.kill)
+    late.start()
+    try:
+        for line in running.stdout:
+            if found := matches(line):
+                return found
+    finally:
+        late.cancel()
+    raise RuntimeError(f"the server ended before it was ready, or was not after {_START_S:g} s")
+
+
+@contextlib.contextmanager
+def normserve(
+    cores: set[int],
+    folder: Path,
+    parameters: Mapping[str, np.ndarray],
+    backend: str,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    trust: ssl.SSLContext | None = None,
+) -> Iterator[list[Served]]:
+    """normserve over TCP and over a Unix domain socket, with a registered layer.
+
+    Args:
+        trust: of its clients, where the options give it a certificate.
+    """
+    uds = folder / "normserve.sock"
+    command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
+    unbuffered = {"PYTHONUNBUFFERED": "1", **environment}
+    with process([*command, "--log-level", "warning", *options], cores, unbuffered) as running:
+        served = _with_layer("normserve", running, parameters, trust)
+        yield [served, replace(served, name="normserve-uds", address=str(uds))]
+
+
+@contextlib.contextmanager
+def deviceless(cores: set[int], parameters: Mapping[str, np.ndarray]) -> Iterator[Served]:
+    """The same server with nothing behind it."""
+    environment = {"PYTHONUNBUFFERED": "1", "NORMSERVE_PORT": "0", "NORMSERVE_LOG_LEVEL": "warning"}
+    with process([sys.executable, "-m", "benchmarks.serve.servers.deviceless"], cores, environment) as running:
+        yield _with_layer("deviceless", running, parameters)
+
+
+def _with_layer(
+    name: str,
+    running: subprocess.Popen[str],
+    parameters: Mapping[str, np.ndarray],
+    trust: ssl.SSLContext | None = None,
+) -> Served:
+    """A normserve once it is ready and knows the layer."""
+    url = _first(
+        running, lambda line: found[1] if (found := re.search(r"POST .* (https?://\S+?)/v1", line)) else None
+    )
+    with Client(url, timeout_s=_START_S, verify=trust or True) as client:
+        client.put_layer(LAYER, "layer_norm", parameters["weight"], parameters["bias"])
+    return Served(name, str(httpx.URL(url).port), f"/v1/layer_norm?layer={LAYER}", running.pid)
+
+
+@contextlib.contextmanager
+def plain(
+    cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], device: str
+) -> Iterator[list[Served]]:
+    """The plain FastAPI server, with malloc tuned in its favour."""
+    file = folder / "parameters.npz"
+    np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
+    command = [sys.executable, "-m", "benchmarks.peers.plain", str(file), device]
+    with process(command, cores, TUNED_MALLOC) as running:
+        yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm", running.pid)]
+
+
+@contextlib.contextmanager
+def echo(cores: set[int], program: Path, nbytes: int) -> Iterator[list[Served]]:
+    """The raw echo of messages of one length."""
+    with process([str(program), str(nbytes)], cores, {}) as running:
+        yield [Served("echo", _first(running, str.strip), "", running.pid)]

@@ -1,0 +1,72 @@
+"""What tuning a LayerNorm pass runs: a cell's tensors, and its launches under a configuration."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fusednorm import traffic
+from fusednorm.launch.launch import Launch, run
+from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
+from fusednorm.results import Backward, Forward
+
+from benchmarks.workload.cells import sweep_rows
+from benchmarks.workload.problem import EPS
+
+Config = ForwardConfig | BackwardConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One pass over rows of one length; as many as make x 256 MiB unless `rows` says how many."""
+
+    pass_: str
+    cols: int
+    dtype: str
+    rows: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
+
+
+class Pass:
+    """The tensors of a cell, and its launches under a configuration."""
+
+    def __init__(self, cell: Cell, device: str) -> None:
+        rows, cols = cell.rows or sweep_rows(cell.cols, cell.dtype), cell.cols
+        options: dict[str, Any] = {"device": device, "dtype": getattr(torch, cell.dtype)}
+        fill = torch.empty if device == "meta" else torch.randn
+        self._pass = cell.pass_
+        self.x, self.dy = (fill(rows, cols, **options) for _ in range(2))
+        self.weight, self.bias = (fill(cols, **options) for _ in range(2))
+        self.mean, self.rstd = torch.zeros(rows, device=device), torch.ones(rows, device=device)
+        shapes = (self.x,) if cell.pass_ == "forward" else (self.x, self.weight, self.bias)
+        self.results = tuple(map(torch.empty_like, shapes))
+
+    def plan(self, config: Config | None = None) -> list[Launch]:
+        """Into `results`; under the table's own choice when None."""
+        if self._pass == "forward":
+            assert config is None or isinstance(config, ForwardConfig)
+            out = Forward(*self.results)
+            return plan_forward(ForwardCall(x=self.x, weight=self.weight, bias=self.bias, eps=EPS, out=out), config)
+        assert config is None or isinstance(config, BackwardConfig)
+        call = BackwardCall(
+            dy=self.dy, x=self.x, weight=self.weight, bias=self.bias, eps=EPS, mean=self.mean, rstd=self.rstd,
+            out=Backward(*self.results),
+        )  # fmt: skip
+        return plan_backward(call, config)
+
+    def run(self, plan: Iterable[Launch]) -> None:
+        """Make the launches of a plan."""
+        run(self.x.device, plan)
+
+    @property
+    def min_bytes(self) -> int:
+        """The fewest bytes that the pass must move."""
+        fewest = traffic.forward_bytes if self._pass == "forward" else traffic.backward_bytes
+        return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())

@@ -1,0 +1,62 @@
+"""What is timed: one cell is one pass of one operation over one shape, dtype and layout."""
+
+from dataclasses import dataclass
+
+from benchmarks.workload.variants import VARIANTS, Variant
+
+X_BYTES = 256 << 20
+"""Bytes of x in a sweep over row lengths; cells that name their rows are outside such a sweep."""
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row of the benchmark for each provider.
+
+    Attributes:
+        op: layer_norm, rms_norm or group_norm.
+        pass_: forward or backward (backward with statistics saved, and the gradients of the parameters).
+        variant: a name in `VARIANTS`.
+        shape: (rows, cols), (tokens, heads, cols), or (n, c, *spatial) whatever the layout.
+        groups: num_groups of group_norm, 0 elsewhere.
+        dtype: of x, y and the parameters.
+        layout: rows, heads, nchw or nhwc.
+    """
+
+    op: str
+    pass_: str
+    variant: str
+    shape: tuple[int, ...]
+    groups: int
+    dtype: str
+    layout: str
+
+    @property
+    def spec(self) -> Variant:
+        """What the variant's name stands for."""
+        return VARIANTS[self.variant]
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Of weight and of bias."""
+        if self.groups:
+            return self.shape[1:2]
+        if self.spec.per_head:
+            return self.shape[-2:]
+        return self.shape[-1:] if self.spec.norms == 1 else (self.spec.norms, self.shape[-1])
+
+    @property
+    def shape_name(self) -> str:
+        """4096x8192, 32768x32x128, or 8x512x64x64g32."""
+        return "x".join(map(str, self.shape)) + (f"g{self.groups}" if self.groups else "")
+
+    @property
+    def name(self) -> str:
+        """layer_norm forward plain 4096x8192 bfloat16 rows."""
+        return f"{self.op} {self.pass_} {self.variant} {self.shape_name} {self.dtype} {self.layout}"
+
+
+def sweep_rows(cols: int, dtype: str) -> int:
+    """Rows of an x of `X_BYTES`, or its tokens if a token has `cols` elements in all."""
+    return max(1, X_BYTES // ITEMSIZE[dtype] // cols)

@@ -1,0 +1,107 @@
+"""The tensors of a cell, and what a provider makes of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.workload.cells import Cell
+
+EPS = 1e-5
+SEED = 1
+
+Results = tuple[Tensor, ...]
+
+
+class Tensors:
+    """Random tensors by role, kept while x's shape, dtype and layout last: neighbouring cells share them."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self._device = device
+        self._key: object = None
+        self._kept: dict[object, Tensor] = {}
+
+    def of(self, role: str, cell: Cell) -> Tensor:
+        """x, dy or residual as x lies in `cell`; weight or bias as its parameters; scale or shift [N, C]."""
+        key = (cell.shape, cell.dtype, cell.layout)
+        if key != self._key:
+            self._key, self._kept = key, {}
+        is_parameter = role in ("weight", "bias", "scale", "shift")
+        shape = cell.shape
+        if is_parameter:
+            shape = cell.parameter_shape if role in ("weight", "bias") else cell.shape[:2]
+        dtype = cell.spec.stream if role == "residual" else None
+        own_key = (role, shape, dtype)
+        if own_key not in self._kept:
+            layout = "rows" if is_parameter else cell.layout
+            self._kept[own_key] = self._random(shape, dtype or getattr(torch, cell.dtype), layout)
+        return self._kept[own_key]
+
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
+        x = torch.randn(shape, device=self._device, dtype=dtype)
+        if layout != "nhwc":
+            return x
+        axes = [0, *range(2, x.ndim), 1]
+        return x.permute(axes).contiguous().permute([0, x.ndim - 1, *range(1, x.ndim - 1)])
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One cell with its tensors; those that it does not have are None."""
+
+    cell: Cell
+    tensors: Tensors
+
+    @property
+    def x(self) -> Tensor:
+        return self.tensors.of("x", self.cell)
+
+    @property
+    def dy(self) -> Tensor:
+        return self.tensors.of("dy", self.cell)
+
+    @property
+    def residual(self) -> Tensor | None:
+        return self.tensors.of("residual", self.cell) if self.cell.spec.residual else None
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.tensors.of("weight", self.cell) if self.cell.spec.affine else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        has_bias = self.cell.spec.affine and self.cell.op != "rms_norm"
+        return self.tensors.of("bias", self.cell) if has_bias else None
+
+    @property
+    def of_samples(self) -> dict[str, Tensor]:
+        """scale and shift by name, [N, C], or nothing."""
+        return {role: self.tensors.of(role, self.cell) for role in self.cell.spec.roles_of_samples}
+
+    @property
+    def min_bytes(self) -> int:
+        """The fewest bytes that the pass must move."""
+        return self.cell.spec.min_bytes(self.cell.pass_, self.x.numel(), self.x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a provider makes of a problem.
+
+    Attributes:
+        call: the whole pass, whatever it needs inside: (y[, residual_out][, scale]), or
+            (dx[, dweight][, dbias][, dscale, dshift][, dresidual]) with dresidual only where it is not dx.
+        keep: which elements the provider's own dropout kept, bool like x, given the results of a call; None
+            where there is no dropout or the mask is fusednorm's.
+        before: what must be put back before each call, outside the time.
+    """
+
+    call: Callable[[], Results]
+    keep: Callable[[Results], Tensor] | None = None
+    before: Callable[[], object] | None = None
+
+
+def present(tensors: tuple[Tensor | None, ...]) -> Results:
+    """Those that are there."""
+    return tuple(tensor for tensor in tensors if tensor is not None)

@@ -1,0 +1,201 @@
+"""Lists of cells by name.
+
+The suites of LayerNorm and RMSNorm: `plain`, `residual`, `activation` and `dropout` sweep the row length with x of
+256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks, `features` over a few lengths of every
+other variant; `few_rows`, `small`, `tutorial` and `published` name their rows.  `layer_norm` is all of these.
+
+Those of GroupNorm, each in both layouts: `group_images` has what diffusion models, autoencoders and classifiers
+normalise, with SiLU in 16 bits; `group_float32` the same in float32, `group_variants` a few of them with everything
+else that is fused, `group_odd` groups that suit neither vectors nor blocks.  `group_norm` is all of these.
+
+`first` is a short look at everything.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, groupby, product
+
+from benchmarks.workload.cells import Cell, sweep_rows
+
+DTYPES = ("bfloat16", "float16", "float32")
+ROW_OPS = ("layer_norm", "rms_norm")
+PASSES = ("forward", "backward")
+
+ROW_LENGTHS = (256, 512, 768, 1024, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 14336, 16384)
+LONG_ROW_LENGTHS = (32768, 65536, 131072, 262144)
+ODD_ROW_LENGTHS = (1001, 50257, 128256)
+SWEEP_LENGTHS = ROW_LENGTHS + LONG_ROW_LENGTHS + ODD_ROW_LENGTHS
+FEW_ROW_LENGTHS = (1024, 4096, 8192, 16384)
+HEADS = ((32, 64), (32, 128), (32, 256))
+FEW_ROWS = (*product((1, 16, 64), (1 << 20, 1 << 22)), (1, 1 << 25))
+SMALL_SHAPES = ((1, 4096), (64, 1024), (128, 4096), (512, 2048), (16, 8192))
+PUBLISHED_SHAPES = (
+    (131072, 256),
+    (32768, 1024),
+    (32768, 4096),
+    (16384, 8192),
+    (8192, 16384),
+    (4096, 32768),
+    (2048, 65536),
+    (1024, 131072),
+    (256, 262144),
+)
+"""That QuACK publishes, and others after it: the same rows in every dtype, so x is twice as large in float32."""
+
+TUTORIAL_SHAPES = tuple((4096, cols) for cols in range(1024, 15873, 512))
+GROUP_SHAPES = (
+    (2, 320, 64, 64),
+    (2, 640, 32, 32),
+    (2, 1280, 16, 16),
+    (16, 320, 64, 64),
+    (8, 512, 64, 64),
+    (32, 256, 56, 56),
+    (1, 512, 128, 128),
+    (2, 960, 128, 128),
+    (4, 256, 256, 256),
+    (4, 128, 512, 512),
+    (1, 128, 1024, 1024),
+    (1, 128, 20, 256, 256),
+)
+"""Small ones, then groups that fit a program and fill the device, then larger ones; a video last."""
+
+ODD_GROUPS = (
+    ((16, 128, 64, 64), 128),
+    ((4, 64, 256, 256), 64),
+    ((8, 256, 64, 64), 1),
+    ((1, 128, 1024, 1024), 1),
+    ((8, 96, 64, 64), 32),
+    ((8, 320, 59, 61), 32),
+    ((2, 960, 61, 67), 32),
+    ((16, 512, 4096), 32),
+    ((2, 256, 16, 64, 64), 32),
+)
+"""InstanceNorm, one group, groups of three channels, of ten and thirty over primes, sound, and a volume."""
+
+
+def sweep(
+    lengths: Iterable[int],
+    dtypes: Iterable[str] = DTYPES,
+    ops: Iterable[str] = ROW_OPS,
+    passes: Iterable[str] = PASSES,
+    variants: Iterable[str] = ("plain",),
+) -> Iterator[Cell]:
+    """Rows of every length, x of 256 MiB."""
+    for dtype, cols, op, variant, pass_ in product(dtypes, lengths, ops, variants, passes):
+        yield Cell(op, pass_, variant, (sweep_rows(cols, dtype), cols), 0, dtype, "rows")
+
+
+def shapes(
+    of: Iterable[tuple[int, int]],
+    dtypes: Iterable[str],
+    ops: Iterable[str] = ROW_OPS,
+    passes: Iterable[str] = PASSES,
+) -> Iterator[Cell]:
+    """(rows, cols) as they are named."""
+    for dtype, shape, op, pass_ in product(dtypes, of, ops, passes):
+        yield Cell(op, pass_, "plain", shape, 0, dtype, "rows")
+
+
+def heads(of: Iterable[tuple[int, int]], dtypes: Iterable[str]) -> Iterator[Cell]:
+    """Tokens of (heads, cols) with parameters for each head, x of 256 MiB."""
+    for dtype, (count, cols), op, pass_ in product(dtypes, of, ROW_OPS, PASSES):
+        shape = (sweep_rows(count * cols, dtype), count, cols)
+        yield Cell(op, pass_, "per_head", shape, 0, dtype, "heads")
+
+
+def groups(
+    of: Iterable[tuple[tuple[int, ...], int]], dtypes: Iterable[str], variants: Iterable[str] = ("silu",)
+) -> Iterator[Cell]:
+    """Shapes and numbers of groups, both passes, both layouts."""
+    for dtype, (shape, count), layout, variant, pass_ in product(dtypes, of, ("nchw", "nhwc"), variants, PASSES):
+        yield Cell("group_norm", pass_, variant, shape, count, dtype, layout)
+
+
+def _in_32(shapes: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
+    return [(shape, 32) for shape in shapes]
+
+
+def _dropout() -> Iterator[Cell]:
+    dtypes = ("bfloat16", "float32")
+    yield from sweep(FEW_ROW_LENGTHS, dtypes, variants=("dropout",))
+    yield from sweep(FEW_ROW_LENGTHS, dtypes, passes=("forward",), variants=("residual_dropout",))
+
+
+def _features() -> Iterator[Cell]:
+    yield from sweep(FEW_ROW_LENGTHS, ("bfloat16",), variants=("residual_float32",))
+    yield from sweep(FEW_ROW_LENGTHS, ("bfloat16",), passes=("forward",), variants=("float8",))
+    chains = ("bfloat16", "float32")
+    yield from sweep(FEW_ROW_LENGTHS, chains, ops=("layer_norm",), passes=("forward",), variants=("chain",))
+    yield from heads(HEADS, ("bfloat16",))
+
+
+def _tutorial() -> Iterator[Cell]:
+    """The series of Triton's LayerNorm tutorial, and one more shape that others publish."""
+    yield from shapes(TUTORIAL_SHAPES, ("float16",), ops=("layer_norm",))
+    yield from shapes([(2048, 8192)], ("float32",), ops=("layer_norm",))
+
+
+def _first() -> Iterator[Cell]:
+    yield from sweep((1024, 4096, 8192, 16384, 32768, 131072), ("bfloat16", "float32"), ("layer_norm",))
+    yield from groups(_in_32(GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[8:10]), ("bfloat16",))
+
+
+def _group_variants() -> Iterator[Cell]:
+    few = GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[7:9]
+    yield from groups(_in_32(few), ("bfloat16",), ("plain", "residual", "scale_shift_silu"))
+
+
+def _group_odd() -> Iterator[Cell]:
+    yield from groups(ODD_GROUPS, ("bfloat16",))
+    yield from groups(ODD_GROUPS[:3], ("bfloat16",), ("no_affine",))
+
+
+_ROW_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
+    "plain": lambda: sweep(ROW_LENGTHS + LONG_ROW_LENGTHS),
+    "residual": lambda: sweep(ROW_LENGTHS + LONG_ROW_LENGTHS, passes=("forward",), variants=("residual",)),
+    "activation": lambda: sweep(
+        ROW_LENGTHS, ops=("layer_norm",), passes=("forward",), variants=("relu", "silu", "gelu_tanh")
+    ),
+    "dropout": _dropout,
+    "odd": lambda: sweep(ODD_ROW_LENGTHS),
+    "features": _features,
+    "few_rows": lambda: shapes(FEW_ROWS, DTYPES, passes=("forward",)),
+    "small": lambda: shapes(SMALL_SHAPES, ("bfloat16",), passes=("forward",)),
+    "tutorial": _tutorial,
+    "published": lambda: shapes(PUBLISHED_SHAPES, ("bfloat16", "float32"), ops=("layer_norm",)),
+}
+
+_GROUP_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
+    "group_images": lambda: groups(_in_32(GROUP_SHAPES), ("bfloat16", "float16")),
+    "group_float32": lambda: groups(_in_32(GROUP_SHAPES), ("float32",)),
+    "group_variants": _group_variants,
+    "group_odd": _group_odd,
+}
+
+SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
+    "first": _first,
+    **_ROW_SUITES,
+    "layer_norm": lambda: chain.from_iterable(suite() for suite in _ROW_SUITES.values()),
+    **_GROUP_SUITES,
+    "group_norm": lambda: chain.from_iterable(suite() for suite in _GROUP_SUITES.values()),
+}
+
+
+def cells_of(suites: Iterable[str]) -> list[Cell]:
+    """The cells of several suites, each once, those over the same tensors side by side."""
+    cells = list(dict.fromkeys(cell for suite in suites for cell in SUITES[suite]()))
+    order: dict[object, int] = {}
+    for cell in cells:
+        order.setdefault(_tensors_of(cell), len(order))
+    return sorted(cells, key=lambda cell: order[_tensors_of(cell)])
+
+
+def shard(cells: Iterable[Cell], index: int, count: int) -> list[Cell]:
+    """Shard `index`, from 1, of `count` about equal ones; neighbours over the same tensors stay together."""
+    shards: list[list[Cell]] = [[] for _ in range(count)]
+    for _, neighbours in groupby(cells, _tensors_of):
+        min(shards, key=len).extend(neighbours)
+    return shards[index - 1]
+
+
+def _tensors_of(cell: Cell) -> object:
+    return cell.shape, cell.dtype, cell.layout

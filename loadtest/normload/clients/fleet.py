@@ -1,0 +1,142 @@
+"""The client processes, as their parent sees them."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Self
+
+from normload.clients import worker
+from normload.clients.worker import AskAll, Done, Failed, Load, Progress, Setup, Stop
+from normload.load.scenario import Phase
+from normload.measurements.tally import Tally
+
+# Until every process has read its command and started its threads.
+_HEAD_START_S = 0.15
+_END_S = 5.0
+
+_ENDED = "a client process ended unexpectedly"
+
+
+class HarnessError(RuntimeError):
+    """A client process could not go on."""
+
+
+class Fleet:
+    """Several processes that together send what a scenario says; use it in a `with`."""
+
+    def __init__(self, setup: Setup, on_progress: Callable[[Progress], None]) -> None:
+        """Args:
+        setup: of every process but for its index; how many there are is in it.
+        on_progress: told how the load goes.
+        """
+        self.processes = setup.processes
+        #: The part of a core that each process was busy, at most, in any segment.
+        self.cpu = [0.0] * setup.processes
+        self._on_progress = on_progress
+        self._segments = 0
+        self._stopped = False
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection[AskAll | Load | Stop | None, Done | Progress | Failed]] = []
+        self._running = []
+        for index in range(setup.processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=worker.main,
+                args=(replace(setup, index=index), theirs),
+                daemon=True,
+                name=f"normload-{index}",
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._running.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        for process in self._running:
+            process.join(_END_S if kind is None else 0.1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody wanted it to end early."""
+        return self._stopped
+
+    def wait_until_ready(self) -> None:
+        """Return when every process has made its requests."""
+        self._gather()
+
+    def ask_all(self) -> Tally:
+        """Have every process send every request once."""
+        self._tell([AskAll()] * self.processes)
+        return _merged(self._gather())[0]
+
+    def load(self, phases: tuple[Phase, ...], connections: int, grace_s: float) -> tuple[float, list[Tally]]:
+        """Send consecutive phases; return when they began, by time.perf_counter, and what came of each."""
+        start = time.perf_counter() + _HEAD_START_S
+        self._segments += 1
+        counts = spread(connections, self.processes)
+        self._tell([Load(self._segments, phases, start, count, grace_s) for count in counts])
+        done = self._gather()
+        self.cpu = [max(before, each.cpu) for before, each in zip(self.cpu, done, strict=True)]
+        return start, _merged(done)
+
+    def stop(self) -> None:
+        """End the segment under way; nothing more should be asked for."""
+        self._stopped = True
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(Stop())
+
+    def _tell(self, commands: Sequence[AskAll | Load]) -> None:
+        for pipe, command in zip(self._pipes, commands, strict=True):
+            try:
+                pipe.send(command)
+            except OSError:
+                raise HarnessError(_ENDED) from None
+
+    def _gather(self) -> list[Done]:
+        """The answer of every process to what it was told."""
+        done: dict[int, Done] = {}
+        while len(done) < self.processes:
+            waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in done}
+            for ready in wait(list(waiting)):
+                assert isinstance(ready, Connection)
+                try:
+                    said = ready.recv()
+                except (EOFError, OSError):
+                    raise HarnessError(_ENDED) from None
+                if isinstance(said, Failed):
+                    raise HarnessError(said.reason)
+                if isinstance(said, Progress):
+                    self._on_progress(said)
+                else:
+                    done[waiting[ready]] = said
+        return [done[index] for index in range(self.processes)]
+
+
+def spread(count: int, parts: int) -> list[int]:
+    """Split a count as evenly as it goes."""
+    return [count // parts + (index < count % parts) for index in range(parts)]
+
+
+def _merged(done: Sequence[Done]) -> list[Tally]:
+    first, *others = done
+    for other in others:
+        for tally, more in zip(first.tallies, other.tallies, strict=True):
+            tally.merge(more)
+    return first.tallies

@@ -1,0 +1,57 @@
+"""Whether answers are right."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from normserve.client import ClientError
+from normserve.client.protocol import Answer
+from numpy.typing import NDArray
+
+from normload.adapters import Adapter
+from normload.clients.pool import Request
+
+
+class Judge:
+    """Compares answers with the right ones.
+
+    The first right answer to a request is kept.  A later one that has the same bits is right as well, which takes
+    no more than a comparison to see; for one that differs everything is computed again, in torch and float64.
+    """
+
+    def __init__(self, adapter: Adapter, pool: Sequence[Request]) -> None:
+        """Args:
+        adapter: reads answers.
+        pool: the requests that are answered.
+        """
+        self._adapter = adapter
+        self._pool = pool
+        self._right: dict[int, NDArray[np.uint8]] = {}
+        self._computing = threading.Lock()
+
+    def fault(self, number: int, answer: Answer) -> str | None:
+        """Say what is wrong with the answer to the pool's request of that number; None when it is right."""
+        right = self._right.get(number)
+        # numpy compares many bytes at once, a memoryview one after another.
+        if right is not None and np.array_equal(right, np.frombuffer(answer.body, np.uint8)):
+            return None
+        with self._computing:
+            return self._compute(number, answer)
+
+    def _compute(self, number: int, answer: Answer) -> str | None:
+        # torch takes seconds to import, and whoever only wants times need not have it.
+        import torch
+
+        from normload.clients import oracle
+
+        # The other cores are the server's, and other processes'.
+        torch.set_num_threads(1)
+        request = self._pool[number]
+        try:
+            tensors = self._adapter.tensors(request.case, answer)
+        except ClientError as error:
+            return str(error)
+        fault = oracle.fault(request.case, request.tensors, tensors)
+        if fault is None:
+            self._right.setdefault(number, np.frombuffer(answer.body, np.uint8).copy())
+        return fault

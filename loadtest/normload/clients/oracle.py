@@ -1,0 +1,196 @@
+"""What the server should have answered: torch on the CPU, in float64, gradients by its autograd."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from normserve.client import DType, HostTensor
+from normserve.client.quoting import quoted
+from torch.nn import functional
+
+from normload.load.cases import Case
+from normload.load.elements import widen
+
+Tensor = torch.Tensor
+
+_EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6, "group_norm": 1e-5}
+_ACTIVATIONS: dict[str, Any] = {
+    "none": lambda z: z,
+    "silu": functional.silu,
+    "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+}
+
+# How far an element may be off: a few roundings of the element type, relative to its size and to what is
+# usual in its tensor, and some roundings of float32, relative to the terms that it was summed from.
+_ELEMENT_TOLERANCE = {DType.FLOAT32: 1e-5, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2}
+_SUM_TOLERANCE = 2e-6
+_ALWAYS_ALLOWED = 1e-7
+
+# Of what a server makes up, so many names or sizes are shown.
+_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A tensor as it should be.
+
+    Attributes:
+        values: exact.
+        terms: how large, element by element, are the terms that were summed to the values, and may cancel.
+    """
+
+    values: Tensor
+    terms: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """The tensors on the way to y, in x's shape where nothing else is said.
+
+    Attributes:
+        h: what was normalised, x or x + residual.
+        affine: x_hat * weight + bias.
+        z: affine * (1 + scale) + shift.
+        y: the activation of z.
+        affine_terms, z_terms: what affine and z were summed from.
+        rstd: of each element's row or group.
+        noise: how much larger than x_hat's own are the roundings that it carries: |h| >> sigma costs digits.
+        factor: 1 + scale, in a shape that broadcasts.
+    """
+
+    h: Tensor
+    affine: Tensor
+    z: Tensor
+    y: Tensor
+    affine_terms: Tensor
+    z_terms: Tensor
+    rstd: Tensor
+    noise: Tensor
+    factor: Tensor
+
+
+def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Reference]:
+    """The exact answer by the names of the API."""
+    given = {name: torch.from_numpy(widen(tensor)) for name, tensor in tensors.items()}
+    leaves = {name: value.requires_grad_(case.is_backward) for name, value in given.items() if name != "dy"}
+    with torch.set_grad_enabled(case.is_backward):
+        forward = _forward(case, leaves)
+    if case.is_backward:
+        return _gradients(case, leaves, given["dy"], forward)
+    answer = {"y": Reference(forward.y, forward.z_terms)}
+    if case.residual:
+        answer["residual_out"] = Reference(forward.h, forward.h.abs())
+    return answer
+
+
+def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, HostTensor]) -> str | None:
+    """Say what is wrong with an answer; None when it is right."""
+    should_be = expected(case, tensors)
+    if answer.keys() != should_be.keys():
+        got = ", ".join(quoted(name, 32) for name in sorted(answer)[:_NAMED])
+        return f"expected {', '.join(should_be)}, got {got or 'none'}"
+    for name, reference in should_be.items():
+        owner = tensors[name.removeprefix("d")] if case.is_backward else tensors["x"]
+        if found := _difference(reference, answer[name], owner.dtype):
+            return f"{name} of {case.shape}: {found}"
+    return None
+
+
+def _difference(reference: Reference, tensor: HostTensor, dtype: DType) -> str | None:
+    shape = tuple(reference.values.shape)
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        got = tensor.shape if len(tensor.shape) <= _NAMED else f"{len(tensor.shape)} dimensions"
+        return f"expected {dtype.value} {shape}, got {tensor.dtype.value} {got}"
+    values = reference.values
+    off = (torch.from_numpy(widen(tensor)) - values).abs()
+    usual = math.sqrt(values.square().mean()) if values.numel() else 0.0
+    allowed = _ELEMENT_TOLERANCE[dtype] * (values.abs() + usual) + _SUM_TOLERANCE * reference.terms
+    # Written so that a NaN is wrong.
+    if bool((off <= allowed + _ALWAYS_ALLOWED).all()):
+        return None
+    return f"off by {float((off / (allowed + _ALWAYS_ALLOWED)).max()):.3g} times the tolerance"
+
+
+def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
+    h = given["x"] + given["residual"] if case.residual else given["x"]
+    weight, bias = given.get("weight"), given.get("bias")
+    affine = _norm(case, h, weight, bias)
+    factor, shift = _modulation(case, given)
+    z = affine * factor + shift
+    rstd, noise = _statistics(case, h.detach())
+    channels = [1] * h.ndim
+    channels[case.channel_axis] = h.shape[case.channel_axis]
+    size = weight.detach().abs().reshape(channels) if weight is not None else 1.0
+    affine_terms = noise * size + (bias.detach().abs().reshape(channels) if bias is not None else 0.0)
+    z_terms = affine_terms * factor.detach().abs() + shift.detach().abs()
+    y = _ACTIVATIONS[case.activation](z)
+    return _Forward(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
+
+
+def _norm(case: Case, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    eps = _EPS[case.op]
+    if case.op == "layer_norm":
+        return functional.layer_norm(h, h.shape[-1:], weight, bias, eps)
+    if case.op == "rms_norm":
+        return functional.rms_norm(h, list(h.shape[-1:]), weight, eps)
+    if case.layout == "nchw":
+        return functional.group_norm(h, case.num_groups, weight, bias, eps)
+    return functional.group_norm(h.movedim(-1, 1), case.num_groups, weight, bias, eps).movedim(1, -1)
+
+
+def _modulation(case: Case, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """1 + scale and shift, in shapes that broadcast."""
+    if not case.adaptive:
+        return torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    shape = [1] * len(case.shape)
+    shape[0], shape[case.channel_axis] = case.shape[0], case.shape[case.channel_axis]
+    return 1 + given["scale"].reshape(shape), given["shift"].reshape(shape)
+
+
+def _statistics(case: Case, h: Tensor) -> tuple[Tensor, Tensor]:
+    """rstd and noise of each element."""
+    grouped = _grouped(case, h)
+    mean = torch.zeros(1) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
+    rstd = ((grouped - mean).square().mean(-1, keepdim=True) + _EPS[case.op]).rsqrt()
+    return _ungrouped(case, rstd.expand_as(grouped), h), _ungrouped(case, 1 + grouped.abs() * rstd, h)
+
+
+def _grouped(case: Case, values: Tensor) -> Tensor:
+    """The elements that are normalised together, along the last axis."""
+    if case.op != "group_norm":
+        return values
+    nchw = values if case.layout == "nchw" else values.movedim(-1, 1)
+    return nchw.reshape(len(values), case.num_groups, -1)
+
+
+def _ungrouped(case: Case, grouped: Tensor, like: Tensor) -> Tensor:
+    if case.op == "group_norm" and case.layout == "nhwc":
+        return grouped.reshape(like.movedim(-1, 1).shape).movedim(1, -1)
+    return grouped.reshape(like.shape)
+
+
+def _gradients(case: Case, leaves: Mapping[str, Tensor], dy: Tensor, forward: _Forward) -> dict[str, Reference]:
+    wanted = [name for name in ("x", "weight", "bias", "scale", "shift") if name in leaves]
+    inputs = [forward.affine, forward.z, *(leaves[name] for name in wanted)]
+    daffine, dz, *gradients = torch.autograd.grad(forward.y, inputs, dy)
+    size = dy.abs()
+    channel = case.channel_axis % dy.ndim
+    of_parameters = [axis for axis in range(dy.ndim) if axis != channel]
+    of_samples = [axis for axis in of_parameters if axis != 0]
+    dx_hat = daffine.abs()
+    if (weight := leaves.get("weight")) is not None:
+        dx_hat = dx_hat * weight.detach().abs().reshape([-1 if axis == channel else 1 for axis in range(dy.ndim)])
+    grouped = _grouped(case, dx_hat)
+    along = _ungrouped(case, grouped.mean(-1, keepdim=True).expand_as(grouped), dy)
+    affine = forward.affine.detach()
+    parameters = (size * forward.factor.abs() * forward.noise).sum(of_parameters)
+    terms = {"x": forward.rstd * (dx_hat + along) * forward.noise, "weight": parameters, "bias": parameters}
+    if case.adaptive:
+        affine = forward.affine.detach().abs()
+        scale, shift = size * (forward.affine_terms + forward.z_terms * affine), dz.abs() + size * forward.z_terms
+        # The sum over no axes at all would be one over every axis.
+        for name, each in (("scale", scale), ("shift", shift)):
+            terms[name] = each.sum(of_samples) if of_samples else each
+    return {f"d{name}": Reference(value, terms[name]) for name, value in zip(wanted, gradients, strict=True)}

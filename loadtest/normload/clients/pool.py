@@ -1,0 +1,49 @@
+"""Requests with everything at hand that sending them takes, so that making them costs nothing under load."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from normserve.client import HostTensor
+
+from normload.adapters import Adapter
+from normload.clients.connection import Address, request_head
+from normload.load.cases import Case
+from normload.load.tables import ScenarioError
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A case as it is sent.
+
+    Attributes:
+        case, tensors: what is asked.
+        head, parts: the bytes that ask it.
+        nbytes: of the body.
+        most_bytes: what the body of a successful answer can have.
+    """
+
+    case: Case
+    tensors: Mapping[str, HostTensor]
+    head: bytes
+    parts: Sequence[bytes | memoryview]
+    nbytes: int
+    most_bytes: int
+
+
+def require_askable(adapter: Adapter, cases: Sequence[Case]) -> None:
+    """Raises: ScenarioError: there is a case that servers of this kind do not do."""
+    for case in cases:
+        if refusal := adapter.refusal(case):
+            raise ScenarioError(f"such a server does {refusal}; the scenario asks for {case.operation}")
+
+
+def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | None) -> Request:
+    """Make the tensors and the bytes of a request."""
+    tensors = case.tensors()
+    exchange = adapter.exchange(case, tensors)
+    nbytes = sum(memoryview(part).nbytes for part in exchange.parts)
+    headers = {"Accept-Encoding": "identity"} | dict(exchange.headers)
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    head = request_head(address, exchange.method, exchange.target, headers, nbytes)
+    return Request(case, tensors, head, exchange.parts, nbytes, exchange.most_bytes)

@@ -1,0 +1,189 @@
+"""One client process: told by its parent, through a pipe, what to send and when; it answers with tallies."""
+
+import gc
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from normload.adapters.registry import ADAPTERS
+from normload.clients.connection import Address
+from normload.clients.judge import Judge
+from normload.clients.pool import make_request
+from normload.clients.sender import Sender
+from normload.load.arrivals import Arrivals, ClosedLoop, Draws, OpenLoop
+from normload.load.cases import Case
+from normload.load.scenario import Phase
+from normload.measurements.tally import OK, Record, Tally
+
+_REPORT_S = 0.2
+# A thread whose answer has come waits at most so long for another that computes.
+_SWITCH_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a process knows from the beginning.
+
+    Attributes:
+        url, adapter, api_key, timeout_s: of the server.
+        cases: the pool, with how often each is drawn.
+        seed: of the order and of the answers that are checked.
+        check_share: how many of them are, from 0 to 1.
+        index, processes: which one this is, of how many.
+    """
+
+    url: str
+    adapter: str
+    api_key: str | None
+    timeout_s: float
+    cases: Sequence[tuple[Case, float]]
+    seed: int
+    check_share: float
+    index: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskAll:
+    """Send every request once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Send a segment.
+
+    Attributes:
+        number: of the segment, for its seed.
+        phases: their rates in requests a second, of all processes together.
+        start: by time.perf_counter, which processes of a machine share.
+        connections: of this process.
+        grace_s: how long after the last phase late requests are still sent.
+    """
+
+    number: int
+    phases: tuple[Phase, ...]
+    start: float
+    connections: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the segment under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What has happened since the last report."""
+
+    requests: int
+    errors: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a command came to.
+
+    Attributes:
+        tallies: of each phase.
+        cpu: the part of a core that this process was busy.
+    """
+
+    tallies: list[Tally]
+    cpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The process could not go on."""
+
+    reason: str
+
+
+def main(setup: Setup, pipe: "Connection[Done | Progress | Failed, AskAll | Load | Stop | None]") -> None:
+    """Do what comes through the pipe, until None comes or its other end is closed."""
+    # Ctrl-C goes to all processes of a terminal; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        worker = Worker(setup)
+        gc.collect()
+        gc.freeze()
+        pipe.send(Done([], 0.0))
+        while (command := pipe.recv()) is not None:
+            if isinstance(command, AskAll):
+                pipe.send(worker.ask_all())
+            elif isinstance(command, Load):
+                pipe.send(worker.load(command, pipe))
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+class Worker:
+    """What a process holds from one command to the next."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        adapter, address = ADAPTERS[setup.adapter](), Address.of(setup.url)
+        pool = [make_request(case, adapter, address, setup.api_key) for case, _ in setup.cases]
+        self._sender = Sender(
+            address,
+            pool,
+            Judge(adapter, pool),
+            check_share=setup.check_share,
+            seed=setup.seed + setup.index,
+            timeout_s=setup.timeout_s,
+        )
+
+    def ask_all(self) -> Done:
+        """Send every request once, so that connections, answers and the server are warm."""
+        tally = Tally(1.0)
+        tally.add(self._sender.ask_all())
+        return Done([tally], 0.0)
+
+    def load(
+        self, command: Load, pipe: "Connection[Done | Progress | Failed, AskAll | Load | Stop | None]"
+    ) -> Done:
+        """Send a segment, and say every now and then how far it is."""
+        starts = [command.start]
+        for phase in command.phases[:-1]:
+            starts.append(starts[-1] + phase.duration_s)
+        tallies = [Tally(phase.duration_s) for phase in command.phases]
+        arrivals = self._arrivals(command)
+        began, busy = time.perf_counter(), time.process_time()
+        threads = self._sender.run(arrivals, command.connections, starts)
+        while any(thread.is_alive() for thread in threads):
+            if pipe.poll(_REPORT_S):
+                pipe.recv()
+                arrivals.stop()
+            pipe.send(self._fold(tallies))
+        self._fold(tallies)
+        cpu = (time.process_time() - busy) / (time.perf_counter() - began)
+        return Done(tallies, cpu if threads else 0.0)
+
+    def _arrivals(self, command: Load) -> Arrivals:
+        setup, (first, *_) = self._setup, command.phases
+        shares = [share for _, share in setup.cases]
+        if first.arrivals == "closed":
+            # Who has an answer first sends next, so there is no order that processes could share.
+            draws = Draws((setup.seed, command.number, setup.index), shares)
+            return ClosedLoop(first, command.start, draws)
+        draws = Draws((setup.seed, command.number), shares)
+        return OpenLoop(command.phases, command.start, command.grace_s, draws, (setup.index, setup.processes))
+
+    def _fold(self, tallies: Sequence[Tally]) -> Progress:
+        taken = self._sender.take_records()
+        by_phase: dict[int, list[Record]] = {}
+        for place, record in taken:
+            by_phase.setdefault(place, []).append(record)
+        for place, records in by_phase.items():
+            tallies[place].add(records)
+        good = [record for _, record in taken if record.code == OK]
+        moved = sum(record.sent_bytes + record.received_bytes for record in good)
+        return Progress(len(taken), len(taken) - len(good), moved)

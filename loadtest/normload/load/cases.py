@@ -1,0 +1,92 @@
+"""One request, described, and its tensors, which follow from the description."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from normserve.client import DType, HostTensor
+
+from normload.load.elements import narrow
+
+OPERATIONS = (
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "layer_norm/backward",
+    "rms_norm/backward",
+    "group_norm/backward",
+)
+ACTIVATIONS = ("none", "silu", "gelu_tanh")
+LAYOUTS = ("nchw", "nhwc")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request, described; its numbers follow from `seed`.
+
+    Attributes:
+        operation: as in the API's path, such as "layer_norm/backward".
+        shape, dtype: of x.
+        num_groups: of GroupNorm, 0 elsewhere.
+        layout: of GroupNorm, "nchw" or "nhwc".
+        residual: whether one comes with x.
+        affine: whether weight and bias come.
+        adaptive: whether scale and shift of each sample come, of GroupNorm.
+        seed: of the numbers.
+    """
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: DType
+    activation: str = "none"
+    residual: bool = False
+    affine: bool = True
+    num_groups: int = 0
+    layout: str = "nchw"
+    seed: int = 0
+    adaptive: bool = False
+
+    @property
+    def op(self) -> str:
+        """The operation without its direction."""
+        return self.operation.removesuffix("/backward")
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether gradients are asked for."""
+        return self.operation.endswith("/backward")
+
+    @property
+    def channel_axis(self) -> int:
+        """Where x has the size that weight and bias have."""
+        return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
+
+    def parameters(self) -> dict[str, str | int]:
+        """The request's query, as the client's methods take it."""
+        parameters: dict[str, str | int] = {"activation": self.activation}
+        if self.op == "group_norm":
+            parameters |= {"num_groups": self.num_groups, "layout": self.layout}
+        return parameters
+
+    def tensors(self) -> dict[str, HostTensor]:
+        """The request's tensors by name, made anew at each call and always the same.
+
+        Weight and bias follow from the seed and the size of the normalised axis alone, so that a server that holds
+        them can be asked in every number of rows.
+        """
+        numbers, parameters = np.random.default_rng(self.seed), np.random.default_rng([self.seed, 1])
+        size = (self.shape[self.channel_axis],)
+        parameter_dtype = DType.FLOAT32 if self.seed % 2 else self.dtype
+        offset, scale = numbers.uniform(-2, 2), numbers.uniform(0.5, 2)
+        tensors = {"x": narrow(numbers.normal(offset, scale, self.shape), self.dtype)}
+        if self.is_backward:
+            tensors["dy"] = narrow(numbers.normal(0, 1, self.shape), self.dtype)
+        if self.residual:
+            tensors["residual"] = narrow(numbers.normal(0, 1, self.shape), self.dtype)
+        if self.affine:
+            tensors["weight"] = narrow(parameters.normal(1, 0.3, size), parameter_dtype)
+            if self.op != "rms_norm":
+                tensors["bias"] = narrow(parameters.normal(0, 0.3, size), parameter_dtype)
+        if self.adaptive:
+            for name in ("scale", "shift"):
+                tensors[name] = narrow(numbers.normal(0, 0.3, (self.shape[0], *size)), parameter_dtype)
+        return tensors

@@ -1,0 +1,208 @@
+"""What a run does, read from TOML: what is asked, and in which phases.
+
+    description = "…"
+    connections = 64            # the most requests under way at once
+    warmup_s = 2.0              # of the first phase's load, before anything counts
+    settle_s = 0.5              # between phases; without it one runs into the next
+    cycles = 1                  # how often the phases are gone through
+
+    [workload]                  # see `Workload`
+
+    [capacity]                  # of a closed loop, once, for rates in per cent of what it reaches
+    connections = 16
+    duration_s = 3.0
+
+    [[phases]]
+    name = "steady"
+    arrivals = "poisson"        # or "constant" or "closed"
+    rate = "60%"                # or requests a second; a list makes a phase of each; not for "closed"
+    connections = 8             # of "closed": how many are under way at all times
+    duration_s = 30.0
+
+What is left out has the value that stands here, but for the phases and `settle_s`.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
+from normload.load.workload import Workload, read_workload
+
+Arrivals = Literal["poisson", "constant", "closed"]
+
+# As many threads as a machine bears, and as many ports as an address has.
+_MOST_CONNECTIONS = 2**16
+_MOST_CYCLES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Load of one kind.
+
+    Attributes:
+        name: for the reader; phases of one name in several cycles are counted together.
+        arrivals: "poisson" and "constant" send on a schedule whatever becomes of earlier requests, "closed" sends
+            when an answer has come.
+        duration_s: of the schedule.
+        rate: requests a second of a schedule; of the capacity, 1 being all of it, where `of_capacity` is set.
+        connections: of a closed loop, requests under way.
+    """
+
+    name: str
+    arrivals: Arrivals
+    duration_s: float
+    rate: float = 0.0
+    of_capacity: bool = False
+    connections: int = 0
+
+    def at(self, capacity: float) -> "Phase":
+        """The same with its rate in requests a second."""
+        return replace(self, rate=self.rate * capacity, of_capacity=False) if self.of_capacity else self
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A whole run; see the module for what each field means."""
+
+    name: str
+    description: str
+    workload: Workload
+    phases: tuple[Phase, ...]
+    connections: int = 64
+    warmup_s: float = 2.0
+    settle_s: float | None = None
+    cycles: int = 1
+    capacity: Phase = Phase("capacity", "closed", 3.0, connections=16)
+
+    def segments(self) -> list[tuple[Phase, ...]]:
+        """Phases that run into one another, together; before each new segment all answers are waited for."""
+        found: list[tuple[Phase, ...]] = []
+        for phase in self.phases * self.cycles:
+            follows = self.settle_s is None and phase.arrivals != "closed"
+            if found and follows and found[-1][-1].arrivals != "closed":
+                found[-1] += (phase,)
+            else:
+                found.append((phase,))
+        return found
+
+    @property
+    def needs_capacity(self) -> bool:
+        """Whether a rate is relative."""
+        return any(phase.of_capacity for phase in self.phases)
+
+    @property
+    def duration_s(self) -> float:
+        """Of everything that counts, without pauses."""
+        return self.cycles * sum(phase.duration_s for phase in self.phases)
+
+    def lasting(self, duration_s: float) -> "Scenario":
+        """The same in another time, each phase with its share of it."""
+        factor = duration_s / self.duration_s
+        phases = tuple(replace(phase, duration_s=phase.duration_s * factor) for phase in self.phases)
+        return replace(self, phases=phases)
+
+
+def built_in() -> dict[str, Scenario]:
+    """The scenarios that come with the harness, by name."""
+    folder = resources.files("normload") / "scenarios"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return {(name := file.name.removesuffix(".toml")): parse(name, file.read_text("utf-8")) for file in files}
+
+
+def load(name_or_path: str) -> Scenario:
+    """Return a built-in scenario by its name, or the one in a file.
+
+    Raises:
+        ScenarioError: there is none, or it says something that means nothing.
+    """
+    known = built_in()
+    if name_or_path in known:
+        return known[name_or_path]
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ScenarioError(f"a scenario must be a file or one of {', '.join(known)}, got {shown(name_or_path)}")
+    return parse(path.stem, _read(path))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ScenarioError(f"{path.stem}: a scenario must be text in UTF-8, it is not") from None
+
+
+def parse(name: str, text: str) -> Scenario:
+    """Return the scenario that TOML describes.
+
+    Raises:
+        ScenarioError: it is no TOML, or says something that means nothing.
+    """
+    try:
+        document = tomllib.loads(text)
+    # The first of numbers that are too long, too; the second of arrays within arrays.
+    except (ValueError, RecursionError) as error:
+        raise ScenarioError(f"{name}: {error}") from None
+    table = Table(name, document)
+    scenario = Scenario(
+        name=name,
+        description=table.text("description", ""),
+        workload=read_workload(table.table("workload")),
+        phases=tuple(phase for each in table.tables("phases") for phase in _phases(each)),
+        connections=table.count("connections", 64, _MOST_CONNECTIONS),
+        warmup_s=table.seconds("warmup_s", 2.0),
+        settle_s=table.seconds("settle_s") if table.has("settle_s") else None,
+        cycles=table.count("cycles", 1, _MOST_CYCLES),
+        capacity=_capacity(table.table("capacity")),
+    )
+    table.close()
+    if not scenario.phases:
+        raise ScenarioError(f"{name}: there must be at least one of [[phases]]")
+    return scenario
+
+
+def _capacity(table: Table) -> Phase:
+    phase = Phase(
+        "capacity",
+        "closed",
+        table.amount("duration_s", 3.0),
+        connections=table.count("connections", 16, _MOST_CONNECTIONS),
+    )
+    table.close()
+    return phase
+
+
+def _phases(table: Table) -> Sequence[Phase]:
+    name, duration_s = table.text("name"), table.amount("duration_s")
+    kind = cast(Arrivals, table.one_of("arrivals", get_args(Arrivals)))
+    if kind == "closed":
+        phases = [Phase(name, kind, duration_s, connections=table.count("connections", most=_MOST_CONNECTIONS))]
+    else:
+        given = table.take("rate")
+        rates: Sequence[Any] = given if isinstance(given, list) else [given]
+        phases = []
+        for rate in rates:
+            number, of_capacity = _rate(table.where, rate)
+            label = f"{name} {rate}" if len(rates) > 1 else name
+            phases.append(Phase(label, kind, duration_s, number, of_capacity))
+    table.close()
+    return phases
+
+
+def _rate(where: str, given: Any) -> tuple[float, bool]:
+    of_capacity = isinstance(given, str) and given.endswith("%")
+    try:
+        number = float(given[:-1]) / 100 if of_capacity else given
+    except ValueError:
+        number = -1.0
+    if not is_number(number) or not 0 < number <= MOST:
+        raise ScenarioError(f"{where}: rate must be requests a second or a share like '60%', got {shown(given)}")
+    return number, of_capacity
+
+
+def describe(scenarios: Mapping[str, Scenario]) -> list[tuple[str, str, float]]:
+    """Name, description and seconds of each."""
+    return [(name, each.description, each.duration_s) for name, each in scenarios.items()]

@@ -1,0 +1,145 @@
+"""What is asked of the server: a seeded pool of requests, and how often each is drawn.
+
+    [workload]
+    mix = { layer_norm = 3, "group_norm/backward" = 1 }   # operations and how often each is asked for
+    min_kib = 1                 # of x; sizes are spread evenly on a logarithmic scale between the two
+    max_mib = 1.0
+    pool = 64                   # how many different requests there are
+
+or, in place of those, requests one by one:
+
+    [[workload.cases]]
+    operation = "layer_norm"
+    shape = [4096, 1024]
+    dtype = "bfloat16"          # float32 if left out
+    share = 2                   # how often it is drawn next to the others
+    activation = "silu"         # also residual, affine, num_groups, layout, adaptive: see `Case`
+
+The same seed gives the same requests, whatever the server and however many processes send them.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from normserve.client import DType
+
+from normload.load.cases import ACTIVATIONS, LAYOUTS, OPERATIONS, Case
+from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
+
+#: How often each operation is drawn, next to the others, unless told otherwise.
+DEFAULT_MIX: Mapping[str, float] = {
+    "layer_norm": 3,
+    "rms_norm": 3,
+    "group_norm": 2,
+    "layer_norm/backward": 1,
+    "rms_norm/backward": 1,
+    "group_norm/backward": 1,
+}
+
+# Widths of real models and, at the end, some that no fast path likes.
+_COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000, 5000)
+_CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
+_SIDES = (1, 3, 8, 16, 32, 56, 64)
+
+_MOST_MIB = 2**14
+_MOST_REQUESTS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What requests there are.
+
+    Attributes:
+        cases: requests and how often each is drawn; with none of them, the rest says what they are.
+        mix: operations and how often each is drawn.
+        min_bytes, max_bytes: of x.
+        pool: how many different requests.
+    """
+
+    cases: tuple[tuple[Case, float], ...] = ()
+    mix: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_MIX))
+    min_bytes: int = 1024
+    max_bytes: int = 2**20
+    pool: int = 64
+
+    def drawn(self, seed: int) -> list[tuple[Case, float]]:
+        """The requests and how often each is drawn next to the others."""
+        choices = random.Random(seed)
+        if self.cases:
+            return [(replace(case, seed=choices.getrandbits(32)), share) for case, share in self.cases]
+        operations = choices.choices(list(self.mix), list(self.mix.values()), k=self.pool)
+        return [(self._case(operation, choices), 1.0) for operation in operations]
+
+    def _case(self, operation: str, choices: random.Random) -> Case:
+        dtype = choices.choice(list(DType))
+        low = min(self.min_bytes, self.max_bytes)
+        elements = int(low * (self.max_bytes / low) ** choices.random()) // dtype.itemsize
+        activation, residual = choices.choice(ACTIVATIONS), choices.random() < 0.3
+        affine, seed = choices.random() < 0.8, choices.getrandbits(32)
+        if not operation.startswith("group_norm"):
+            cols = choices.choice([cols for cols in _COLS if cols <= elements] or [1])
+            shape: tuple[int, ...] = (max(1, elements // cols), cols)
+            return Case(operation, shape, dtype, activation, residual, affine, seed=seed)
+        fitting = [pair for pair in _CHANNELS_AND_GROUPS if pair[0] <= elements]
+        channels, groups = choices.choice(fitting or [(1, 1)])
+        side = choices.choice([side for side in _SIDES if channels * side**2 <= elements] or [1])
+        batch = max(1, elements // (channels * side**2))
+        layout = choices.choice(LAYOUTS)
+        shape = (batch, channels, side, side) if layout == "nchw" else (batch, side, side, channels)
+        adaptive = choices.random() < 0.3
+        return Case(operation, shape, dtype, activation, residual, affine, groups, layout, seed, adaptive)
+
+
+def read_workload(table: Table) -> Workload:
+    """Read `[workload]`.
+
+    Raises:
+        ScenarioError: it says something that means nothing.
+    """
+    if cases := tuple(_read_case(each) for each in table.tables("cases")):
+        workload = Workload(cases=cases)
+    else:
+        mix = table.table("mix")
+        workload = Workload(
+            mix=_read_mix(mix.where, mix.items()) or DEFAULT_MIX,
+            min_bytes=max(1, int(table.amount("min_kib", 1.0, _MOST_MIB * 2**10) * 2**10)),
+            max_bytes=max(1, int(table.amount("max_mib", 1.0, _MOST_MIB) * 2**20)),
+            pool=table.count("pool", 64, _MOST_REQUESTS),
+        )
+    table.close()
+    return workload
+
+
+def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
+    for operation, share in entries.items():
+        if operation not in OPERATIONS:
+            raise ScenarioError(f"{where}: an operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
+        if not is_number(share) or not 0 < share <= MOST:
+            raise ScenarioError(f"{where}: {operation} must have a finite share above 0, got {shown(share)}")
+    return dict(entries)
+
+
+def _read_case(table: Table) -> tuple[Case, float]:
+    case = Case(
+        operation=table.one_of("operation", OPERATIONS),
+        shape=table.sizes("shape"),
+        dtype=DType(table.one_of("dtype", [dtype.value for dtype in DType], DType.FLOAT32.value)),
+        activation=table.one_of("activation", ACTIVATIONS, "none"),
+        residual=table.flag("residual", False),
+        affine=table.flag("affine", True),
+        num_groups=table.count("num_groups", 0),
+        layout=table.one_of("layout", LAYOUTS, "nchw"),
+        adaptive=table.flag("adaptive", False),
+    )
+    share = table.amount("share", 1.0)
+    table.close()
+    is_group_norm = case.op == "group_norm"
+    if is_group_norm != bool(case.num_groups):
+        raise ScenarioError(f"{table.where}: num_groups belongs to group_norm, and only there")
+    if is_group_norm and (len(case.shape) < 2 or case.shape[case.channel_axis] % case.num_groups):
+        raise ScenarioError(f"{table.where}: num_groups must divide the channels of {list(case.shape)}")
+    if case.adaptive and not is_group_norm:
+        raise ScenarioError(f"{table.where}: adaptive belongs to group_norm")
+    return case, share

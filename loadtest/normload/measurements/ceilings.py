@@ -1,0 +1,136 @@
+"""What no server on this machine can pass: bytes through the loopback, measured in the same run.
+
+A blocking socket on either side sends messages as large as the load's and gets them back, for every client process
+one; no HTTP, no tensors.
+"""
+
+import ipaddress
+import multiprocessing
+import socket
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from normload.measurements.histogram import Histogram
+
+_SECONDS = 0.5
+_WAIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What the echo reached.
+
+    Attributes:
+        nbytes: of a message.
+        pairs: of sockets, at once.
+        round_trips_per_second: of all of them.
+        p50_s: of one round trip.
+    """
+
+    nbytes: int
+    pairs: int
+    round_trips_per_second: float
+    p50_s: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """In and out, of all pairs."""
+        return 2 * self.nbytes * self.round_trips_per_second
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine by way of the loopback."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    # The latter of a name of which no query can be made.
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS) -> Echo:
+    """Send messages back and forth between processes for some time.
+
+    Raises:
+        TimeoutError: a process did not come to it.
+        EOFError: a process ended early.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for _ in range(pairs):
+        ours, theirs = context.Pipe()
+        here, there = _connected()
+        processes.append(context.Process(target=_echo, args=(there, nbytes), daemon=True))
+        processes.append(context.Process(target=_ask, args=(here, nbytes, seconds, theirs), daemon=True))
+        pipes.append(ours)
+        for process in processes[-2:]:
+            process.start()
+        for end in (here, there, theirs):
+            end.close()
+    try:
+        # Nobody begins before everybody can.
+        for pipe in pipes:
+            _require(pipe, _WAIT_S)
+        for pipe in pipes:
+            pipe.send(None)
+        measured = [_require(pipe, seconds + _WAIT_S) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    latency = Histogram()
+    for _, times in measured:
+        latency.merge(times)
+    return Echo(nbytes, pairs, sum(rate for rate, _ in measured), latency.percentile(50))
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    for end in (here, there):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return here, there
+
+
+def _require(pipe: "Connection[None, tuple[float, Histogram]]", timeout_s: float) -> tuple[float, Histogram]:
+    if not pipe.poll(timeout_s):
+        raise TimeoutError("the loopback echo did not answer")
+    return pipe.recv()
+
+
+def _echo(end: socket.socket, nbytes: int) -> None:
+    """Give back every message, until the other end is closed."""
+    message = memoryview(bytearray(nbytes))
+    while _filled(end, message):
+        end.sendall(message)
+
+
+def _ask(
+    end: socket.socket, nbytes: int, seconds: float, pipe: "Connection[tuple[float, Histogram], None]"
+) -> None:
+    """Send a message again and again, and report how many came back a second, and in what time."""
+    message, times = memoryview(bytearray(nbytes)), Histogram()
+    pipe.send((0.0, times))
+    pipe.recv()
+    taken: list[float] = []
+    began = now = time.perf_counter()
+    while now - began < seconds:
+        end.sendall(message)
+        _filled(end, message)
+        ended = time.perf_counter()
+        taken.append(ended - now)
+        now = ended
+    times.add(taken)
+    pipe.send((len(taken) / (now - began), times))
+
+
+def _filled(end: socket.socket, message: memoryview) -> bool:
+    have = 0
+    while have < len(message):
+        got = end.recv_into(message[have:])
+        if not got:
+            return False
+        have += got
+    return True

@@ -1,0 +1,284 @@
+"""A finished run, and the JSON that it is kept as."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from normserve.client.quoting import quoted
+
+from normload.load.scenario import Phase
+from normload.load.tables import is_number
+from normload.measurements.ceilings import Echo
+from normload.measurements.knee import Knee, Point, find_knee
+from normload.measurements.tally import NOT_SENT, OK, Cell, Tally, per_second
+
+FORMAT = "normload/1"
+
+_ALL = "all"
+
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+
+@dataclass(slots=True)
+class PhaseResult:
+    """What came of a phase.
+
+    Attributes:
+        phase: its rate in requests a second.
+        start_s: since the run's first phase began.
+        segment_s: from its start until the last of the phases ends that follow without a pause; until then its
+            late answers are the run's, if no longer its own.
+        tally: of its requests.
+    """
+
+    phase: Phase
+    start_s: float
+    segment_s: float
+    tally: Tally
+
+
+@dataclass(slots=True)
+class Part:
+    """Phases of one name together, or all of them.
+
+    Attributes:
+        name: theirs; "all" of all of them.
+        phases: each time that it was gone through.
+        offered: requests a second on the schedule; NaN of a closed loop.
+        duration_s: of them together.
+        total: all requests.
+        in_time: what ended while its phase, or the whole, lasted, of which rates are made.
+    """
+
+    name: str
+    phases: Sequence[PhaseResult]
+    offered: float = field(init=False)
+    duration_s: float = field(init=False)
+    total: Cell = field(init=False)
+    in_time: Cell = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.duration_s = sum(each.phase.duration_s for each in self.phases)
+        due = sum(each.phase.rate * each.phase.duration_s for each in self.phases)
+        is_closed = any(each.phase.arrivals == "closed" for each in self.phases)
+        self.offered = math.nan if is_closed else per_second(due, self.duration_s)
+        self.total, self.in_time = Cell(), Cell()
+        for each in self.phases:
+            self.total.merge(each.tally.total())
+            self.in_time.merge(each.tally.in_time(within_s=self._within_s(each)))
+
+    @property
+    def rate(self) -> float:
+        """Successful requests a second; NaN of no phases."""
+        return per_second(self.in_time.ok, self.duration_s)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """In and out, of successful requests; NaN of no phases."""
+        return per_second(self.in_time.moved_bytes, self.duration_s)
+
+    @property
+    def errors(self) -> float:
+        """The part of all requests that failed; NaN of none."""
+        return self.total.errors / self.total.requests if self.total.requests else math.nan
+
+    def of(self, operation: str) -> tuple[Cell, Cell]:
+        """One operation's requests: all, and those that ended in time."""
+        total, in_time = Cell(), Cell()
+        for each in self.phases:
+            total.merge(each.tally.total(operation))
+            in_time.merge(each.tally.in_time(operation, self._within_s(each)))
+        return total, in_time
+
+    def _within_s(self, phase: PhaseResult) -> float:
+        return phase.segment_s if self.name == _ALL else phase.phase.duration_s
+
+
+@dataclass(slots=True)
+class Result:
+    """Everything that is known of a run.
+
+    Attributes:
+        scenario, description, seed: what was done.
+        url, adapter, server: to whom; the last is `/v1/info`, empty of servers that have none.
+        started: date and time, ISO 8601.
+        processes, connections: of the client.
+        cpu: the part of a core that each client process was busy, at most.
+        echo: the loopback's ceiling; None where the server is on another machine.
+        capacity: answers a second of the closed loop that relative rates refer to; None without those.
+        apart: requests by status and code that do not count: warming up, finding the capacity.
+        phases: in the order of time.
+        checked, wrong, faults: answers that were compared, in and before the phases.
+        remarks: what a reader should know before believing a number.
+    """
+
+    scenario: str
+    description: str
+    seed: int
+    url: str
+    adapter: str
+    server: Mapping[str, Any]
+    started: str
+    processes: int
+    connections: int
+    cpu: Sequence[float]
+    echo: Echo | None
+    capacity: float | None
+    apart: Counter[tuple[int, str]]
+    phases: list[PhaseResult]
+    checked: int
+    wrong: int
+    faults: list[str]
+    remarks: list[str]
+
+    @property
+    def whole(self) -> Part:
+        """All phases together."""
+        return Part(_ALL, self.phases)
+
+    def parts(self) -> list[Part]:
+        """Phases by name, in the order of their first time."""
+        names = dict.fromkeys(each.phase.name for each in self.phases)
+        return [Part(name, [each for each in self.phases if each.phase.name == name]) for name in names]
+
+    def operations(self) -> list[str]:
+        """Those that were asked for."""
+        return sorted({operation for each in self.phases for operation in each.tally.operations()})
+
+    def sent_by_status(self) -> Counter[int]:
+        """Every request that was sent, warming up included, by the status of its answer; 0 without one."""
+        outcomes = self.apart + self.whole.total.outcomes
+        counts: Counter[int] = Counter()
+        for (status, code), count in outcomes.items():
+            if code != NOT_SENT:
+                counts[status] += count
+        return counts
+
+    @property
+    def server_name(self) -> str:
+        """What a server says that it is; "" where it says nothing."""
+        if not self.server:
+            return ""
+        device = self.server.get("device")
+        name = device.get("name") if isinstance(device, dict) else None
+        version, backend, name = (
+            quoted(each, 64) or "?" for each in (self.server.get("version"), self.server.get("backend"), name)
+        )
+        return f"normserve {version}, {backend} on {name}"
+
+    @property
+    def copy_bandwidth(self) -> float | None:
+        """Bytes a second of the device's copy; None where a server says nothing that can be one."""
+        said = self.server.get("copy_bandwidth_bytes_per_second")
+        return float(said) if is_number(said) and 0 < said < 1e18 else None
+
+    def kernel_bandwidth(self) -> float:
+        """Bytes a second on the device, as the server says; NaN where it says nothing."""
+        total = self.whole.total
+        return per_second(total.kernel_bytes, total.kernel_s)
+
+    def knee(self) -> Knee | None:
+        """Where latency bends, if the phases are a sweep of rates."""
+        parts = [part for part in self.parts() if not math.isnan(part.offered)]
+        return find_knee(
+            [Point(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors) for part in parts]
+        )
+
+    def write(self, file: Path) -> None:
+        """Write the JSON."""
+        file.write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it; `summary` is for readers and follows from the rest."""
+        knee = self.knee()
+        return {
+            "format": FORMAT,
+            "summary": {
+                "phases": [_summary(part) for part in [*self.parts(), self.whole]],
+                "sent_by_status": {str(status): count for status, count in sorted(self.sent_by_status().items())},
+                "kernel_bytes_per_second": _number(self.kernel_bandwidth()),
+                "knee": None if knee is None else asdict(knee),
+            },
+            **{name: getattr(self, name) for name in _PLAIN},
+            "cpu": list(self.cpu),
+            "echo": None if self.echo is None else asdict(self.echo),
+            "apart": [[status, code, count] for (status, code), count in self.apart.items()],
+            "phases": [
+                {
+                    "phase": asdict(each.phase),
+                    "start_s": each.start_s,
+                    "segment_s": each.segment_s,
+                    "tally": each.tally.to_json(),
+                }
+                for each in self.phases
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+            raise ValueError(f"this is no result of normload: its format must be {FORMAT}")
+        return cls(
+            **{name: document[name] for name in _PLAIN},
+            cpu=document["cpu"],
+            echo=None if document["echo"] is None else Echo(**document["echo"]),
+            apart=Counter({(status, code): count for status, code, count in document["apart"]}),
+            phases=[
+                PhaseResult(
+                    Phase(**each["phase"]), each["start_s"], each["segment_s"], Tally.from_json(each["tally"])
+                )
+                for each in document["phases"]
+            ],
+        )
+
+
+_PLAIN = (
+    *("scenario", "description", "seed", "url", "adapter", "server", "started"),
+    *("processes", "connections", "capacity", "checked", "wrong", "faults", "remarks"),
+)
+
+
+def read_result(file: Path) -> Result:
+    """Read a result.
+
+    Raises:
+        ValueError: the file holds none.
+        OSError: it cannot be read.
+    """
+    try:
+        return Result.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise ValueError(f"{file}: this is no whole result of normload") from None
+
+
+def _summary(part: Part) -> dict[str, Any]:
+    latency = part.total.latency
+    return {
+        "name": part.name,
+        "offered_per_second": _number(part.offered),
+        "duration_s": part.duration_s,
+        "requests": part.total.requests,
+        "ok_per_second": _number(part.rate),
+        "bytes_per_second": _number(part.bytes_per_second),
+        "latency_s": {f"p{percent:g}": _number(latency.percentile(percent)) for percent in PERCENTILES}
+        | {"max": latency.max_s, "mean": _number(latency.mean_s)},
+        "errors": {
+            f"{status} {code}": count for (status, code), count in part.total.outcomes.items() if code != OK
+        },
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value

@@ -1,0 +1,80 @@
+"""Objectives that a run must meet, such as `p99<20ms`, `errors<0.1%` and `rate>500`."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from normload.measurements.tally import Cell
+
+_OBJECTIVE = re.compile(
+    r"(?P<metric>p\d{1,2}(?:\.\d+)?|max|errors|rate)\s*(?P<relation><=|>=|<|>)\s*(?P<number>\d+(?:\.\d+)?)\s*"
+    r"(?P<unit>us|µs|ms|s|%|/s)?"
+)
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A bound on a number of the whole run.
+
+    Attributes:
+        text: as it was written.
+        metric: p50, p99.9 and the like or max of latency in seconds; errors as a part of all requests; rate of
+            successful requests a second.
+        at_most: whether the bound is an upper one.
+        inclusive: whether the bound itself meets it.
+        bound: in the metric's unit.
+    """
+
+    text: str
+    metric: str
+    at_most: bool
+    inclusive: bool
+    bound: float
+
+    def value(self, total: Cell, rate: float) -> float:
+        """The metric's value; NaN where nothing was answered."""
+        if self.metric == "errors":
+            return total.errors / total.requests if total.requests else math.nan
+        if self.metric == "rate":
+            return rate
+        if self.metric == "max":
+            return total.latency.max_s if total.latency.count else math.nan
+        return total.latency.percentile(float(self.metric[1:]))
+
+    def met(self, value: float) -> bool:
+        """Whether a value is within the bound; NaN never is."""
+        if value == self.bound:
+            return self.inclusive
+        return value < self.bound if self.at_most else value > self.bound
+
+    def show(self, value: float) -> str:
+        """A value in the unit that the metric is read in."""
+        if self.metric == "errors":
+            return f"{value:.3%}"
+        return f"{value:.1f}/s" if self.metric == "rate" else f"{value * 1e3:.2f} ms"
+
+
+def parse_objective(text: str) -> Objective:
+    """Read an objective.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _OBJECTIVE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"an objective must be like p99<20ms, errors<0.1% or rate>500, got {text!r}")
+    metric, unit, number = match["metric"], match["unit"], float(match["number"])
+    if metric == "errors":
+        if unit not in ("%", None):
+            raise ValueError(f"errors must be a share like 0.1%, got {text!r}")
+        bound = number / 100 if unit else number
+    elif metric == "rate":
+        if unit not in ("/s", None):
+            raise ValueError(f"rate must be a number a second like 500/s, got {text!r}")
+        bound = number
+    elif unit in _SECONDS:
+        bound = number * _SECONDS[unit]
+    else:
+        raise ValueError(f"{metric} must be a time like 20ms, got {text!r}")
+    return Objective(text.strip(), metric, match["relation"][0] == "<", len(match["relation"]) == 2, bound)

@@ -1,0 +1,184 @@
+"""A run as one HTML file: what the terminal says, and plots; nothing is loaded from anywhere."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from normload.measurements.result import PERCENTILES, Part, PhaseResult, Result
+from normload.measurements.tally import OK, Cell, per_second
+from normload.report import terminal
+
+# Points of a plot over time are at least so far apart.
+_POINT_S = 0.25
+_CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
+
+
+def render(result: Result) -> str:
+    """Return the page."""
+    assets = resources.files("normload.report") / "assets"
+
+    def asset(name: str) -> str:
+        return (assets / name).read_text("utf-8")
+
+    return Template(asset("page.html")).substitute(
+        title=escape(f"normload: {result.scenario}"),
+        style=asset("uPlot.min.css") + asset("page.css"),
+        script=asset("uPlot.iife.min.js") + asset("page.js"),
+        description=escape(result.description),
+        facts=_rows(_facts(result)),
+        sentences="".join(f"<p>{escape(sentence)}</p>" for sentence in terminal.sentences(result)),
+        remarks="".join(f"<p>{escape(remark)}</p>" for remark in (*result.faults, *result.remarks)),
+        phases=_phases(result),
+        data=_embedded(plots(result)),
+    )
+
+
+def plots(result: Result) -> dict[str, Any]:
+    """The numbers that are plotted, as uPlot takes them: columns, the first of them x; None is a gap."""
+    return {"time": _over_time(result), "latency": _curves(result), "load": _against_load(result)}
+
+
+def _over_time(result: Result) -> dict[str, Any]:
+    bins = _bins(result.phases)
+    outcomes = sorted({outcome for each in bins if each.cell for outcome in each.cell.outcomes if outcome[1] != OK})
+    roof = result.copy_bandwidth
+    return {
+        "s": [each.middle_s for each in bins],
+        "rate": [each.of(lambda cell, seconds: cell.ok / seconds) for each in bins],
+        "bandwidth": [each.of(lambda cell, seconds: cell.moved_bytes / seconds / 1e9) for each in bins],
+        "kernels": [each.of(lambda cell, _: per_second(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins],
+        "percentiles": {f"p{percent:g}": [each.percentile_ms(percent) for each in bins] for percent in PERCENTILES},
+        "errors": {_outcome(outcome): [each.per_second(outcome) for each in bins] for outcome in outcomes},
+        "phases": [{"name": each.phase.name, "s": each.start_s} for each in result.phases],
+        "ceilings": {
+            "echo": None if result.echo is None else result.echo.bytes_per_second / 1e9,
+            "copy": None if roof is None else roof / 1e9,
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Bin:
+    """A point of the plots over time.
+
+    Attributes:
+        middle_s: since the first phase began.
+        seconds: how much of it lies in a phase, all of it where answers came after one.
+        cell: what ended in it; None between phases.
+    """
+
+    middle_s: float
+    seconds: float
+    cell: Cell | None
+
+    def of(self, number: Callable[[Cell, float], float]) -> float | None:
+        return None if self.cell is None else _known(number(self.cell, self.seconds))
+
+    def percentile_ms(self, percent: float) -> float | None:
+        return self.of(lambda cell, _: cell.latency.percentile(percent) * 1e3)
+
+    def per_second(self, outcome: tuple[int, str]) -> float | None:
+        return self.of(lambda cell, seconds: cell.outcomes[outcome] / seconds)
+
+
+def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
+    """The whole time in equal parts: phases that follow one another share those in which both have answers."""
+    # A whole number of intervals, so that not every other bin has one more than its neighbours.
+    interval_s = max((each.tally.interval_s for each in phases), default=_POINT_S)
+    width = interval_s * math.ceil(_POINT_S / interval_s)
+    cells: dict[int, Cell] = {}
+    covered: Counter[int] = Counter()
+    for each in phases:
+        for number, cell in each.tally.intervals().items():
+            middle = each.start_s + (number + 0.5) * each.tally.interval_s
+            cells.setdefault(int(middle / width), Cell()).merge(cell)
+        # In thousandths of a bin.
+        first, last = (round(1000 * at / width) for at in (each.start_s, each.start_s + each.phase.duration_s))
+        for number in range(first // 1000, -(-last // 1000)):
+            covered[number] += min(last, 1000 * (number + 1)) - max(first, 1000 * number)
+    return [
+        _bin(number, width, cells.get(number), covered[number])
+        for number in range(max([*cells, *covered], default=-1) + 1)
+    ]
+
+
+def _bin(number: int, width: float, cell: Cell | None, covered: int) -> _Bin:
+    # Nothing ended in the midst of a phase: a server that stalled.  At its edge, a bin may just be short.
+    inside = covered >= 500
+    seconds = width * covered / 1000 if inside else width
+    return _Bin((number + 0.5) * width, seconds, cell or (Cell() if inside else None))
+
+
+def _curves(result: Result) -> dict[str, Any]:
+    """Latency by percentile of each phase; x counts nines, so that 99.9 is as far from 99 as that from 90."""
+    return {
+        "nines": [-math.log10(1 - percent / 100) for percent in _CURVE],
+        "percents": list(_CURVE),
+        "parts": {
+            part.name: [_known(part.total.latency.percentile(percent) * 1e3) for percent in _CURVE]
+            for part in result.parts()
+        },
+    }
+
+
+def _against_load(result: Result) -> dict[str, Any] | None:
+    found = result.knee()
+    if found is None:
+        return None
+    parts = sorted((part for part in result.parts() if not math.isnan(part.offered)), key=lambda part: part.offered)
+    return {
+        "offered": [part.offered for part in parts],
+        "rate": [part.rate for part in parts],
+        "percentiles": {
+            f"p{percent:g}": [_known(part.total.latency.percentile(percent) * 1e3) for part in parts]
+            for percent in PERCENTILES
+        },
+        "knee": found.knee.offered,
+        "sustained": None if found.sustained is None else found.sustained.offered,
+    }
+
+
+def _facts(result: Result) -> Mapping[str, str]:
+    return {
+        "server": result.server_name or "?",
+        "at": result.url,
+        "started": result.started,
+        "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",
+        "answers checked": f"{result.checked}, {result.wrong} wrong",
+    }
+
+
+def _rows(facts: Mapping[str, str]) -> str:
+    return "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in facts.items())
+
+
+def _phases(result: Result) -> str:
+    headings = ("phase", *terminal.PART_HEADINGS)
+    head = "".join(f"<th>{escape(heading)}" for heading in headings)
+    return f"<thead><tr>{head}<tbody>" + "".join(map(_phase, [*result.parts(), result.whole]))
+
+
+def _phase(part: Part) -> str:
+    cells: Sequence[str] = terminal.part_cells(part)
+    return f"<tr><th>{escape(part.name)}" + "".join(f"<td>{escape(cell)}" for cell in cells)
+
+
+def _outcome(outcome: tuple[int, str]) -> str:
+    status, code = outcome
+    return f"{status} {code}" if status else code
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _embedded(data: Any) -> str:
+    """JSON that may stand in a script element: nothing in it can end that."""
+    text = json.dumps(data, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

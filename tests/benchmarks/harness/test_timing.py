@@ -1,0 +1,7 @@
+import pytest
+
+from benchmarks.harness.timing import quantiles
+
+
+def test_quantiles_of_many_times():
+    assert quantiles([float(t) for t in range(101)]) == pytest.approx((20.0, 50.0, 80.0))

@@ -1,0 +1,39 @@
+import os
+
+import pytest
+
+from benchmarks.harness import warm
+from benchmarks.workload.suites import cells_of
+
+
+@pytest.fixture
+def taken_on(monkeypatch):
+    """What the workers are given, instead of starting them."""
+    items = []
+
+    def record(task, work, workers, seconds):
+        assert task is warm.run_once
+        items.extend(work)
+        return len(work)
+
+    monkeypatch.setattr(warm, "run_in_workers", record)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/restored/afterwards")
+    return items
+
+
+def test_all_but_eager_torch_is_compiled(taken_on, capsys):
+    cells = cells_of(["small"])
+    warm.warm(cells, ["fusednorm", "torch", "compile"], seconds=1)
+    assert taken_on == [(cell, provider) for cell in cells for provider in ("fusednorm", "compile")]
+    assert "20 of 20 begun" in capsys.readouterr().err
+
+
+def test_the_place_of_the_cache_is_settled_before_workers_start(taken_on, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    warm.warm([], ["fusednorm"], seconds=1)
+    assert os.environ["TRITON_CACHE_DIR"]
+
+
+def test_a_chosen_place_stays(taken_on):
+    warm.warm([], ["fusednorm"], seconds=1)
+    assert os.environ["TRITON_CACHE_DIR"] == "/restored/afterwards"

@@ -1,0 +1,7 @@
+from normload.adapters.registry import ADAPTERS
+
+from benchmarks.peers.others import OTHERS
+
+
+def test_every_server_speaks_something_known():
+    assert {other.adapter for other in OTHERS.values()} <= ADAPTERS.keys()

@@ -1,0 +1,27 @@
+import asyncio
+
+import httpx
+import torch
+from normload.adapters.registry import ADAPTERS
+from normload.adapters.rows import parameters
+from normload.clients import oracle
+from normserve.client.protocol import Answer
+
+from benchmarks.peers.__main__ import SIZES, scenario
+from benchmarks.peers.plain import plain_app
+
+
+def test_the_plain_server_answers_right():
+    ((case, _),) = scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
+    held = {name: torch.from_numpy(values) for name, values in parameters(case).items()}
+    exchange = ADAPTERS["npy"]().exchange(case, case.tensors())
+    transport = httpx.ASGITransport(plain_app(held["weight"], held["bias"]))
+
+    async def post():
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            content = b"".join(map(bytes, exchange.parts))
+            return await client.post("/layer_norm", content=content, headers=exchange.headers)
+
+    response = asyncio.run(post())
+    answer = Answer(response.status_code, response.headers, memoryview(response.content))
+    assert oracle.fault(case, case.tensors(), ADAPTERS["npy"]().tensors(case, answer)) is None

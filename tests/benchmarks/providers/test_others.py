@@ -1,0 +1,35 @@
+import sys
+from types import ModuleType
+
+import pytest
+
+from benchmarks.providers.registry import PROVIDERS
+
+
+@pytest.mark.parametrize(
+    ("op", "pass_", "variant"),
+    [
+        ("layer_norm", "forward", "silu"),
+        ("layer_norm", "backward", "dropout"),
+        ("layer_norm", "forward", "float8"),
+        ("layer_norm", "forward", "chain"),
+        ("rms_norm", "backward", "residual_float32"),
+        ("group_norm", "forward", "silu"),
+    ],
+)
+@pytest.mark.parametrize("provider", ["liger", "quack", "tutorial"])
+def test_peers_decline_what_they_do_not_have(problem, provider, op, pass_, variant):
+    shape, groups = ((2, 8, 4, 4), 4) if op == "group_norm" else ((6, 256), 0)
+    assert PROVIDERS[provider](problem(op, pass_, variant, shape=shape, groups=groups)) is None
+
+
+def test_heads_with_parameters_of_their_own_are_quack_s_in_rms_norm_alone(problem, monkeypatch):
+    quack = ModuleType("quack.rmsnorm")
+    quack.rmsnorm_fwd, quack.rmsnorm_bwd = (lambda x, *_, **__: (x, x, x)), (lambda x, *_: (x, x, None, None))
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", quack)
+    for pass_, count in (("forward", 1), ("backward", 2)):
+        heads = {"pass_": pass_, "variant": "per_head", "shape": (6, 3, 64), "layout": "heads"}
+        assert len(PROVIDERS["quack"](problem("rms_norm", **heads)).call()) == count
+        assert PROVIDERS["quack"](problem("layer_norm", **heads)) is None
+        assert PROVIDERS["liger"](problem("rms_norm", **heads)) is None

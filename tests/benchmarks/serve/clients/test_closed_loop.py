@@ -1,0 +1,82 @@
+"""The client in C against servers that do as they are told."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serve.clients.closed_loop import ClosedLoop
+from benchmarks.serve.programs.build import compiled
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
+
+CORES = {0}
+
+# Answers the first request when so many have come as it is told, and not before.
+SERVER = """
+import asyncio, sys
+
+opened, awaited, status = asyncio.Event(), int(sys.argv[1]), sys.argv[2].encode()
+
+async def serve(reader, writer):
+    global awaited
+    try:
+        while head := await reader.readuntil(b"\\r\\n\\r\\n"):
+            length = int(head.lower().partition(b"content-length:")[2].partition(b"\\r\\n")[0])
+            await reader.readexactly(length)
+            awaited -= 1
+            if not awaited:
+                opened.set()
+            await opened.wait()
+            # In two pieces, the second one in the middle of the body.
+            writer.write(b"HTTP/1.1 %s OK\\r\\nContent-Length: 6\\r\\n\\r\\nabc" % status)
+            await writer.drain()
+            writer.write(b"def")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+async def main():
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    print(listening.sockets[0].getsockname()[1], flush=True)
+    await listening.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def client(folder) -> ClosedLoop:
+    return ClosedLoop(folder, CORES)
+
+
+@contextlib.contextmanager
+def served(at_once: int, status: str = "200") -> Iterator[Served]:
+    with launch.process([sys.executable, "-c", SERVER, str(at_once), status], CORES, {}) as running:
+        yield Served("test", running.stdout.readline().strip(), "/", running.pid)
+
+
+def test_connections_are_asked_side_by_side(client):
+    with served(8) as server:
+        turn = client.turn(server, "a/b", b"1234", 0.001, 8)
+    # One answer each at least, however short the turn.
+    assert turn.per_second >= 8 / 60
+    assert turn.p50_s > 0
+    assert 0 <= turn.client_cores < 8
+
+
+def test_an_error_is_no_answer(client):
+    with served(1, "503") as server, pytest.raises(subprocess.CalledProcessError):
+        client.turn(server, "a/b", b"", 0.1)
+
+
+def test_an_echo_gives_everything_back(client, folder):
+    with launch.echo(CORES, compiled(folder, "echo"), 100_000) as (echoing,):
+        assert client.turn(echoing, "", bytes(100_000), 0.01).per_second > 0

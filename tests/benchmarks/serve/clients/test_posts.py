@@ -1,0 +1,54 @@
+import pytest
+
+from benchmarks.serve.clients.posts import Post
+from benchmarks.serve.clients.wire import Wire
+from tests.benchmarks.serve.fake_server import PARAMETERS, Server, against, normalised
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_right_answers_are_believed(waits):
+    async def play(port: int) -> None:
+        wire = await Wire.open(port)
+        post = Post("/v1/layer_norm", 2**14, PARAMETERS)
+        for _ in range(3):
+            assert (await post.by(wire, waits_for_leave=waits)).status == 200
+        wire.leave()
+
+    against(Server(normalised), play)
+
+
+def test_wrong_answers_are_not():
+    async def play(port: int) -> None:
+        wire = await Wire.open(port)
+        with pytest.raises(AssertionError):
+            await Post("/v1/layer_norm", 2**14, PARAMETERS).by(wire)
+        wire.leave()
+
+    against(Server(lambda body: body), play)
+
+
+def test_answer_that_differs_from_the_first_is_not_believed():
+    post = Post("/v1/layer_norm", 2**14, PARAMETERS)
+    right = bytearray(normalised(post.body))
+    post.check(right)
+    wrong = bytearray(right)
+    wrong[-1] ^= 1
+    with pytest.raises(AssertionError, match="differs"):
+        post.check(wrong)
+
+
+def test_every_window_of_a_long_answer_has_its_turn():
+    post = Post("/v1/layer_norm", 2**23, PARAMETERS)
+    right = bytearray(normalised(post.body))
+    post.check(right)
+    wrong = bytearray(right)
+    wrong[-1] ^= 1
+
+    def check_often() -> None:
+        for _ in range(10):
+            post.check(wrong)
+
+    with pytest.raises(AssertionError, match="differs"):
+        check_often()
+    with pytest.raises(AssertionError, match="length"):
+        post.check(right[:-1])

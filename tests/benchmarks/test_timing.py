@@ -1,7 +1,0 @@
-import pytest
-
-from benchmarks.timing import quantiles
-
-
-def test_quantiles_of_many_times():
-    assert quantiles([float(t) for t in range(101)]) == pytest.approx((20.0, 50.0, 80.0))

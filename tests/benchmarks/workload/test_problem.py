@@ -1,0 +1,60 @@
+from dataclasses import replace
+
+import torch
+
+from benchmarks.workload.problem import Problem
+
+
+def test_cells_over_the_same_tensors_share_them(problem):
+    forward = problem()
+    backward = Problem(replace(forward.cell, pass_="backward", op="rms_norm"), forward.tensors)
+    assert backward.x is forward.x
+    assert backward.weight is forward.weight
+
+
+def test_another_shape_gets_tensors_of_its_own(problem):
+    first = problem()
+    x = first.x
+    other = Problem(replace(first.cell, shape=(3, 128)), first.tensors)
+    assert other.x.shape == (3, 128)
+    assert x.shape == (6, 256)
+
+
+def test_tensors_are_those_of_the_variant(problem):
+    assert problem().residual is None
+    assert problem(variant="residual").residual.shape == (6, 256)
+    assert problem(op="rms_norm").bias is None
+
+
+def test_groups_have_the_parameters_of_their_variant(problem):
+    def of(variant):
+        return problem("group_norm", variant=variant, shape=(2, 8, 4, 5), groups=4)
+
+    assert of("no_affine").weight is of("no_affine").bias is None
+    assert of("silu").of_samples == {}
+    assert {name: t.shape for name, t in of("scale_shift_silu").of_samples.items()} == {
+        "scale": (2, 8),
+        "shift": (2, 8),
+    }
+
+
+def test_a_stream_is_as_wide_as_the_variant_says(problem):
+    plain, wide = (
+        problem(variant="residual", dtype="bfloat16"),
+        problem(dtype="bfloat16", variant="residual_float32"),
+    )
+    assert (plain.residual.dtype, wide.residual.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_variants_of_a_shape_share_x_but_not_parameters_of_another_shape(problem):
+    one = problem()
+    three = Problem(replace(one.cell, variant="chain"), one.tensors)
+    assert three.x is one.x
+    assert (one.weight.shape, three.weight.shape) == ((256,), (3, 256))
+    assert problem(variant="per_head", shape=(6, 3, 64), layout="heads").bias.shape == (3, 64)
+
+
+def test_channels_last_is_by_strides(problem):
+    x = problem("group_norm", shape=(2, 8, 4, 5), groups=4, layout="nhwc").x
+    assert x.shape == (2, 8, 4, 5)
+    assert x.stride() == (160, 1, 40, 8)

@@ -1,0 +1,121 @@
+"""The manifests, as kustomize renders them, are valid, and what they say about the server is true of it.
+
+What the probes are answered is in tests/integration/process/test_kubernetes.py.  No cluster runs here: what its
+scheduler and its controllers make of the manifests is not tested.
+"""
+
+import os
+import re
+
+import pytest
+import yaml
+from normserve.settings import Settings
+
+from tests.docker.k8s.conftest import DOCKERFILE, K8S, ROOT, run
+
+
+# The oldest release that knows preStop's sleep without being told to, and the newest whose schemas are here.
+@pytest.mark.parametrize("release", [["-k", "1.30"], []], ids=["1.30", "newest"])
+def test_manifests_are_valid(dev_tool, rendered, release, tmp_path):
+    # The schema of a ServiceMonitor comes with its operator.
+    known = [each for each in yaml.safe_load_all(rendered) if each["kind"] != "ServiceMonitor"]
+    (tmp_path / "manifests.yaml").write_text(yaml.safe_dump_all(known), encoding="utf-8")
+    said = run(dev_tool("kubernetes-validate"), "--strict", *release, str(tmp_path / "manifests.yaml"))
+    assert said.count(" passed for resource ") == len(known)
+
+
+def test_every_file_is_used():
+    """One that no kustomization names would be read by nobody, and rot."""
+    for folder in K8S.iterdir():
+        if not folder.is_dir():
+            continue
+        kustomization = (folder / "kustomization.yaml").read_text(encoding="utf-8")
+        for file in folder.iterdir():
+            assert file.name == "kustomization.yaml" or f" {file.name}\n" in kustomization, file
+
+
+def test_example_of_the_documentation(dev_tool, tmp_path):
+    document = (ROOT / "docs/deploying.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", document, re.DOTALL)
+    written = yaml.safe_load(example)
+    # Where it is checked out is the reader's affair.
+    (resource,) = written["resources"]
+    path = ROOT / resource.removeprefix("normserve/")
+    written["resources"] = [os.path.relpath(path.resolve(), tmp_path.resolve())]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+    found = {
+        each["kind"]: each for each in yaml.safe_load_all(run(dev_tool("kubectl"), "kustomize", str(tmp_path)))
+    }
+    assert "ServiceMonitor" not in found
+    assert {each["metadata"]["namespace"] for each in found.values()} == {written["namespace"]}
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (image,) = written["images"]
+    assert container["image"] == f"{image['newName']}:{image['newTag']}"
+    (literal,) = written["configMapGenerator"][0]["literals"]
+    name, value = literal.split("=")
+    assert name.removeprefix("NORMSERVE_").lower() in Settings.model_fields
+    assert found["ConfigMap"]["data"].items() > {(name, value)}
+
+
+def test_nothing_is_for_one_namespace(manifests):
+    assert not any("namespace" in manifest["metadata"] for manifest in manifests.values())
+
+
+def test_image_is_what_build_image_builds(container, overlay):
+    script = (ROOT / "docker/build-image.sh").read_text(encoding="utf-8")
+    (tag,) = re.findall(r'--tag "([^"]+)"', script)
+    assert container["image"] == tag.replace("$TARGET", overlay)
+    assert re.search(rf"^FROM \S+ AS {overlay}$", DOCKERFILE, re.MULTILINE)
+
+
+def test_selectors_find_the_pods(manifests):
+    labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert labels
+    for selector in (
+        manifests["Deployment"]["spec"]["selector"]["matchLabels"],
+        manifests["Service"]["spec"]["selector"],
+        manifests["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+        manifests["Deployment"]["spec"]["template"]["spec"]["topologySpreadConstraints"][0]["labelSelector"][
+            "matchLabels"
+        ],
+    ):
+        assert selector == labels
+    assert (
+        manifests["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == manifests["Service"]["metadata"]["labels"]
+    )
+
+
+def test_port_is_the_one_the_server_listens_on(manifests, container, settings):
+    (port,) = container["ports"]
+    assert port["containerPort"] == settings.port
+    assert settings.host == "0.0.0.0"
+    (served,) = manifests["Service"]["spec"]["ports"]
+    (monitored,) = manifests["ServiceMonitor"]["spec"]["endpoints"]
+    (admitted,) = manifests["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
+    assert served["targetPort"] == admitted["port"] == port["name"]
+    assert monitored["port"] == served["name"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == port["name"]
+
+
+def test_service_of_that_name_does_not_set_the_port(manifests, pod, monkeypatch):
+    name = manifests["Service"]["metadata"]["name"].upper()
+    monkeypatch.setenv(f"{name}_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(ValueError, match="port"):
+        Settings()
+    assert pod["enableServiceLinks"] is False
+
+
+def test_rules_for_prometheus_find_the_job(manifests):
+    """An operator's scrape gets the Service's name for its job, unless jobLabel says otherwise."""
+    assert "jobLabel" not in manifests["ServiceMonitor"]["spec"]
+    alerts = (ROOT / "docker/rules/alerts.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r'job="(\w+)"', alerts)) == {manifests["Service"]["metadata"]["name"]}
+
+
+def test_budget_lets_a_node_be_drained(manifests):
+    assert (
+        manifests["PodDisruptionBudget"]["spec"]["maxUnavailable"]
+        < manifests["HorizontalPodAutoscaler"]["spec"]["minReplicas"]
+    )

@@ -1,0 +1,25 @@
+import pytest
+from normload.clients.fleet import Fleet, HarnessError, spread
+from normload.clients.worker import Setup
+
+from tests.loadtest.conftest import WORKLOAD
+
+
+def test_connections_are_shared_out_evenly():
+    assert spread(7, 3) == [3, 2, 2]
+    assert spread(1, 2) == [1, 0]
+
+
+def test_a_process_that_cannot_begin_says_why():
+    setup = Setup("http://127.0.0.1:9", "no such adapter", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
+    with Fleet(setup, lambda _: None) as fleet, pytest.raises(HarnessError, match="KeyError: 'no such adapter'"):
+        fleet.wait_until_ready()
+
+
+def test_a_process_that_dies_is_noticed():
+    setup = Setup("http://127.0.0.1:9", "normserve", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
+    with Fleet(setup, lambda _: None) as fleet:
+        fleet.wait_until_ready()
+        fleet._running[0].kill()
+        with pytest.raises(HarnessError, match="ended unexpectedly"):
+            fleet.ask_all()

@@ -1,0 +1,57 @@
+import pytest
+from normload.adapters.native import Native
+from normload.clients import oracle
+from normload.clients.connection import Address
+from normload.clients.judge import Judge
+from normload.clients.pool import make_request
+from normload.load.cases import Case
+from normload.load.elements import narrow
+from normserve.client import DType
+from normserve.client.protocol import Answer
+from normserve.codec import safetensors
+
+CASE = Case("layer_norm", (3, 8), DType.FLOAT32)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    calls = []
+    compute = oracle.fault
+    monkeypatch.setattr(oracle, "fault", lambda *given: calls.append(given) or compute(*given))
+    return calls
+
+
+def judge():
+    request = make_request(CASE, Native(), Address.of("http://localhost"), None)
+    return Judge(Native(), [request])
+
+
+def answer(factor=1.0, change=0.0):
+    values = oracle.expected(CASE, CASE.tensors())["y"].values.numpy() * factor + change
+    body = b"".join(safetensors.encode({"y": narrow(values, DType.FLOAT32)}))
+    return Answer(200, {"content-type": "application/x-safetensors"}, memoryview(body))
+
+
+def test_the_same_bits_are_computed_once(computed):
+    judging = judge()
+    for _ in range(5):
+        assert judging.fault(0, answer()) is None
+    assert len(computed) == 1
+
+
+def test_other_bits_may_be_right_as_well(computed):
+    judging = judge()
+    assert judging.fault(0, answer()) is None
+    assert judging.fault(0, answer(1 + 1e-6)) is None
+    assert len(computed) == 2
+
+
+def test_wrong_bits_are_found_before_and_after_right_ones():
+    judging = judge()
+    for _ in range(2):
+        assert "times the tolerance" in judging.fault(0, answer(1.01))
+        assert judging.fault(0, answer()) is None
+
+
+def test_what_cannot_be_read_is_wrong():
+    assert "safetensors" in judge().fault(0, Answer(200, {}, memoryview(b"hello")))

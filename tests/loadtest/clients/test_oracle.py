@@ -1,0 +1,133 @@
+"""The oracle against the definitions, and what it calls wrong."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from normload.clients import oracle
+from normload.load.cases import ACTIVATIONS, OPERATIONS, Case
+from normload.load.elements import narrow, widen
+from normserve.client import DType
+
+
+def case(operation, layout="nchw", **options):
+    if operation.startswith("group_norm"):
+        shape = (2, 6, 3, 5) if layout == "nchw" else (2, 3, 5, 6)
+        options = {"num_groups": 3, "layout": layout} | options
+    else:
+        shape = (4, 5, 33)
+    return Case(operation, shape, options.pop("dtype", DType.FLOAT32), **options)
+
+
+def defined(case, given):
+    """y from the definitions, and h, in numpy."""
+    h = given["x"] + given["residual"] if case.residual else given["x"]
+    channel = case.channel_axis % h.ndim
+    positions = tuple(axis for axis in range(1, h.ndim) if axis != channel)
+    if case.op == "group_norm":
+        parts = np.split(h, case.num_groups, channel)
+        axes = tuple(range(1, h.ndim))
+        x_hat = np.concatenate([standardised(part, axes, 1e-5) for part in parts], channel)
+    elif case.op == "layer_norm":
+        x_hat = standardised(h, (-1,), 1e-5)
+    else:
+        x_hat = h / np.sqrt(np.mean(h**2, -1, keepdims=True) + 1e-6)
+    shape = [-1 if axis == channel else 1 for axis in range(h.ndim)]
+    z = x_hat * given.get("weight", np.ones(1)).reshape(shape if "weight" in given else -1)
+    z = z + given.get("bias", np.zeros(1)).reshape(shape if "bias" in given else -1)
+    if case.adaptive:
+        z = z * (1 + np.expand_dims(given["scale"], positions)) + np.expand_dims(given["shift"], positions)
+    return ACTIVATION[case.activation](z), h
+
+
+def standardised(h, axes, eps):
+    return (h - h.mean(axes, keepdims=True)) / np.sqrt(h.var(axes, keepdims=True) + eps)
+
+
+ACTIVATION = {
+    "none": lambda z: z,
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "gelu_tanh": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+}
+
+
+def slope(case, given, name, direction):
+    """How sum(dy * y) changes as a tensor moves in a direction, by central differences."""
+    step = 1e-5
+    ends = [defined(case, given | {name: given[name] + sign * step * direction})[0] for sign in (1, -1)]
+    return (given["dy"] * (ends[0] - ends[1])).sum() / (2 * step)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_it_agrees_with_the_definitions(operation, layout, activation):
+    random = np.random.default_rng(0)
+    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}):
+        if "adaptive" in options and not operation.startswith("group_norm"):
+            continue
+        asked = case(operation, layout, activation=activation, **options)
+        tensors = asked.tensors()
+        answer = oracle.expected(asked, tensors)
+        given = {name: widen(tensor) for name, tensor in tensors.items()}
+        if not asked.is_backward:
+            y, h = defined(asked, given)
+            np.testing.assert_allclose(answer["y"].values, y, rtol=1e-9, atol=1e-9)
+            assert ("residual_out" in answer) == asked.residual
+            if asked.residual:
+                np.testing.assert_allclose(answer["residual_out"].values, h, rtol=1e-12)
+            continue
+        owners = {name for name in ("x", "weight", "bias", "scale", "shift") if name in given}
+        assert answer.keys() == {f"d{name}" for name in owners}
+        for name in owners:
+            direction = random.normal(size=given[name].shape)
+            along = (answer[f"d{name}"].values.numpy() * direction).sum()
+            assert along == pytest.approx(slope(asked, given, name, direction), rel=1e-5, abs=1e-5)
+
+
+def right_answer(asked):
+    tensors = asked.tensors()
+    answer = {}
+    for name, reference in oracle.expected(asked, tensors).items():
+        dtype = tensors[name.removeprefix("d")].dtype if asked.is_backward else asked.dtype
+        answer[name] = narrow(reference.values.detach().numpy(), dtype)
+    return tensors, answer
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
+    asked = case(operation, dtype=dtype, residual=True, adaptive=operation.startswith("group_norm"))
+    tensors, answer = right_answer(asked)
+    assert oracle.fault(asked, tensors, answer) is None
+
+
+@pytest.mark.parametrize("operation", ["layer_norm", "layer_norm/backward", "group_norm", "group_norm/backward"])
+def test_any_wrong_answer_is_found(operation):
+    asked = case(operation, adaptive=operation.startswith("group_norm"))
+    tensors, answer = right_answer(asked)
+    for name, tensor in answer.items():
+        without = {other: value for other, value in answer.items() if other != name}
+        assert "expected" in oracle.fault(asked, tensors, without)
+        values = widen(tensor)
+        for wrong in (
+            values * 1.01,
+            np.where(np.arange(values.size).reshape(values.shape) == values.size - 1, np.nan, values),
+        ):
+            off = answer | {name: narrow(wrong, tensor.dtype)}
+            assert f"{name} of {asked.shape}: off by" in oracle.fault(asked, tensors, off)
+        for form in (replace(tensor, shape=(tensor.nbytes // 4,) + (1,) * 5), narrow(values, DType.FLOAT16)):
+            assert "expected float32" in oracle.fault(asked, tensors, answer | {name: form})
+
+
+def test_names_that_a_server_makes_up_are_shown_short_and_printable():
+    asked = case("layer_norm")
+    given = asked.tensors()
+    made_up = {f"\x1b{number:03}" + "n" * 1000: given["x"] for number in range(60)}
+    found = oracle.fault(asked, given, made_up)
+    assert found.startswith("expected y, got \ufffd000nnn")
+    assert found.isprintable()
+    assert len(found) < 400
+    deep = {"y": replace(given["x"], shape=(1,) * 60)}
+    assert oracle.fault(asked, given, deep).endswith("got float32 60 dimensions")
+    assert oracle.fault(asked, given, {}) == "expected y, got none"

@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+from normload.adapters.native import Native
+from normload.adapters.registry import ADAPTERS
+from normload.clients.connection import Address
+from normload.clients.pool import make_request, require_askable
+from normload.load.cases import Case
+from normload.load.elements import widen
+from normload.load.tables import ScenarioError
+from normserve.client import DType
+from normserve.codec import safetensors
+
+CASE = Case("rms_norm", (3, 8), DType.FLOAT16)
+ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)
+
+
+def request(api_key=None):
+    return make_request(CASE, Native(), Address.of("http://host:81/below"), api_key)
+
+
+def test_a_request_is_ready_to_be_sent():
+    made = request()
+    body = b"".join(bytes(part) for part in made.parts)
+    first, *headers = made.head.decode().split("\r\n")
+    assert first.startswith("POST /below/v1/rms_norm?")
+    assert headers[0] == "Host: host:81"
+    assert headers[-3:] == [f"Content-Length: {len(body)}", "", ""]
+    assert made.nbytes == len(body)
+    np.testing.assert_array_equal(widen(safetensors.decode(memoryview(body))["x"]), widen(made.tensors["x"]))
+
+
+def test_a_key_is_a_bearer_token():
+    assert b"Authorization" not in request().head
+    assert b"\r\nAuthorization: Bearer secret\r\n" in request("secret").head
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rms_norm", (3, 8), DType.FLOAT32),
+        Case("layer_norm/backward", (3, 8), DType.FLOAT32),
+        Case("layer_norm", (3, 8), DType.BFLOAT16),
+        Case("layer_norm", (3, 8), DType.FLOAT32, activation="silu"),
+        Case("layer_norm", (3, 8), DType.FLOAT32, residual=True),
+        Case("layer_norm", (3, 8), DType.FLOAT32, affine=False),
+    ],
+)
+def test_what_a_kind_of_server_does_not_do_is_said_before_it_is_asked(case):
+    for name in ("npy", "kserve"):
+        with pytest.raises(ScenarioError, match="such a server does only"):
+            require_askable(ADAPTERS[name](), [ROWS, case])
+    require_askable(ADAPTERS["normserve"](), [ROWS, case])

@@ -1,0 +1,200 @@
+"""Threads that send, against a server that answers well, badly, or not for a while."""
+
+import time
+
+import pytest
+from normload.adapters.native import Native
+from normload.clients.connection import Address
+from normload.clients.judge import Judge
+from normload.clients.pool import make_request
+from normload.clients.sender import Sender
+from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
+from normload.load.scenario import Phase
+from normload.measurements.tally import Tally
+from normserve.client.protocol import Answer
+
+from tests.loadtest.conftest import WORKLOAD
+
+
+def sender_of(server, timeout_s):
+    address = Address.of(server.url)
+    pool = [make_request(case, Native(), address, None) for case, _ in WORKLOAD.drawn(0)]
+    return Sender(address, pool, Judge(Native(), pool), check_share=0.0, seed=0, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def sender(fake_server):
+    made = sender_of(fake_server, timeout_s=5.0)
+    # The server computes its answers at their first request.
+    made.ask_all()
+    yield made
+    made.close()
+
+
+def draws():
+    return Draws((0, 1), [1.0] * WORKLOAD.pool)
+
+
+def played(sender, phase, connections, grace_s=5.0):
+    start = time.perf_counter()
+    if phase.arrivals == "closed":
+        arrivals = ClosedLoop(phase, start, draws())
+    else:
+        arrivals = OpenLoop([phase], start, grace_s, draws())
+    for thread in sender.run(arrivals, connections, [start]):
+        thread.join()
+    return [record for _, record in sender.take_records()]
+
+
+def stalls_once(server, at, seconds):
+    def before(number):
+        if number == at:
+            time.sleep(seconds)
+
+    server.requests, server.before = 0, before
+
+
+def test_a_stall_shows_in_every_request_that_was_due_during_it(fake_server, sender):
+    stalls_once(fake_server, 10, 0.5)
+    records = played(sender, Phase("a", "constant", 1.0, rate=100.0), connections=1)
+    assert len(records) == 100
+    tally = Tally(1.0)
+    tally.add(records)
+    latencies = [record.ended_s - record.due_s for record in records]
+    # 50 requests were due while the server stood, and each waited for the rest of it.
+    assert sum(latency_s > 0.1 for latency_s in latencies) >= 35
+    assert tally.total().latency.percentile(75) > 0.1
+    # From when they were sent, one alone took long: what a closed loop would have seen.
+    assert sum(record.ended_s - record.sent_s > 0.1 for record in records) <= 3
+    # The client itself was not late: nobody was free.
+    assert tally.lag.percentile(50) < 0.1
+
+
+def test_a_closed_loop_asks_a_stalled_server_less(fake_server, sender):
+    stalls_once(fake_server, 3, 0.4)
+    records = played(sender, Phase("a", "closed", 0.4, connections=1), connections=1)
+    assert len(records) == 3
+
+
+def test_connections_are_used_at_once(fake_server, sender):
+    fake_server.before = lambda _: time.sleep(0.05)
+    records = played(sender, Phase("a", "closed", 0.3, connections=4), connections=4)
+    # One connection alone could send six.
+    assert len(records) >= 12
+
+
+def test_what_was_due_too_long_ago_is_not_sent_but_counted(fake_server, sender):
+    fake_server.requests, fake_server.before = 0, lambda _: time.sleep(0.1)
+    records = played(sender, Phase("a", "constant", 0.5, rate=50.0), connections=1, grace_s=0.1)
+    sent = [record for record in records if record.code != "not_sent"]
+    assert len(records) == 25
+    assert len(sent) == fake_server.requests < 10
+    assert all(record.status == 0 for record in records if record.code == "not_sent")
+
+
+def test_errors_have_their_code_and_their_status(fake_server, sender):
+    failures = {1: (429, "overloaded"), 2: (503, "draining"), 3: (502, ""), 4: (429, "overloaded")}
+    fake_server.requests, fake_server.before = 0, failures.get
+    records = played(sender, Phase("a", "constant", 0.3, rate=50.0), connections=1)
+    tally = Tally(0.3)
+    tally.add(records)
+    assert tally.total().outcomes == {
+        (429, "overloaded"): 2,
+        (503, "draining"): 1,
+        (502, "502"): 1,
+        (200, "ok"): 11,
+    }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"code": ["overloaded"]}',
+        b'{"code": "\\u001b[2J"}',
+        b'{"code": "' + b"x" * 100 + b'"}',
+        b"\xff",
+        b"7",
+    ],
+)
+def test_an_error_whose_document_means_nothing_counts_by_its_status(sender, body):
+    assert sender._problem(Answer(503, {}, memoryview(body))) == "503"
+
+
+def test_a_server_cannot_make_up_codes_without_end(sender):
+    codes = [
+        sender._problem(Answer(503, {}, memoryview(b'{"code": "made_up_%d"}' % number))) for number in range(1000)
+    ]
+    assert codes[0] == "made_up_0"
+    assert len(set(codes)) <= 65
+    assert sender._problem(Answer(503, {}, memoryview(b'{"code": "made_up_0"}'))) == "made_up_0"
+
+
+def test_headers_that_mean_nothing_are_no_times(fake_server, sender):
+    fake_server.headers = {
+        "Server-Timing": "kernel;dur=nan, x;dur=soon",
+        "X-Kernel-Bytes": "9" * 400,
+        "X-Batch-Size": "0",
+    }
+    (record,) = played(sender, Phase("a", "constant", 0.01, rate=100.0), connections=1)
+    assert (record.code, record.kernel_bytes, record.kernel_s) == ("ok", 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "code"),
+    [
+        (b"", 0, "connection_failed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", 0, "connection_failed"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", 0, "unexpected_answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3000000000\r\n\r\n", 0, "unexpected_answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 0\r\n\r\n", 0, "unexpected_answer"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", 302, "302"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 3000000000\r\n\r\n", 503, "503"),
+    ],
+    ids=["closes", "closes-within", "no-http", "endless", "compressed", "redirects", "endless-error"],
+)
+def test_what_a_server_does_instead_of_answering_has_a_code(raw_server, said, status, code):
+    asked = sender_of(raw_server([said]), timeout_s=5.0)
+    record, *_ = asked.ask_all()
+    assert (record.status, record.code, record.fault) == (status, code, None)
+    asked.close()
+
+
+def test_a_wrong_answer_is_a_fault(raw_server):
+    said = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: application/x-safetensors\r\n\r\n{}"
+    asked = sender_of(raw_server([said]), timeout_s=5.0)
+    record, *_ = asked.ask_all()
+    assert (record.code, record.checked) == ("ok", True)
+    assert "no safetensors" in record.fault
+    asked.close()
+
+
+def test_a_server_that_never_answers_is_not_asked_everything_first(raw_server):
+    server = raw_server([lambda connected: server.silence(connected)])
+    impatient = sender_of(server, timeout_s=0.05)
+    assert [record.code for record in impatient.ask_all()] == ["timeout"] * 3
+    impatient.close()
+
+
+def test_a_server_that_is_gone_is_not_asked_as_fast_as_can_be(fake_server, sender):
+    fake_server.shutdown()
+    fake_server.server_close()
+    sender._connections[0].close()
+    records = played(sender, Phase("a", "closed", 0.3, connections=1), connections=1)
+    assert 0 < len(records) < 30
+    assert {record.code for record in records} == {"connection_failed"}
+
+
+def test_what_the_server_says_of_its_device_is_kept(sender):
+    (record,) = played(sender, Phase("a", "constant", 0.01, rate=100.0), connections=1)
+    # A launch of two requests took 2 ms.
+    assert (record.kernel_bytes, record.kernel_s) == (1000, pytest.approx(0.001))
+    assert record.sent_bytes > 0
+    assert record.received_bytes > 0
+    assert not record.checked
+
+
+def test_an_error_of_the_harness_is_not_swallowed(sender, monkeypatch):
+    monkeypatch.setattr(sender, "_exchange", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        played(sender, Phase("a", "closed", 5.0, connections=1), connections=1)

@@ -1,0 +1,112 @@
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
+from normload.load.scenario import Phase
+
+POISSON = Phase("a", "poisson", 20.0, rate=500.0)
+CONSTANT = Phase("b", "constant", 2.0, rate=4.0)
+
+
+def draws(seed=0, shares=(1, 3)):
+    return Draws((seed, 1), shares)
+
+
+class Clock:
+    def __init__(self, now=100.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def taken(arrivals):
+    return list(iter(arrivals.next, None))
+
+
+def test_a_constant_schedule_is_even():
+    slots = list(draws().schedule([CONSTANT], start=10.0))
+    assert [slot.due for slot in slots] == [10 + number / 4 for number in range(8)]
+
+
+def test_a_poisson_schedule_has_its_rate_and_is_without_memory():
+    times = np.asarray([slot.due for slot in draws().schedule([POISSON], start=0.0)])
+    gaps = np.diff(times)
+    assert len(times) == pytest.approx(10_000, rel=0.05)
+    # An exponential's standard deviation is its mean, and one gap says nothing of the next.
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
+    assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 0.05
+    assert times.max() < 20
+
+
+def test_phases_follow_one_another():
+    slots = list(draws().schedule([CONSTANT, POISSON, CONSTANT], start=5.0))
+    assert [slot.phase for slot in slots] == sorted(slot.phase for slot in slots)
+    for place, start, end in ((0, 5, 7), (1, 7, 27), (2, 27, 29)):
+        times = [slot.due for slot in slots if slot.phase == place]
+        assert start <= min(times) <= max(times) < end
+
+
+def test_a_seed_says_when_and_which():
+    first, again, other = (list(draws(seed).schedule([POISSON], 0.0)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_requests_are_drawn_as_often_as_they_should_be():
+    numbers = list(itertools.islice(draws().requests(), 8000))
+    assert numbers.count(1) == pytest.approx(6000, rel=0.05)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_share_a_schedule_without_changing_it(processes):
+    whole = list(draws().schedule([CONSTANT, POISSON], 0.0))
+    shares = [
+        taken(OpenLoop([CONSTANT, POISSON], 0.0, 1.0, draws(), (index, processes), Clock(1e9)))
+        for index in range(processes)
+    ]
+    assert sorted(itertools.chain(*shares)) == whole
+
+
+def test_what_is_due_is_not_waited_for_and_keeps_its_time():
+    arrivals = OpenLoop([CONSTANT], 90.0, 1.0, draws(), clock=Clock(100.0))
+    assert [slot.due for slot in taken(arrivals)][:2] == [90.0, 90.25]
+
+
+def test_what_is_not_due_is_waited_for():
+    start = time.perf_counter()
+    arrivals = OpenLoop([Phase("c", "constant", 0.1, rate=20.0)], start + 0.05, 1.0, draws())
+    for slot in taken(arrivals):
+        assert time.perf_counter() >= slot.due
+    assert time.perf_counter() >= start + 0.1
+
+
+def test_what_is_late_is_sent_until_the_grace_is_over():
+    assert OpenLoop([CONSTANT, POISSON], 10.0, 0.5, draws()).cutoff == 32.5
+    assert ClosedLoop(CONSTANT, 10.0, draws()).cutoff == math.inf
+
+
+def test_a_closed_loop_ends_with_its_phase():
+    clock = Clock()
+    arrivals = ClosedLoop(CONSTANT, 100.0, draws(), clock)
+    times = []
+    while (slot := arrivals.next()) is not None:
+        times.append(slot.due)
+        clock.now += 0.5
+    assert times == [100, 100.5, 101, 101.5]
+
+
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        lambda: OpenLoop([CONSTANT], time.perf_counter() + 60, 1.0, draws()),
+        lambda: ClosedLoop(Phase("c", "closed", 60, connections=1), time.perf_counter(), draws()),
+    ],
+)
+def test_they_end_when_told_to(arrivals):
+    made = arrivals()
+    made.stop()
+    assert made.next() is None

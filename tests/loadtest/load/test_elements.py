@@ -1,0 +1,24 @@
+import numpy as np
+import pytest
+import torch
+from normload.load.elements import narrow, widen
+from normserve.client import DType
+
+VALUES = np.concatenate(
+    [np.random.default_rng(0).normal(0, 10, 1000), [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 3e38, 1e-38]]
+)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_rounding_is_torchs(dtype):
+    as_float32 = torch.from_numpy(VALUES.astype(np.float32))
+    expected = as_float32.to(getattr(torch, dtype.value)).double().numpy()
+    tensor = narrow(VALUES, dtype)
+    assert tensor.nbytes == tensor.data.nbytes
+    np.testing.assert_array_equal(widen(tensor), expected)
+
+
+def test_half_precision_and_shapes():
+    tensor = narrow(np.arange(6.0).reshape(2, 3), DType.FLOAT16)
+    assert (tensor.shape, tensor.nbytes) == ((2, 3), 12)
+    np.testing.assert_array_equal(widen(tensor), np.arange(6.0).reshape(2, 3))

@@ -1,0 +1,54 @@
+from collections import Counter
+
+import pytest
+from normload.load.cases import OPERATIONS, Case
+from normload.load.workload import Workload
+from normserve.client import DType
+
+
+def drawn(seed, **options):
+    return [case for case, _ in Workload(**{"max_bytes": 2**16, "pool": 40} | options).drawn(seed)]
+
+
+def test_a_seed_says_all():
+    assert drawn(seed=1) == drawn(seed=1)
+    assert drawn(seed=1) != drawn(seed=2)
+    first, again = (drawn(seed=1)[0].tensors() for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize("max_bytes", [1, 100, 2**12, 2**18])
+def test_no_tensor_is_larger_than_it_may_be(max_bytes):
+    for case in drawn(seed=3, max_bytes=max_bytes, pool=100):
+        assert case.tensors()["x"].nbytes <= max(max_bytes, 4)
+
+
+def test_no_tensor_is_much_smaller_than_it_may_be():
+    sizes = [case.tensors()["x"].nbytes for case in drawn(seed=3, min_bytes=2**15, pool=60)]
+    # Shapes are those of models, so the last bytes may be left over.
+    assert min(sizes) > 2**14
+
+
+def test_every_kind_of_request_is_drawn():
+    cases = drawn(seed=4, pool=400)
+    assert {case.operation for case in cases} == set(OPERATIONS)
+    assert len({case.dtype for case in cases}) == 3
+    assert {case.layout for case in cases} == {"nchw", "nhwc"}
+    assert {case.residual for case in cases} == {case.affine for case in cases} == {True, False}
+    assert {case.op for case in cases if case.adaptive} == {"group_norm"}
+    assert not all(case.adaptive for case in cases if case.op == "group_norm")
+    counts = Counter(case.operation for case in cases)
+    assert counts["rms_norm"] > counts["rms_norm/backward"]
+
+
+def test_groups_divide_the_channels():
+    for case in drawn(seed=5, pool=300):
+        if case.op == "group_norm":
+            assert case.shape[case.channel_axis] % case.num_groups == 0
+
+
+def test_cases_of_ones_own_have_the_seed_s_numbers():
+    own = Workload(cases=((Case("rms_norm", (4, 8), DType.FLOAT32), 2.0),))
+    ((case, share),) = own.drawn(1)
+    assert share == 2.0
+    assert case.tensors() != own.drawn(2)[0][0].tensors()

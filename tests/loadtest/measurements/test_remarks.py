@@ -1,0 +1,44 @@
+from normload.load.scenario import Phase
+from normload.measurements.remarks import remarks_on
+from normload.measurements.result import PhaseResult
+from normload.measurements.tally import Record, Tally
+
+from tests.loadtest.conftest import made_result
+
+
+def said(result, *, stopped=False):
+    return " ".join(remarks_on(result, stopped=stopped))
+
+
+def lagging(lag_s, took_s):
+    tally = Tally(1.0)
+    tally.add([Record("a", 0.1, 0.0, 0.1 + lag_s, 0.1 + lag_s + took_s, 200, "ok") for _ in range(2000)])
+    return made_result([], phases=[PhaseResult(Phase("a", "constant", 1.0, rate=2000), 0.0, 1.0, tally)])
+
+
+def test_a_good_run_needs_no_words():
+    assert said(made_result([0.01] * 1000)) == ""
+
+
+def test_a_busy_client_was_the_limit():
+    assert "The client was the limit" in said(made_result([0.01] * 1000, cpu=[0.2, 0.95]))
+
+
+def test_a_late_client_is_said_to_be():
+    assert "late by itself" in said(lagging(0.010, took_s=0.010))
+    # Of latencies of a second, ten milliseconds are nothing.
+    assert said(lagging(0.010, took_s=0.5)) == ""
+    assert said(lagging(0.0001, took_s=0.0001)) == ""
+
+
+def test_what_was_left_out_is_said():
+    tally = Tally(1.0)
+    tally.add([Record("a", 0, 0, 0, 1, 0, "not_sent")] * 7)
+    result = made_result([], phases=[PhaseResult(Phase("a", "constant", 1.0, rate=7), 0.0, 1.0, tally)])
+    assert "7 requests were never sent: all 4 connections were busy" in said(result)
+
+
+def test_few_answers_an_early_end_and_no_capacity_are_said():
+    assert "999 answers are few" in said(made_result([0.01] * 999))
+    assert "ended early" in said(made_result([0.01] * 1000), stopped=True)
+    assert "the phases were left out" in said(made_result([], capacity=0.0))

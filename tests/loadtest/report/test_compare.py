@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+from normload.report import compare
+from normload.report.terminal import console
+
+from tests.loadtest.conftest import made_result
+
+
+def latencies(seed, count=4000, scale=1.0):
+    return (scale * 0.01 * np.random.default_rng(seed).lognormal(0, 0.5, count)).tolist()
+
+
+def changed(before, after):
+    return {change.metric: change for change in compare.compare(before, after) if change.is_change}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_runs_do_not_differ(seed):
+    before, after = made_result(latencies(seed), errors=5), made_result(latencies(seed + 100), errors=6)
+    assert changed(before, after) == {}
+
+
+def test_a_run_does_not_differ_from_itself():
+    result = made_result(latencies(0), errors=5)
+    assert changed(result, result) == {}
+
+
+def test_higher_latencies_are_worse_and_lower_ones_better():
+    slow, fast = made_result(latencies(0, scale=1.5)), made_result(latencies(1))
+    for before, after, worse in ((fast, slow, True), (slow, fast, False)):
+        found = changed(before, after)
+        assert found.keys() >= {"p50", "p90", "p99"}
+        assert all(change.is_worse is worse for change in found.values())
+        assert found["p50"].low <= found["p50"].after / found["p50"].before <= found["p50"].high
+
+
+def test_fewer_answers_are_worse():
+    found = changed(made_result(latencies(0)), made_result(latencies(1, count=3000)))
+    assert found.keys() == {"rate", "end to end"}
+    assert all(change.is_worse for change in found.values())
+
+
+def test_more_errors_are_worse():
+    found = changed(made_result(latencies(0)), made_result(latencies(1), errors=200))
+    assert found["errors"].is_worse
+    assert found["errors"].after == pytest.approx(200 / 4200)
+
+
+def test_a_tail_of_few_requests_is_noise():
+    before, after = (made_result([*latencies(seed, 500), outlier]) for seed, outlier in ((0, 0.2), (1, 0.4)))
+    assert "p99.9" not in changed(before, after)
+
+
+def test_runs_of_different_scenarios_are_not_compared():
+    with pytest.raises(ValueError, match="one scenario"):
+        compare.compare(made_result([0.01]), made_result([0.01], scenario="burst"))
+
+
+def test_other_loads_are_said():
+    before, after = made_result([0.01], rate=100.0), made_result([0.01], rate=150.0)
+    assert compare.loads_differ(before, before) == []
+    assert compare.loads_differ(before, after) == ["steady: offered 100.0/s before and 150.0/s after."]
+
+
+def test_only_changes_are_shown(capsys):
+    same, worse = made_result(latencies(0)), made_result(latencies(1, scale=2))
+    compare.show(console(), compare.compare(same, same))
+    assert capsys.readouterr().out == "Nothing changed beyond noise: 8 numbers compared.\n"
+    compare.show(console(), compare.compare(same, worse))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows if row[:1] == ["steady"]] == ["p50", "p90", "p99", "p99.9"]
+    assert all(row[6].startswith("+") for row in rows if row[:1] == ["steady"])

@@ -1,0 +1,118 @@
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from normload.measurements.ceilings import Echo
+from normload.measurements.result import PhaseResult
+from normload.measurements.tally import Tally
+from normload.report import page, terminal
+from rich.console import Console
+
+from tests.loadtest.conftest import made_result
+
+HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>&amp;"
+
+
+def embedded(text):
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def sweep():
+    phases = []
+    for number, (rate, latency_s) in enumerate(((50, 0.01), (100, 0.011), (200, 0.5))):
+        (one,) = made_result([latency_s] * 400).phases
+        phase = replace(one.phase, name=f"load {rate}", rate=float(rate))
+        phases.append(PhaseResult(phase, 12.0 * number, 10.0, one.tally))
+    return made_result([], phases=phases)
+
+
+def test_it_loads_nothing_from_anywhere():
+    text = page.render(made_result([0.01] * 100, errors=5))
+    assert not re.search(r"""<(?:script|img|link|iframe|object|embed|base)[^>]*\s(?:src|href|data)\s*=""", text)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|importScripts|\bimport\s*\(", text)
+    assert "default-src 'none'" in text
+    # The one address beside the server's is that of the plotting library, in a comment.
+    assert set(re.findall(r"https?://[^\s<\"')]+", text)) == {
+        "https://github.com/leeoniya/uPlot",
+        "http://127.0.0.1:8000",
+    }
+
+
+def test_what_comes_from_outside_is_escaped():
+    result = made_result([0.01] * 100, scenario=HOSTILE, description=HOSTILE, url=HOSTILE, faults=[HOSTILE])
+    result.server = {"version": HOSTILE, "backend": HOSTILE, "device": {"name": HOSTILE}}
+    (one,) = result.phases
+    result.phases = [PhaseResult(replace(one.phase, name=HOSTILE), 0.0, 10.0, one.tally)]
+    cell = next(iter(one.tally.cells.values()))
+    cell.outcomes[500, HOSTILE] += 1
+    text = page.render(result)
+    assert "<img" not in text
+    assert text.count("</script>") == 2
+    assert f"500 {HOSTILE}" in embedded(text)["time"]["errors"]
+    assert embedded(text)["time"]["phases"][0]["name"] == HOSTILE
+
+
+def test_plots_over_time_add_up_to_what_happened():
+    time = page.plots(made_result([0.01] * 400, errors=40))["time"]
+    width = time["s"][1] - time["s"][0]
+    assert sum(time["rate"]) * width == pytest.approx(400, rel=0.02)
+    assert sum(time["errors"]["429 overloaded"]) * width == pytest.approx(40, rel=0.02)
+    assert sum(time["bandwidth"]) * width == pytest.approx(400 * 2000 / 1e9, rel=0.02)
+    assert {round(value, 3) for value in time["kernels"]} == {2.0}
+    assert time["percentiles"].keys() == {"p50", "p90", "p99", "p99.9"}
+    assert all(len(column) == len(time["s"]) for column in time["percentiles"].values())
+
+
+def test_between_phases_there_is_a_gap_and_in_a_stalled_one_a_zero():
+    first, second = sweep().phases[:2]
+    stalled = PhaseResult(second.phase, second.start_s, 10.0, Tally(10.0))
+    time = page.plots(made_result([], phases=[first, stalled, sweep().phases[2]]))["time"]
+    at = {kind: [s for s, rate in zip(time["s"], time["rate"], strict=True) if rate == kind] for kind in (None, 0)}
+    assert at[None]
+    assert all(s % 12 >= 10 for s in at[None])
+    assert {s for s in time["s"] if 12.2 < s < 21.8} <= set(at[0])
+    assert not {s for s in time["s"] if 25 < s < 33} & set(at[0])
+    assert time["s"] == sorted(time["s"])
+
+
+def test_a_sweep_has_its_knee_marked():
+    load = page.plots(sweep())["load"]
+    assert load["offered"] == [50, 100, 200]
+    assert load["knee"] == 50
+    assert load["percentiles"]["p50"][2] > load["percentiles"]["p50"][0]
+    assert page.plots(made_result([0.01]))["load"] is None
+
+
+def test_percentiles_reach_three_nines():
+    latency = page.plots(made_result([0.001] * 999 + [1.0]))["latency"]
+    assert latency["percents"][-1] == 99.9
+    assert latency["nines"] == pytest.approx([0, 0.125, 0.301, 0.602, 1, 1.301, 2, 2.301, 3], abs=1e-3)
+    (column,) = latency["parts"].values()
+    assert column == sorted(column)
+
+
+def test_ceilings_are_plotted_where_they_are_known():
+    result = made_result([0.01] * 10, echo=Echo(1000, 1, 1e6, 1e-5))
+    assert page.plots(result)["time"]["ceilings"] == {"echo": 2.0, "copy": 5.0}
+    result.server, result.echo = {}, None
+    assert page.plots(result)["time"]["ceilings"] == {"echo": None, "copy": None}
+
+
+def test_a_run_without_answers_is_a_page_as_well():
+    assert "<table>" in page.render(made_result([], errors=3))
+    assert "<table>" in page.render(made_result([], phases=[]))
+
+
+def test_a_server_that_lies_about_itself_spoils_neither_page_nor_report():
+    told = {"version": "\x1b[2J", "backend": ["x"], "device": "none", "copy_bandwidth_bytes_per_second": "fast"}
+    result = made_result([0.01] * 100, server=told)
+    assert "normserve \ufffd[2J, ? on ?" in page.render(result)
+    assert embedded(page.render(result))["time"]["ceilings"]["copy"] is None
+    console = Console(file=io.StringIO(), width=200)
+    terminal.show(console, result)
+    shown = console.file.getvalue()
+    assert "normserve \ufffd[2J, ? on ?" in shown
+    assert "\x1b" not in shown
