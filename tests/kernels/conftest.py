@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fusednorm.launch import row_replay as layer_norm_repeat
-from fusednorm.launch import sample_replay as group_norm_repeat
+from fusednorm.api import chain, group_norm, layer_norm
+from fusednorm.launch import replay
 from fusednorm.launch.launch import Launch
 
-from tests.kernels.group_norm.repeating import Repeating, drive, note_plans
+from tests.kernels.launch.replaying import Replaying, drive, note_plans
 
 
 @pytest.fixture(scope="session")
@@ -31,20 +31,19 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test's first call of a kind is planned, by what the test has put in place."""
-    for repeat in (layer_norm_repeat, group_norm_repeat):
-        monkeypatch.setattr(repeat, "_KNOWN", {})
+    monkeypatch.setattr(replay, "_KNOWN", {})
 
 
 @pytest.fixture
-def repeating(monkeypatch: pytest.MonkeyPatch) -> Repeating:
-    """The driver that takes the launches of repeated GroupNorm calls."""
+def replaying(monkeypatch: pytest.MonkeyPatch) -> Replaying:
+    """The driver that takes the launches of repeated calls."""
     return drive(monkeypatch)
 
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[list[Launch]]:
-    """Plans of the GroupNorm calls that go the long way."""
-    return note_plans(monkeypatch)
+    """Plans of the calls that go the long way."""
+    return note_plans(monkeypatch, layer_norm, group_norm, chain)
 
 
 @pytest.fixture

@@ -76,10 +76,11 @@ class Recipe:
         Args:
             tensors: those that the launches were planned over, the first of them where they run.
         """
+        addresses = [tensor.data_ptr() for tensor in tensors]
         # A tensor that is two would stand for either in the launches; the next time these may be two.
-        if len({id(tensor) for tensor in tensors}) != len(tensors):
+        if len(set(addresses)) != len(addresses):
             return None
-        if any(tensor.data_ptr() % 16 for tensor in tensors):
+        if any(address % 16 for address in addresses):
             return None
         device, index = tensors[0].device, tensors[0].get_device()
         kernels = [prepared.find(launch.kernel, launch.arguments, launch.options, index) for launch in launches]
@@ -161,10 +162,13 @@ class _Own:
     @classmethod
     def of(cls, launches: list[Launch], others: Iterable[Tensor]) -> "_Own | None":
         """That of the launches beside `others`; None where a tensor is neither room to write to nor a workspace."""
-        theirs, memory_of_others = {id(tensor) for tensor in others}, {_memory(tensor)[0] for tensor in others}
+        theirs, memory_of_others = (
+            {tensor.data_ptr() for tensor in others},
+            {_memory(tensor)[0] for tensor in others},
+        )
         own, starts = cls({}, {}, 0), {}
         for tensor in _tensors(argument for launch in launches for argument in launch.arguments):
-            if id(tensor) in theirs:
+            if tensor.data_ptr() in theirs:
                 continue
             memory, nbytes = _memory(tensor)
             if memory in memory_of_others or memory % 16:
@@ -186,11 +190,9 @@ class _Table:
     """The list that launches take their parameters from: where each stands in it."""
 
     def __init__(self, tensors: tuple[Tensor, ...], own: _Own, launches: list[Launch]) -> None:
-        self._tensors = {id(tensor): place for place, tensor in enumerate(tensors)}
-        self._addresses = {
-            address: place for place, address in enumerate((*own.parts, *own.workspaces), len(tensors))
-        }
-        self._rows = len(tensors) + len(self._addresses)
+        addresses = (*(tensor.data_ptr() for tensor in tensors), *own.parts, *own.workspaces)
+        self._addresses = {address: place for place, address in enumerate(addresses)}
+        self._rows = len(addresses)
         self.rules = _rules(launches)
         self._first_value = self._rows + (1 + len(self.rules) if self.rules else 0)
         self._values: dict[tuple[type, Any], int] = {}
@@ -228,8 +230,7 @@ class _Table:
 
     def _argument(self, argument: Any) -> int:
         if isinstance(argument, Tensor):
-            place = self._tensors.get(id(argument))
-            return self._addresses[argument.data_ptr()] if place is None else place
+            return self._addresses[argument.data_ptr()]
         if type(argument) is tuple:
             # Tuples end the list.
             return self._tuples[tuple(map(self._argument, argument))] - len(self._tuples)

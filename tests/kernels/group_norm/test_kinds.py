@@ -5,17 +5,16 @@ import pytest
 import torch
 from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.device import INTERPRETED
-from fusednorm.launch import prepared, repeats
-from fusednorm.launch import sample_replay as group_norm_repeat
+from fusednorm.launch import prepared, replay
 from fusednorm.policy import batch_invariance, waiting
 from fusednorm.results import Backward, Forward
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.group_norm.cases import channels_last
-from tests.kernels.group_norm.repeating import GROUPS, PASSES, SHAPE, C, N, call
+from tests.kernels.group_norm.operands import GROUPS, PASSES, SHAPE, C, N, call
 
-# Its driver stands in for one that is absent; test_group_norm_repeat_gpu.py has the real one.
+# Its driver stands in for one that is absent; test_replay_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
 
 
@@ -63,11 +62,11 @@ BACKWARD_CHANGES = {
     ],
     ids=[*CHANGES, *FORWARD_CHANGES, *CHANGES, *BACKWARD_CHANGES],
 )
-def test_whatever_decides_a_launch_tells_calls_apart(pass_, changed, repeating, plans):
+def test_whatever_decides_a_launch_tells_calls_apart(pass_, changed, replaying, plans):
     call(pass_)
-    assert not repeating.is_repeated(lambda: call(pass_, **changed))
-    assert repeating.is_repeated(lambda: call(pass_, **changed))
-    assert repeating.is_repeated(lambda: call(pass_))
+    assert not replaying.is_repeated(lambda: call(pass_, **changed))
+    assert replaying.is_repeated(lambda: call(pass_, **changed))
+    assert replaying.is_repeated(lambda: call(pass_))
 
 
 @pytest.mark.parametrize(
@@ -79,32 +78,32 @@ def test_whatever_decides_a_launch_tells_calls_apart(pass_, changed, repeating, 
     ids=["weight or bias", "scale or shift"],
 )
 @pytest.mark.parametrize("pass_", PASSES)
-def test_which_of_two_like_tensors_came_tells_calls_apart(pass_, one, other, repeating, plans):
+def test_which_of_two_like_tensors_came_tells_calls_apart(pass_, one, other, replaying, plans):
     call(pass_, **one)
-    assert not repeating.is_repeated(lambda: call(pass_, **other))
-    assert repeating.is_repeated(lambda: call(pass_, **one))
+    assert not replaying.is_repeated(lambda: call(pass_, **other))
+    assert replaying.is_repeated(lambda: call(pass_, **one))
 
 
-def test_whether_programs_may_wait_tells_calls_apart(repeating, plans, monkeypatch):
+def test_whether_programs_may_wait_tells_calls_apart(replaying, plans, monkeypatch):
     monkeypatch.setattr(waiting, "INTERPRETED", False)
     monkeypatch.setattr(waiting, "_allowed", True)
     call()
     fusednorm.allow_waiting(False)
-    assert not repeating.is_repeated(call)
-    assert repeating.is_repeated(call)
+    assert not replaying.is_repeated(call)
+    assert replaying.is_repeated(call)
 
 
-def test_whether_samples_are_cut_as_if_alone_tells_calls_apart(repeating, plans, monkeypatch):
+def test_whether_samples_are_cut_as_if_alone_tells_calls_apart(replaying, plans, monkeypatch):
     monkeypatch.setattr(batch_invariance, "_required", False)
     call()
     fusednorm.require_batch_invariance(True)
-    assert not repeating.is_repeated(call)
-    assert repeating.is_repeated(call)
+    assert not replaying.is_repeated(call)
+    assert replaying.is_repeated(call)
 
 
-def test_passes_are_told_apart(repeating, plans):
+def test_passes_are_told_apart(replaying, plans):
     call("forward")
-    assert not repeating.is_repeated(lambda: call("backward"))
+    assert not replaying.is_repeated(lambda: call("backward"))
 
 
 MISALIGNED = torch.randn(N * C * 64 + 1)[1:].view(SHAPE)
@@ -122,15 +121,15 @@ NEVER = {
 
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("what", NEVER)
-def test_calls_that_follow_no_recipe_are_planned_each_time(what, pass_, repeating, plans):
+def test_calls_that_follow_no_recipe_are_planned_each_time(what, pass_, replaying, plans):
     call(pass_)
     call(pass_, residual=torch.randn(SHAPE))
     call(pass_, shift=far_apart(N, C))
     for _ in range(2):
-        assert not repeating.is_repeated(lambda: call(pass_, **NEVER[what]))
+        assert not replaying.is_repeated(lambda: call(pass_, **NEVER[what]))
 
 
-def test_gradients_of_no_samples_are_zero_every_time(repeating):
+def test_gradients_of_no_samples_are_zero_every_time(replaying):
     for _ in range(2):
         result = call("backward", x=torch.randn(0, *SHAPE[1:]))
         assert not result.dweight.any()
@@ -139,30 +138,30 @@ def test_gradients_of_no_samples_are_zero_every_time(repeating):
 
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("what", [what for what in NEVER if "misaligned" in what])
-def test_misaligned_tensors_teach_nothing_about_aligned_ones(what, pass_, repeating, plans):
+def test_misaligned_tensors_teach_nothing_about_aligned_ones(what, pass_, replaying, plans):
     call(pass_, **NEVER[what])
     aligned = {name: torch.empty_strided(t.shape, t.stride()).copy_(t) for name, t in NEVER[what].items()}
-    assert not repeating.is_repeated(lambda: call(pass_, **aligned))
-    assert repeating.is_repeated(lambda: call(pass_, **aligned))
+    assert not replaying.is_repeated(lambda: call(pass_, **aligned))
+    assert replaying.is_repeated(lambda: call(pass_, **aligned))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_one_tensor_in_two_places_teaches_nothing_about_two(pass_, repeating, plans):
+def test_one_tensor_in_two_places_teaches_nothing_about_two(pass_, replaying, plans):
     weight = torch.randn(C)
     call(pass_, weight=weight, bias=weight)
-    assert not repeating.is_repeated(lambda: call(pass_))
+    assert not replaying.is_repeated(lambda: call(pass_))
     # What was learnt of two serves one.
-    repeating.launched.clear()
+    replaying.launched.clear()
     call(pass_, weight=weight, bias=weight)
-    assert repeating.values.count(weight.data_ptr()) == 2
+    assert replaying.values.count(weight.data_ptr()) == 2
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_a_result_in_the_place_of_an_input_teaches_nothing(pass_, repeating, plans):
+def test_a_result_in_the_place_of_an_input_teaches_nothing(pass_, replaying, plans):
     x = torch.randn(SHAPE)
     out = Forward(x) if pass_ == "forward" else Backward(x)
     call(pass_, x=x, out=out)
-    assert not repeating.is_repeated(lambda: call(pass_, x=x))
+    assert not replaying.is_repeated(lambda: call(pass_, x=x))
 
 
 WRONG = {
@@ -199,46 +198,46 @@ BACKWARD_WRONG = {
     ],
     ids=[*WRONG, *FORWARD_WRONG, *WRONG, *BACKWARD_WRONG],
 )
-def test_wrong_calls_are_refused_after_right_ones(pass_, wrong, repeating, plans):
+def test_wrong_calls_are_refused_after_right_ones(pass_, wrong, replaying, plans):
     call(pass_)
     for change in CHANGES.values():
         call(pass_, **change)
-    repeating.launched.clear()
+    replaying.launched.clear()
     for _ in range(2):
         with pytest.raises((fusednorm.KernelInputError, fusednorm.UnsupportedShapeError)):
             call(pass_, **wrong)
-    assert not repeating.launched
+    assert not replaying.launched
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_kinds_are_bounded_and_the_oldest_goes(pass_, repeating, plans, monkeypatch):
-    monkeypatch.setattr(repeats, "MAX_KINDS", 3)
+def test_kinds_are_bounded_and_the_oldest_goes(pass_, replaying, plans, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_KINDS", 3)
     for eps in (1.0, 2.0, 3.0, 4.0):
         call(pass_, eps=eps)
-    assert len(group_norm_repeat._KNOWN) == 3
-    assert repeating.is_repeated(lambda: call(pass_, eps=4.0))
-    assert not repeating.is_repeated(lambda: call(pass_, eps=1.0))
+    assert len(replay._KNOWN) == 3
+    assert replaying.is_repeated(lambda: call(pass_, eps=4.0))
+    assert not replaying.is_repeated(lambda: call(pass_, eps=1.0))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_a_watched_call_is_planned(pass_, repeating, plans, monkeypatch):
+def test_a_watched_call_is_planned(pass_, replaying, plans, monkeypatch):
     call(pass_)
     monkeypatch.setattr(prepared, "undisturbed", lambda: False)
-    assert not repeating.is_repeated(lambda: call(pass_))
+    assert not replaying.is_repeated(lambda: call(pass_))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_a_kernel_that_is_still_being_compiled_is_not_kept(pass_, repeating, plans, monkeypatch):
+def test_a_kernel_that_is_still_being_compiled_is_not_kept(pass_, replaying, plans, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "find", lambda *_: None)
         call(pass_)
-    assert not repeating.is_repeated(lambda: call(pass_))
-    assert repeating.is_repeated(lambda: call(pass_))
+    assert not replaying.is_repeated(lambda: call(pass_))
+    assert replaying.is_repeated(lambda: call(pass_))
 
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(adds, gradients, repeating, plans):
+def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(adds, gradients, replaying, plans):
     x, weight = (torch.randn(size, requires_grad=gradients) for size in (SHAPE, C))
     bias, residual = torch.randn(C), torch.randn(SHAPE) if adds else None
 
@@ -247,20 +246,20 @@ def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(
             return fusednorm.group_norm(x, GROUPS, weight, bias, **options)
         return fusednorm.add_group_norm(x, residual, GROUPS, weight, bias, **options)
 
-    assert not repeating.is_repeated(differentiable)
+    assert not replaying.is_repeated(differentiable)
     call(residual=residual, stats=gradients)
-    assert repeating.is_repeated(differentiable)
+    assert replaying.is_repeated(differentiable)
     with Dispatched() as seen:
-        assert not repeating.is_repeated(differentiable)
+        assert not replaying.is_repeated(differentiable)
     assert seen.names == ["fusednorm::group_norm"]
     result = differentiable()
     for tensor in (result,) if residual is None else result:
         assert tensor.requires_grad == gradients
-    assert not repeating.is_repeated(lambda: differentiable(dropout=0.5, seed=1))
+    assert not replaying.is_repeated(lambda: differentiable(dropout=0.5, seed=1))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-def test_a_call_on_another_device_than_the_current_one_is_launched_there(pass_, repeating, plans, monkeypatch):
+def test_a_call_on_another_device_than_the_current_one_is_launched_there(pass_, replaying, plans, monkeypatch):
     call(pass_)
     current, entered = [3], []
 
@@ -275,20 +274,20 @@ def test_a_call_on_another_device_than_the_current_one_is_launched_there(pass_, 
         def __exit__(self, *_):
             current[0] = self.before
 
-    monkeypatch.setattr(group_norm_repeat, "current_device", lambda: current[0])
+    monkeypatch.setattr(replay, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    assert repeating.is_repeated(lambda: call(pass_))
+    assert replaying.is_repeated(lambda: call(pass_))
     assert (current, entered) == ([3], [-1])
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_tensors_without_memory_are_not_launched_on(repeating, plans):
+def test_tensors_without_memory_are_not_launched_on(replaying, plans):
     call()
     with FakeTensorMode():
         x, weight, bias = torch.empty(SHAPE), torch.empty(C), torch.empty(C)
         inputs = x, weight, bias, None, None, None
-        assert group_norm_repeat.again(Forward, inputs, (GROUPS, 1e-5, "none", None, False)) is None
-    assert not repeating.launched
+        assert group_norm_passes.FORWARD.again(inputs, (GROUPS, 1e-5, "none", None, False)) is None
+    assert not replaying.launched
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -300,4 +299,4 @@ def test_nothing_is_repeated_under_the_interpreter(pass_, monkeypatch):
     for _ in range(2):
         call(pass_)
     assert len(planned) == 2
-    assert not group_norm_repeat._KNOWN
+    assert not replay._KNOWN

@@ -4,7 +4,7 @@ import fusednorm
 import fusednorm.api.group_norm as ours
 import pytest
 import torch
-from fusednorm.launch import sample_replay as group_norm_repeat
+from fusednorm.launch import replay
 
 from tests.kernels.group_norm.cases import make_case
 from tests.kernels.on_gpu import on_streams_of_their_own, watched
@@ -72,7 +72,7 @@ def test_repeated_calls_give_the_bits_of_the_first(
     first, second = (Call(shape, groups, device, last, dtype, **given) for _ in range(2))
     planned = []
     for call in (first, second):
-        group_norm_repeat._KNOWN.clear()
+        replay._KNOWN.clear()
         planned.append(call.both(saved))
     forbid_plans()
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_repeated_calls_are_captured_into_a_graph(last, shape, groups, device, f
 def test_a_kind_first_seen_in_a_capture_is_right_outside_of_it(last, device, forbid_plans):
     call = Call((2, *WAITING[last]), 32, device, last)
     wanted = call.both()
-    group_norm_repeat._KNOWN.clear()
+    replay._KNOWN.clear()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -154,7 +154,7 @@ def test_a_differentiable_call_is_repeated_in_both_passes(device, forbid_plans):
 
 def test_known_launches_go_straight_to_the_driver(device):
     Call((2, 320, 64, 64), 32, device, True).both()
-    starts = [start for known in group_norm_repeat._KNOWN.values() for start in known.recipe.starts]
+    starts = [start for known in replay._KNOWN.values() for start in known.recipe.starts]
     assert len(starts) > 2
     for start in starts:
         assert start.kernel.launcher.call is start.kernel.kernel.run.launch
@@ -163,7 +163,7 @@ def test_known_launches_go_straight_to_the_driver(device):
 def test_hooks_see_every_launch(device):
     call = Call((2, 320, 64, 64), 32, device, True)
     wanted = call.both()
-    launches = sum(len(known.recipe.starts) for known in group_norm_repeat._KNOWN.values())
+    launches = sum(len(known.recipe.starts) for known in replay._KNOWN.values())
     with watched() as seen:
         assert_same(call.both(), wanted)
     assert len(seen) == launches

@@ -3,11 +3,12 @@
 import fusednorm
 import pytest
 import torch
+from fusednorm.api import chain as chain_pass
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.launch import row_replay as layer_norm_repeat
+from fusednorm.launch import replay
 from triton import knobs
 
-from tests.kernels.layer_norm.test_passes import DTYPES, Case, check_backward, check_forward, make_case
+from tests.kernels.layer_norm.cases import DTYPES, Case, check_backward, check_forward, make_case
 from tests.kernels.on_gpu import watched
 
 pytestmark = pytest.mark.gpu
@@ -59,22 +60,65 @@ def test_nothing_is_compiled_after_a_warmup(op, cols, device, compiles):
     assert compiles == []
 
 
-@pytest.mark.parametrize("cols", [64, 768, 1024, 1040, 4096, 5120, 14336, 16384])
+def forbid_plans(monkeypatch):
+    for plan in ("plan_forward", "plan_backward", "plan_float8"):
+        monkeypatch.setattr(layer_norm_passes, plan, no_plan)
+    monkeypatch.setattr(chain_pass, "plan_chain", no_plan)
+
+
+def assert_same(results, wanted):
+    for again, first in zip(results, wanted, strict=True):
+        assert again is first is None or torch.equal(again.float(), first.float())
+
+
+@pytest.mark.parametrize("cols", [64, 768, 1024, 1040, 4096, 5120, 14336, 16384, 40000, 300000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_repeated_calls_give_the_bits_of_the_first(op, residual, dtype, cols, device, poisoned, monkeypatch):
-    cases = [make_case(op, dtype, rows, cols, device, residual=residual) for rows in (5, 300, 1)]
+    sizes = (5, 300, 1) if cols < 20000 else (5, 3, 1)
+    cases = [make_case(op, dtype, rows, cols, device, residual=residual) for rows in sizes]
+
+    def results(case):
+        plain, forward = (case.forward(fusednorm, stats=stats) for stats in (False, True))
+        saved = {"rstd": forward.rstd} | ({} if op == "rms_norm" else {"mean": forward.mean})
+        backward = *case.backward(fusednorm, case.dy), *case.backward(fusednorm, case.dy, **saved)
+        return [*plain, *forward, *backward]
+
     planned = []
     for case in cases:
-        layer_norm_repeat._KNOWN.clear()
-        planned.append([case.forward(fusednorm, stats=stats) for stats in (False, True)])
-    monkeypatch.setattr(layer_norm_passes, "plan_forward", no_plan)
-    for case, results in zip(cases, planned, strict=True):
+        replay._KNOWN.clear()
+        case.dy = torch.randn_like(case.x)
+        planned.append(results(case))
+    for case in cases:
+        results(case)
+    forbid_plans(monkeypatch)
+    for case, wanted in zip(cases, planned, strict=True):
         check_forward(case)
-        for stats in (False, True):
-            for again, first in zip(case.forward(fusednorm, stats=stats), results[stats], strict=True):
-                assert again is first is None or torch.equal(again, first)
+        assert_same(results(case), wanted)
+
+
+@pytest.mark.parametrize("cols", [64, 1024, 4096, 16384])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_rows_repeats_the_first(dtype, cols, device, poisoned, monkeypatch):
+    def results(rows):
+        torch.manual_seed(rows)
+        case = make_case("layer_norm", dtype, rows, cols, device)
+        forward = case.forward(fusednorm, stats=True)
+        dy = torch.randn_like(case.x)
+        chained = fusednorm.layer_norm_chain(case.x, [case.weight, None], [case.bias, None])
+        float8 = fusednorm.layer_norm_forward(case.x, case.weight, case.bias, out_dtype=torch.float8_e4m3fn)
+        return [*forward, *case.backward(fusednorm, dy), chained, float8.y, float8.scale]
+
+    wanted = {}
+    for rows in ROWS:
+        replay._KNOWN.clear()
+        wanted[rows] = results(rows)
+    replay._KNOWN.clear()
+    results(2)
+    forbid_plans(monkeypatch)
+    for rows in ROWS:
+        assert_same(results(rows), wanted[rows])
 
 
 @pytest.mark.parametrize("cols", [64, 1000, 4096, 16384])
@@ -127,8 +171,9 @@ def test_a_call_is_captured_into_a_graph(cols, device):
 
 def test_a_known_call_goes_straight_to_the_driver(device):
     make_case("layer_norm", torch.bfloat16, 1, 4096, device).forward(fusednorm)
-    (known,) = layer_norm_repeat._KNOWN.values()
-    assert known.kernel.launcher.call is known.kernel.kernel.run.launch
+    (known,) = replay._KNOWN.values()
+    (start,) = known.recipe.starts
+    assert start.kernel.launcher.call is start.kernel.kernel.run.launch
 
 
 def test_hooks_see_every_launch(device):

@@ -20,9 +20,6 @@ from fusednorm.ops.layer_norm.forward.split import ForwardSplit
 
 from tests.kernels.layer_norm.cases import DTYPES, check_backward, check_forward, make_case
 
-# Tests of launches take it from here.
-from tests.kernels.layer_norm.cases import Case as Case
-
 COLS = (1, 7, 64, 100, 768)
 LONG_COLS = (12288, 9001)
 

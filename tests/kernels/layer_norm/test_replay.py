@@ -1,20 +1,25 @@
-"""Which forward calls are launched again without checks and plan, with a driver that only takes notes."""
+"""Which calls of LayerNorm and RMSNorm are launched again without checks and plan, and that these are the planned
+launches.
+
+The driver takes notes and, where asked, has the interpreter run what it is given: addresses and values.
+"""
 
 import fusednorm
 import pytest
 import torch
+from fusednorm.api import chain as chain_pass
 from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.device import INTERPRETED
-from fusednorm.launch import prepared, repeats
-from fusednorm.launch import row_replay as layer_norm_repeat
-from fusednorm.launch.driver import Launcher
+from fusednorm.launch import prepared, replay
+from fusednorm.launch.workspace import purpose_of
 from fusednorm.ops.layer_norm import choice
-from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.policy import waiting
-from fusednorm.results import Forward
+from fusednorm.results import Backward, Forward
 
 from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.launch.replaying import addresses, compare, note_workspaces
+from tests.kernels.layer_norm.operands import PASSES, Operands
 
 # Its driver stands in for one that is absent; test_launches_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -23,96 +28,111 @@ COLS = 48
 WEIGHT, BIAS = torch.randn(2, COLS)
 
 
-class Repeating:
-    """Pretends that every interpreted launch left a compiled kernel; `launched` notes what is launched again."""
-
-    def __init__(self):
-        self.launched = []
-        self.packed = False
-        self.constants = ("constants", "of", "the", "kernel")
-
-    def find(self, kernel, arguments, options, device):
-        def run(*everything):
-            self.launched.append(everything)
-
-        launcher = Launcher(run, (11, (4, 1, 0), None), self.packed)
-        return prepared.Prepared(launcher, self.constants, lambda device: 70 + device, None)
-
-    def is_repeated(self, call):
-        before = len(self.launched)
-        call()
-        return len(self.launched) > before
-
-
-@pytest.fixture
-def repeating(monkeypatch):
-    driver = Repeating()
-    monkeypatch.setattr(prepared, "find", driver.find)
-    # The index of a CPU tensor's device.
-    monkeypatch.setattr(layer_norm_repeat, "current_device", lambda: -1)
-    return driver
-
-
 def call(x=None, weight=WEIGHT, bias=BIAS, **options):
     return fusednorm.layer_norm_forward(torch.randn(3, COLS) if x is None else x, weight, bias, **options)
 
 
-def addresses(*tensors):
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+GIVEN = {
+    "plain": {},
+    "everything": {"residual": True, "outside": True, "dtype": torch.bfloat16},
+    "statistics taken anew": {"saved": False, "dtype": torch.bfloat16},
+    "no parameters": {"affine": False},
+    "sequences": {"batch": 2, "residual": True},
+}
 
 
-@pytest.mark.parametrize("cols", [COLS, 1024, 1030, 2048])
-@pytest.mark.parametrize("rows", [1, 5, 70])
-@pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("adds", [False, True])
-def test_a_repeated_launch_is_the_planned_one(adds, stats, rows, cols, repeating):
-    def operands(rows):
-        return torch.randn(rows, cols), torch.randn(rows, cols) if adds else None
-
-    weight, bias = torch.randn(cols), torch.randn(cols)
-    x, residual = operands(2)
-    call(x, weight, bias, residual=residual, eps=1e-3, stats=stats)
-    assert not repeating.launched
-    x, residual = operands(rows)
-    result = call(x, weight, bias, residual=residual, eps=1e-3, stats=stats)
-    given = ForwardCall(x=x, weight=weight, bias=bias, eps=1e-3, residual=residual, out=result)
-    (plan,) = choice.plan_forward(given)
-    y, mean, rstd, residual_out, _ = result
-    tensors = addresses(x, residual, weight, bias, y, residual_out, mean, rstd)
-    head = (*plan.grid, 1, 1, 69, 11, (4, 1, 0), None)
-    assert repeating.launched == [(*head, *tensors, *plan.arguments[8:], *repeating.constants)]
+def planned_into(result, call, monkeypatch):
+    """Have a call planned, whatever is known, that writes to these results."""
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "_KNOWN", {})
+        for module in (layer_norm_passes, chain_pass):
+            patch.setattr(module, "places", lambda *_: result)
+        call()
 
 
-@pytest.mark.parametrize("cols", [COLS, 2048])
-def test_parameters_are_packed_where_the_launcher_wants_them_so(cols, repeating):
-    x, weight, bias = torch.randn(5, cols), torch.randn(cols), torch.randn(cols)
-    call(x, weight, bias)
-    call(x, weight, bias)
-    layer_norm_repeat._KNOWN.clear()
-    repeating.packed = True
-    call(x, weight, bias)
-    call(x, weight, bias)
-    one_by_one, packed = repeating.launched
-    assert packed[:7] == one_by_one[:7]
-    assert len(packed) == 8
-    # y is another one each time.
-    assert packed[7][:4] + packed[7][5:] == one_by_one[7:11] + one_by_one[12:]
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("cols", [COLS, 1024, 1030, 2048, 20000, 600000])
+def test_a_repeated_launch_is_the_planned_one(cols, waits, given, pass_, replaying, plans, monkeypatch):
+    monkeypatch.setattr(waiting, "INTERPRETED", not waits)
+    workspaces = note_workspaces(monkeypatch)
+    sizes = (2, 1, 5, 700) if cols < 20000 else (2, 1, 3)
+    Operands(sizes[0], cols, **GIVEN[given]).call(pass_)
+    for rows in sizes:
+        operands = Operands(rows, cols, **GIVEN[given])
+        if cols >= 20000:  # Some of these depend on the number of rows.
+            operands.call(pass_)
+        plans.clear()
+        replaying.launched.clear()
+        result = operands.call(pass_)
+        assert not plans
+        result = result if isinstance(result, Forward | Backward) else Forward(*result)
+        planned_into(result, lambda o=operands: o.call(pass_), monkeypatch)
+        compare(replaying.launched, *plans, addresses(*operands.tensors, *result), workspaces, purpose_of)
 
 
-def test_the_stride_of_a_single_row_is_not_taken_for_that_of_many(repeating):
+def equal(results, wanted):
+    for result, other in zip(results, wanted, strict=True):
+        assert result is other is None or (
+            torch.equal(result.view(torch.uint8), other.view(torch.uint8)) and result.stride() == other.stride()
+        )
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("cols", [COLS, 1030])
+def test_a_repeated_call_gives_the_bits_of_a_planned_one(cols, rows, given, pass_, replaying, poisoned):
+    first, second = (Operands(size, cols, **GIVEN[given]) for size in (3, rows))
+    planned = second.call(pass_)
+    replay._KNOWN.clear()
+    first.call(pass_)
+    replaying.runs = True
+    assert replaying.is_repeated(lambda: equal(second.call(pass_), planned))
+
+
+@pytest.mark.parametrize("pass_", ["layer_norm_forward", "rms_norm_backward"])
+def test_heads_with_parameters_of_their_own_are_repeated_for_as_many_tokens(pass_, replaying, poisoned):
+    tokens = [Operands(size, COLS, heads=2) for size in (3, 3, 4)]
+    planned = []
+    for operands in tokens:
+        replay._KNOWN.clear()
+        planned.append(operands.call(pass_))
+    replay._KNOWN.clear()
+    tokens[0].call(pass_)
+    replaying.runs = True
+    assert replaying.is_repeated(lambda: equal(tokens[1].call(pass_), planned[1]))
+    assert not replaying.is_repeated(lambda: equal(tokens[2].call(pass_), planned[2]))
+    assert replaying.is_repeated(lambda: equal(tokens[2].call(pass_), planned[2]))
+
+
+def test_tokens_whose_rows_lie_apart_are_told_by_their_shape(replaying, poisoned):
+    # Strides alone do not say how many rows a token has, and so not whether the next token's rows follow.
+    wide = torch.randn(4, 6, 2 * COLS)
+    whole, part = wide[:, :, :COLS], wide[:, :3, :COLS]
+    planned = call(whole)
+    replaying.runs = True
+    assert replaying.is_repeated(lambda: equal(call(whole), planned))
+    for _ in range(2):
+        with pytest.raises(fusednorm.UnsupportedShapeError):
+            call(part)
+
+
+def test_the_stride_of_a_single_row_is_not_taken_for_that_of_many(replaying):
     wide = torch.randn(5, 2 * COLS)
     call(wide[:1, :COLS])
-    assert not repeating.is_repeated(lambda: call(wide[:, :COLS]))
-    assert repeating.is_repeated(lambda: call(wide[:, :COLS]))
-    assert repeating.is_repeated(lambda: call(wide[:1, :COLS]))
+    assert not replaying.is_repeated(lambda: call(wide[:, :COLS]))
+    assert replaying.is_repeated(lambda: call(wide[:, :COLS]))
+    assert replaying.is_repeated(lambda: call(wide[:1, :COLS]))
     # After grid, stream, head, tensors and rows: columns and the stride of x, in the same units.
-    many, single = (launched[16:18] for launched in repeating.launched)
+    many, single = (again.parameters[9:11] for again in replaying.launched)
     assert many == (single[0], 2 * single[1])
 
 
 @pytest.mark.parametrize("stats", [False, True])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
-def test_a_repeated_call_allocates_what_a_planned_one_does(out_dtype, stats, repeating):
+def test_a_repeated_call_allocates_what_a_planned_one_does(out_dtype, stats, replaying):
     def facts(result):
         return [t if t is None else (t.shape, t.stride(), t.dtype, t.is_contiguous()) for t in result]
 
@@ -121,9 +141,9 @@ def test_a_repeated_call_allocates_what_a_planned_one_does(out_dtype, stats, rep
         stream = torch.randn(x.shape).half()
         options = {"residual": stream, "out_dtype": out_dtype, "stats": stats}
         planned = facts(call(x, **options))
-        before = len(repeating.launched)
+        before = len(replaying.launched)
         assert facts(call(x, **options)) == planned
-        assert len(repeating.launched) == before + 1
+        assert len(replaying.launched) == before + 1
 
 
 CHANGES = {
@@ -144,55 +164,48 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_whatever_decides_a_launch_tells_calls_apart(what, repeating):
+def test_whatever_decides_a_launch_tells_calls_apart(what, replaying):
     call()
-    assert not repeating.is_repeated(lambda: call(**CHANGES[what]))
-    assert repeating.is_repeated(lambda: call(**CHANGES[what]))
-    assert repeating.is_repeated(call)
+    assert not replaying.is_repeated(lambda: call(**CHANGES[what]))
+    assert replaying.is_repeated(lambda: call(**CHANGES[what]))
+    assert replaying.is_repeated(call)
 
 
-def test_the_operation_and_the_residuals_dtype_and_strides_tell_calls_apart(repeating):
+def test_the_operation_and_the_residuals_dtype_and_strides_tell_calls_apart(replaying):
     x = torch.randn(3, COLS)
     call(x, bias=None)
-    assert not repeating.is_repeated(lambda: fusednorm.rms_norm_forward(x, WEIGHT, eps=1e-5))
+    assert not replaying.is_repeated(lambda: fusednorm.rms_norm_forward(x, WEIGHT, eps=1e-5))
     for residual in (torch.randn(3, COLS), torch.randn(3, COLS).half(), torch.randn(3, 2 * COLS)[:, :COLS]):
-        assert not repeating.is_repeated(lambda r=residual: call(x, residual=r))
-        assert repeating.is_repeated(lambda r=residual: call(x, residual=r))
+        assert not replaying.is_repeated(lambda r=residual: call(x, residual=r))
+        assert replaying.is_repeated(lambda r=residual: call(x, residual=r))
 
 
-def test_whether_programs_may_wait_tells_calls_apart(repeating, monkeypatch):
+def test_whether_programs_may_wait_tells_calls_apart(replaying, monkeypatch):
     monkeypatch.setattr(waiting, "INTERPRETED", False)
     monkeypatch.setattr(waiting, "_allowed", True)
     fusednorm.allow_waiting(False)
     call()
     fusednorm.allow_waiting(True)
-    assert not repeating.is_repeated(call)
-    assert repeating.is_repeated(call)
+    assert not replaying.is_repeated(call)
+    assert replaying.is_repeated(call)
 
 
 NEVER = {
     "dropout": {"dropout": 0.5, "seed": 1},
     "a seed": {"seed": 1},
-    "float8": {"out_dtype": torch.float8_e4m3fn},
     "no rows": {"x": torch.randn(0, COLS)},
     "misaligned x": {"x": torch.randn(3 * COLS + 1)[1:].view(3, COLS)},
     "misaligned weight": {"weight": torch.randn(COLS + 1)[1:]},
     "misaligned residual": {"residual": torch.randn(3 * COLS + 1)[1:].view(3, COLS)},
-    "strided tokens": {"x": torch.randn(3, 2, 2 * COLS)[..., :COLS]},
-    "heads of their own": {
-        "x": torch.randn(3, 2, COLS),
-        "weight": torch.randn(2, COLS),
-        "bias": torch.randn(2, COLS),
-    },
 }
 
 
 @pytest.mark.parametrize("what", NEVER)
-def test_calls_that_follow_no_rule_are_planned_each_time(what, repeating):
+def test_calls_that_follow_no_rule_are_planned_each_time(what, replaying):
     call()
     call(**{"residual": torch.randn(3, COLS)} if "residual" in what else {})
     for _ in range(2):
-        assert not repeating.is_repeated(lambda: call(**NEVER[what]))
+        assert not replaying.is_repeated(lambda: call(**NEVER[what]))
 
 
 WRONG = {
@@ -216,33 +229,33 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_calls_are_refused_after_right_ones(what, repeating):
+def test_wrong_calls_are_refused_after_right_ones(what, replaying):
     call()
     call(residual=torch.randn(3, COLS))
     for _ in range(2):
         with pytest.raises((fusednorm.KernelInputError, fusednorm.UnsupportedShapeError)):
             call(**WRONG[what])
-    assert not repeating.launched
+    assert not replaying.launched
 
 
-def test_kinds_are_bounded_and_the_oldest_goes(repeating, monkeypatch):
-    monkeypatch.setattr(repeats, "MAX_KINDS", 3)
+def test_kinds_are_bounded_and_the_oldest_goes(replaying, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_KINDS", 3)
     for eps in (1.0, 2.0, 3.0, 4.0):
         call(eps=eps)
-    assert len(layer_norm_repeat._KNOWN) == 3
-    assert repeating.is_repeated(lambda: call(eps=4.0))
-    assert not repeating.is_repeated(lambda: call(eps=1.0))
+    assert len(replay._KNOWN) == 3
+    assert replaying.is_repeated(lambda: call(eps=4.0))
+    assert not replaying.is_repeated(lambda: call(eps=1.0))
 
 
-def test_a_watched_call_is_planned(repeating, monkeypatch):
+def test_a_watched_call_is_planned(replaying, monkeypatch):
     call()
     monkeypatch.setattr(prepared, "undisturbed", lambda: False)
-    assert not repeating.is_repeated(call)
+    assert not replaying.is_repeated(call)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(adds, gradients, repeating):
+def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(adds, gradients, replaying):
     x, weight = (t.clone().requires_grad_(gradients) for t in (torch.randn(3, COLS), WEIGHT))
     residual = torch.randn(3, COLS) if adds else None
 
@@ -251,19 +264,19 @@ def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(
             return fusednorm.layer_norm(x, weight, BIAS)
         return fusednorm.add_layer_norm(x, residual, weight, BIAS)
 
-    assert not repeating.is_repeated(differentiable)
+    assert not replaying.is_repeated(differentiable)
     call(x.detach(), residual=residual, stats=gradients)
-    assert repeating.is_repeated(differentiable)
+    assert replaying.is_repeated(differentiable)
     with Dispatched() as seen:
-        assert not repeating.is_repeated(differentiable)
+        assert not replaying.is_repeated(differentiable)
     assert seen.names == ["fusednorm::layer_norm"]
     result = differentiable()
     for tensor in (result,) if residual is None else result:
         assert tensor.requires_grad == gradients
-    assert not repeating.is_repeated(lambda: fusednorm.layer_norm(x, weight, BIAS, dropout=0.5, seed=1))
+    assert not replaying.is_repeated(lambda: fusednorm.layer_norm(x, weight, BIAS, dropout=0.5, seed=1))
 
 
-def test_a_call_on_another_device_than_the_current_one_is_launched_there(repeating, monkeypatch):
+def test_a_call_on_another_device_than_the_current_one_is_launched_there(replaying, monkeypatch):
     call()
     current = [3]
 
@@ -277,9 +290,9 @@ def test_a_call_on_another_device_than_the_current_one_is_launched_there(repeati
         def __exit__(self, *_):
             current[0] = self.before
 
-    monkeypatch.setattr(layer_norm_repeat, "current_device", lambda: current[0])
+    monkeypatch.setattr(replay, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    assert repeating.is_repeated(call)
+    assert replaying.is_repeated(call)
     assert current == [3]
 
 
@@ -296,7 +309,7 @@ def test_nothing_is_repeated_under_the_interpreter(monkeypatch):
     for _ in range(2):
         assert isinstance(call(), Forward)
     assert len(planned) == 2
-    assert not layer_norm_repeat._KNOWN
+    assert not replay._KNOWN
 
 
 ROWS = """
@@ -327,14 +340,20 @@ for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
             for rows in (1, 2, 3, 17, 131, 133, 1000, 10**6):
                 launches = list(plan(rows, cols, dtype, residual, stats))
                 keys.add(tuple(prepared._described(l.kernel, l.arguments, l.options, 0)[0] for l in launches))
-                by_rows = launches[0].by_rows
-                if by_rows is None:
-                    continue
-                rest = launches[0].arguments[8:]
-                fixed.add(rest[by_rows.argument:])
-                if launches[0].grid != (by_rows.programs(rows),) or (by_rows.argument and rest[0] != rows):
-                    wrong.append(("rule", cols, rows))
-            if len(keys) != 1 or len(fixed) > 1:
+                for number, launch in enumerate(launches):
+                    rule = launch.by_rows
+                    if rule is None:
+                        continue
+                    programs = min(-(-rows // rule.tile), rule.most)
+                    named = {rule.rows: rows, rule.programs: programs}
+                    values = enumerate(launch.arguments)
+                    numbers = {place: value for place, value in values if not isinstance(value, torch.Tensor)}
+                    if any(numbers.pop(place) != value for place, value in named.items() if place is not None):
+                        wrong.append(("argument", cols, rows, number))
+                    if rule.grid and launch.grid != (programs,):
+                        wrong.append(("grid", cols, rows, number))
+                    fixed.add((number, tuple(numbers.items()), () if rule.grid else launch.grid))
+            if len(keys) != 1 or len(fixed) > len(launches):
                 wrong.append(("rows", str(dtype), cols, residual, stats, len(keys), len(fixed)))
 print(json.dumps([shapes, wrong]))
 """
@@ -347,16 +366,16 @@ def test_rows_never_change_which_kernels_a_pass_takes():
 
 
 @pytest.mark.parametrize("stats", [False, True])
-def test_results_are_repeated_where_the_caller_wants_them(stats, repeating):
+def test_results_are_repeated_where_the_caller_wants_them(stats, replaying):
     x, residual = torch.randn(2, 3, COLS)
     call(x, residual=residual, stats=stats)
     of_rows = [torch.empty(3), torch.empty(3)] if stats else [None, None]
     out = Forward(torch.empty(3, COLS), *of_rows, torch.empty(3, COLS))
     got = call(x, residual=residual, stats=stats, out=out)
     assert all(one is other for one, other in zip(got, out, strict=True))
-    (launched,) = repeating.launched
+    (launched,) = replaying.launched
     tensors = addresses(x, residual, WEIGHT, BIAS, out.y, out.residual_out, out.mean, out.rstd)
-    assert launched[7:15] == tensors
+    assert [value for value in launched.parameters[:8] if value is not None] == tensors
 
 
 @pytest.mark.parametrize(
@@ -368,8 +387,8 @@ def test_results_are_repeated_where_the_caller_wants_them(stats, repeating):
         Forward(torch.empty(3, COLS), scale=torch.empty(3)),
     ],
 )
-def test_place_that_does_not_fit_is_not_repeated_but_refused(out, repeating):
+def test_place_that_does_not_fit_is_not_repeated_but_refused(out, replaying):
     call()
     with pytest.raises(fusednorm.KernelInputError, match=r"out\."):
         call(out=out)
-    assert not repeating.launched
+    assert not replaying.launched

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fusednorm.launch import prepared, recipes
+from fusednorm.launch import prepared
 from fusednorm.launch.driver import Launcher
 from fusednorm.launch.launch import Launch
+from fusednorm.launch.recipe import Recipe
 
 KERNEL = SimpleNamespace(name="kernel")
 CONSTANTS = (128, True)
@@ -24,7 +25,7 @@ def launched(monkeypatch):
 
 def recipe_of(*tensors, arguments=None):
     arguments = tensors if arguments is None else arguments
-    return recipes.Recipe.of([Launch(KERNEL, (3,), tuple(arguments), {})], tensors)
+    return Recipe.of([Launch(KERNEL, (3,), tuple(arguments), {})], tensors)
 
 
 def aligned(*size):
@@ -48,7 +49,7 @@ def test_arguments_follow_from_the_tensors_and_the_workspace(launched):
 
 def test_launches_come_in_order(launched):
     x = aligned(8)
-    recipe = recipes.Recipe.of([Launch(KERNEL, grid, (x,), {}) for grid in ((3,), (4, 5), (6, 7, 8))], (x,))
+    recipe = Recipe.of([Launch(KERNEL, grid, (x,), {}) for grid in ((3,), (4, 5), (6, 7, 8))], (x,))
     recipe.launch([16])
     assert [call[:3] for call in launched] == [(3, 1, 1), (4, 5, 1), (6, 7, 8)]
 

@@ -1,0 +1,56 @@
+"""What repeated calls of LayerNorm's and RMSNorm's passes are called with."""
+
+import fusednorm
+import torch
+from fusednorm.checks import FLOAT8
+
+PASSES = (
+    "layer_norm_forward",
+    "rms_norm_forward",
+    "layer_norm_backward",
+    "rms_norm_backward",
+    "float8",
+    "layer_norm_chain",
+)
+
+
+class Operands:
+    """Tensors of one call of each pass; each has memory of its own."""
+
+    def __init__(self, rows, cols, dtype=torch.float32, **given):
+        given = {"residual": False, "affine": True, "saved": True, "outside": False, "heads": 0, "batch": 0} | given
+        leading = (
+            (rows, given["heads"]) if given["heads"] else (given["batch"], rows) if given["batch"] else (rows,)
+        )
+        x, dy, residual, outside = (torch.randn(*leading, cols).to(dtype) for _ in range(4))
+        shape = (given["heads"], cols) if given["heads"] else (cols,)
+        self.x, self.dy = x, dy
+        self.weight = torch.randn(shape) if given["affine"] else None
+        self.bias = torch.randn(shape).half() if given["affine"] else None
+        self.residual = residual.half() if given["residual"] else None
+        self.outside = outside if given["outside"] else None
+        self.mean, self.rstd = (torch.randn(leading), torch.rand(leading) + 0.5) if given["saved"] else (None, None)
+        self.more = [torch.randn(cols), None]
+
+    @property
+    def tensors(self):
+        named = self.weight, self.bias, self.residual, self.outside, self.mean, self.rstd
+        return self.x, self.dy, *named, *self.more
+
+    def call(self, pass_, **more):
+        """The pass's results."""
+        if pass_ == "layer_norm_chain":
+            return (fusednorm.layer_norm_chain(self.x, [self.weight, *self.more], [self.bias, None, None]),)
+        if pass_ == "float8":
+            pass_, more = "layer_norm_forward", more | {"out_dtype": FLOAT8}
+        given = [self.x, self.weight]
+        if pass_.startswith("layer_norm"):
+            given.append(self.bias)
+        if pass_.endswith("forward"):
+            more = {"stats": True} | more
+        else:
+            given.insert(0, self.dy)
+            more |= {"rstd": self.rstd, "dresidual_out": self.outside}
+            if pass_.startswith("layer_norm"):
+                more |= {"mean": self.mean}
+        return getattr(fusednorm, pass_)(*given, residual=self.residual, **more)
