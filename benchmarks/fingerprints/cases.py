@@ -35,9 +35,11 @@ class Tensors:
 
     def new(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of a storage of its own."""
-        skipped = int(self.unaligned)
-        size = torch.Size(shape)
-        tensor = torch.empty(size.numel() + skipped, dtype=dtype, device="meta")[skipped:].view(size)
+        if self.unaligned:
+            size = torch.Size(shape)
+            tensor = torch.empty(size.numel() + 1, dtype=dtype, device="meta")[1:].view(size)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._kept.append(tensor)
         self.roles[storage_of(tensor)] = role
         return tensor

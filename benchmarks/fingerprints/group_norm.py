@@ -126,7 +126,7 @@ def _of_pass(kind: Pass, dtype: torch.dtype, channels_last: bool) -> Iterator[Ca
     for shape in ((4, 49), (4, 256), (10, 36864)):
         wanted += [(shape, variant, waits) for variant, waits in product((*USUAL, *RARE), (True, False))]
     for shape, variant, waits in dict.fromkeys(wanted):
-        yield _case(kind, dtype, channels_last, shape, variant, waits)
+        yield case(kind, dtype, Sample(GROUPS, *shape, channels_last), variant, waits)
 
 
 def _measured(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[Shape, object]]:
@@ -153,15 +153,15 @@ def _measured(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[
         yield (CHANNELS, BEYOND // CHANNELS), None
 
 
-def _case(kind: Pass, dtype: torch.dtype, channels_last: bool, shape: Shape, variant: Variant, waits: bool) -> Case:
-    layout = "channels-last" if channels_last else "contiguous"
+def case(kind: Pass, dtype: torch.dtype, sample: Sample, variant: Variant, waits: bool = True) -> Case:
+    """A call over such samples of `dtype`; `waits`: whether programs may wait for one another."""
+    layout = "channels-last" if sample.channels_last else "contiguous"
     policy = "" if waits else ", nothing waits"
-    channels, positions = shape
     plan = _forward if kind == "forward" else _backward
     return Case(
         f"group_norm {layout} {kind} {SHORT_NAMES[dtype]} "
-        f"{variant.samples}x{GROUPS}x{channels}x{positions} {variant.name}{policy}",
-        partial(plan, dtype, Sample(GROUPS, channels, positions, channels_last), variant),
+        f"{variant.samples}x{sample.groups}x{sample.channels}x{sample.hw} {variant.name}{policy}",
+        partial(plan, dtype, sample, variant),
         unaligned=variant.unaligned,
         waits=waits,
         batch_invariant=variant.batch_invariant,

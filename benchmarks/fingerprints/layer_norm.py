@@ -103,11 +103,11 @@ def cases() -> Iterator[Case]:
 
 
 def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
-    entries = list(_entries(kind, dtype.itemsize))
+    of_tables = list(entries(kind, dtype.itemsize))
     vector = 16 // dtype.itemsize
     done: set[tuple[int, Variant, bool]] = set()
     algorithms: set[type] = set()
-    for cols, config in entries:
+    for cols, config in of_tables:
         rare = RARE if type(config) not in algorithms else ()
         algorithms.add(type(config))
         wanted = [(cols, variant) for variant in (*USUAL, *rare)]
@@ -117,10 +117,10 @@ def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
         for length, variant, waits in waiting:
             if length > 0 and (length, variant, waits) not in done:
                 done.add((length, variant, waits))
-                yield _case(kind, dtype, length, variant, waits)
+                yield case(kind, dtype, length, variant, waits)
 
 
-def _entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
+def entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
     """A row length that each entry of the tables serves, its longest where that is not beyond bounds."""
     if kind == "float8":
         yield from tables.TILES
@@ -141,7 +141,8 @@ def _entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
     yield LONGEST, None
 
 
-def _case(kind: Pass, dtype: torch.dtype, cols: int, variant: Variant, waits: bool) -> Case:
+def case(kind: Pass, dtype: torch.dtype, cols: int, variant: Variant, waits: bool = True) -> Case:
+    """A call over rows of `cols` columns of `dtype`; `waits`: whether programs may wait for one another."""
     policy = "" if waits else ", nothing waits"
     plan = {"forward": _forward, "backward": _backward, "float8": _float8}[kind]
     name = f"layer_norm {kind} {SHORT_NAMES[dtype]} {variant.rows}x{cols} {variant.name}{policy}"
@@ -276,9 +277,14 @@ def _chains(dtype: torch.dtype) -> Iterator[Case]:
     lengths = [(length, 2) for limit in (*held, 2 * held[-1]) for length in (limit, limit - 1)]
     for cols, norms in dict.fromkeys(lengths + numbers):
         for unaligned in (False, True) if (cols, norms) in numbers else (False,):
-            suffix = " unaligned" if unaligned else ""
-            name = f"layer_norm chain {SHORT_NAMES[dtype]} {ROWS}x{cols} of {norms}{suffix}"
-            yield Case(name, partial(_chain, dtype, cols, norms), unaligned=unaligned)
+            yield chain_case(dtype, cols, norms, unaligned)
+
+
+def chain_case(dtype: torch.dtype, cols: int, norms: int, unaligned: bool = False) -> Case:
+    """A chain of `norms` norms over rows of `cols` columns."""
+    suffix = " unaligned" if unaligned else ""
+    name = f"layer_norm chain {SHORT_NAMES[dtype]} {ROWS}x{cols} of {norms}{suffix}"
+    return Case(name, partial(_chain, dtype, cols, norms), unaligned=unaligned)
 
 
 def _chain(dtype: torch.dtype, cols: int, norms: int, tensors: Tensors) -> list[Launch]:

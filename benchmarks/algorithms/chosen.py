@@ -1,0 +1,81 @@
+"""The algorithms that there are, and those of a planned call: both by the names of kernels."""
+
+import importlib
+import pkgutil
+import re
+from functools import cache
+from typing import NamedTuple
+
+import fusednorm.ops
+from fusednorm.launch.launch import Launch
+
+from benchmarks.fingerprints.cases import Case, planned
+
+PASSES = (
+    "layer_norm.forward",
+    "layer_norm.backward",
+    "layer_norm.float8",
+    "layer_norm.chain",
+    "group_norm.contiguous.forward",
+    "group_norm.contiguous.backward",
+    "group_norm.channels_last.forward",
+    "group_norm.channels_last.backward",
+)
+"""By the folder of their algorithms."""
+
+REFUSED = "refused"
+"""In place of an algorithm, for calls that raise."""
+
+_OPS = fusednorm.ops.__name__
+_NAMES = ("tile", "resident", "cooperative", "stream", "split", "columns", "sweep")
+_NAME = re.compile(f"_({'|'.join(_NAMES)}|reduce)_")
+
+
+class Algorithm(NamedTuple):
+    """One way of one pass."""
+
+    pass_: str
+    name: str
+
+
+@cache
+def algorithm_of(module: str, kernel: str) -> Algorithm | None:
+    """That of the kernel defined in `module`, or None if it reduces what any of several left.
+
+    Raises:
+        ValueError: neither the folder nor the name is known.
+    """
+    name = _NAME.search(kernel)
+    if name is not None and name[1] == "reduce":
+        return None
+    pass_ = next((known for known in PASSES if f"{module}.".startswith(f"{_OPS}.{known}.")), None)
+    if name is None or pass_ is None:
+        raise ValueError(f"the algorithm of {module}.{kernel} is unknown")
+    return Algorithm(pass_, name[1])
+
+
+def every_algorithm() -> list[Algorithm]:
+    """All that a kernel is written for, pass by pass."""
+    found: dict[Algorithm, None] = {}
+    for info in pkgutil.walk_packages(fusednorm.ops.__path__, f"{_OPS}."):
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            if name.endswith("_kernel") and value.fn.__module__ == info.name:
+                algorithm = algorithm_of(info.name, name)
+                if algorithm is not None:
+                    found[algorithm] = None
+    return sorted(found, key=lambda each: (PASSES.index(each.pass_), _NAMES.index(each.name)))
+
+
+def chosen(case: Case, pass_: str) -> str:
+    """The name of the algorithm of a pass that the plan of a case uses, REFUSED, or "" if it uses none of them."""
+    launches = planned(case).launches
+    if launches is None:
+        return REFUSED
+    names = {algorithm.name for algorithm in map(_of_launch, launches) if algorithm and algorithm.pass_ == pass_}
+    (name,) = names or {""}
+    return name
+
+
+def _of_launch(launch: Launch) -> Algorithm | None:
+    return algorithm_of(launch.kernel.fn.__module__, launch.kernel.fn.__name__)

@@ -1,0 +1,134 @@
+"""The algorithms of GroupNorm by samples: by elements of a group where that is contiguous, else by positions."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from fusednorm.ops.group_norm.sample import Sample
+
+from benchmarks.algorithms.chosen import Algorithm, chosen
+from benchmarks.algorithms.lines import ALONE, STATISTICS, Call, Table, lines_of, text_by_channels, text_of_some
+from benchmarks.algorithms.walks import Sizes, Walk, octaves, ragged, walk, whole
+from benchmarks.cells import ITEMSIZE
+from benchmarks.fingerprints.cases import Case
+from benchmarks.fingerprints.group_norm import GROUPS, Pass, Variant, case
+from benchmarks.suites import SUITES
+
+RAGGED = "channels not of whole 16 bytes"
+RESIDUAL, MOST = "a residual", "the most that is fused"
+OTHERWISE = "a companion in the other layout"
+
+CHANNELS = (1, 3, 4, 8, 10, 16, 20, 30, 32, 40, 60, 64, 80, 160)
+FEW_CHANNELS = (1, 3, 8, 10, 30, 80)
+"""Of a group."""
+
+_TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
+    ("contiguous.forward", ""): (("", OTHERWISE), ("", ALONE), ("", RAGGED), ("", RESIDUAL, MOST)),
+    ("contiguous.forward", STATISTICS): (("", ALONE), ("", RAGGED)),
+    ("contiguous.backward", ""): (("", OTHERWISE), ("", ALONE), ("", RAGGED)),
+    ("channels_last.forward", ""): (("", OTHERWISE), ("", ALONE), ("", MOST)),
+    ("channels_last.forward", STATISTICS): (("", ALONE),),
+    ("channels_last.backward", ""): (("", OTHERWISE), ("", ALONE)),
+}
+"""Of the calls of each pass, and of those for a purpose."""
+
+
+def pass_tables() -> Iterator[Table]:
+    """A table for each pass and purpose."""
+    for (pass_, purpose), traits in _TRAITS.items():
+        name = f"group_norm.{pass_}"
+        calls = list(filter(_is_possible, product(*traits)))
+        channels = _channels(name, purpose)
+        some = channels == FEW_CHANNELS
+        lines = lines_of(calls, partial(_walks, name, purpose), whole_cells=some)
+        text = (text_of_some if some else text_by_channels)(len(channels))
+        yield Table(name, purpose, calls, channels, lines, text)
+
+
+def _is_possible(call: Call) -> bool:
+    """What lies otherwise is a residual itself."""
+    return OTHERWISE not in call or not {RESIDUAL, MOST} & {*call}
+
+
+def benchmark_shapes() -> Iterator[tuple[Algorithm, int, str]]:
+    """What each shape of the benchmarks chooses: the algorithm, the bytes of an element, the shape."""
+    cells = {
+        (cell.pass_, cell.layout, cell.shape, cell.groups, ITEMSIZE[cell.dtype]): None
+        for cell in SUITES["group_norm"]()
+    }
+    for kind, layout, shape, groups, itemsize in cells:
+        last = layout == "nhwc"
+        pass_ = f"group_norm.{'channels_last' if last else 'contiguous'}.{kind}"
+        sample = Sample(groups, shape[1] // groups, prod(shape[2:]), last)
+        dtype = torch.float16 if itemsize == 2 else torch.float32
+        name = chosen(call_case(pass_, "", (), dtype, sample, samples=shape[0]), pass_)
+        text = "x".join(map(str, shape)) + ("" if groups == GROUPS else f" in {groups}")
+        yield Algorithm(pass_, name), itemsize, text
+
+
+def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, sample: Sample, **others: Any) -> Case:
+    """A call with such traits over `sample`, and with `others` of a `Variant`."""
+    kind: Pass = "backward" if pass_.endswith("backward") or purpose == STATISTICS else "forward"
+    has: dict[str, Any] = {"stats": purpose == "", "weight": False, "bias": False}
+    if MOST in call:
+        has |= {"residual": "own" if dtype == torch.float32 else "other dtype", "dropout": 0.1}
+    elif RESIDUAL in call:
+        has["residual"] = "own"
+    if OTHERWISE in call:
+        has |= {"residual": "other layout"} if kind == "forward" else {"other_layout": True}
+    return case(kind, dtype, sample, Variant("walk", **has | others), ALONE not in call)
+
+
+def _walks(pass_: str, purpose: str, call: Call) -> tuple[dict[int, Walk], dict[int, Walk]]:
+    two, four = (
+        {channels: _walk(pass_, purpose, call, dtype, channels) for channels in _channels(pass_, purpose)}
+        for dtype in (torch.float16, torch.float32)
+    )
+    return two, four
+
+
+def _channels(pass_: str, purpose: str) -> tuple[int, ...]:
+    """0 where only the number of a group's elements matters."""
+    if "channels_last" in pass_:
+        return CHANNELS
+    return FEW_CHANNELS if pass_.endswith("backward") or purpose else (0,)
+
+
+def _walk(pass_: str, purpose: str, call: Call, dtype: torch.dtype, channels: int) -> Walk:
+    vector = 16 // dtype.itemsize
+    last = "channels_last" in pass_
+    # Groups of so many channels are of whole 16 bytes whatever their positions.
+    of_group = channels or (vector if RAGGED in call else 1)
+    # A sample of one position lies in either layout.
+    positions: Sizes = ragged(vector) if RAGGED in call else whole(vector)
+    if last:
+        positions = _from_two
+
+    def sizes(number: int) -> int:
+        return positions(number) * (1 if last else of_group)
+
+    def choose(number: int) -> str:
+        sample = Sample(GROUPS, of_group, positions(number), last)
+        return chosen(call_case(pass_, purpose, call, dtype, sample), pass_)
+
+    return walk(sizes, _grid(last, OTHERWISE in call, channels), choose, slack=0 if last else 7)
+
+
+def _grid(last: bool, otherwise: bool, channels: int) -> Iterable[int]:
+    """Points between which nothing escapes, as calls at random show.
+
+    What programs pad grows just above multiples of 1024 elements of a group, or of powers of two of channels and of
+    positions; only the layout matters to what lies otherwise.
+    """
+    if last or otherwise:
+        return ()
+    if channels:
+        return octaves(8, 1 << 13)
+    return (size + above for size in range(4096, 1 << 16, 1024) for above in (0, 32))
+
+
+def _from_two(number: int) -> int:
+    return number + 1

@@ -1,0 +1,190 @@
+"""What is said of an algorithm: lines, each of a kind of call and of the sizes that choose it there."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.algorithms.walks import LONGEST, Walk
+
+ALONE = "nothing waits"
+"""A trait of calls."""
+
+STATISTICS = "statistics for a backward pass"
+"""A purpose of a pass."""
+
+Call = tuple[str, ...]
+"""What a call has of each of several traits, "" where it has none."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""First and last sizes."""
+
+Cell = Mapping[int, Ranges]
+"""Sizes by the channels of a group, or by 0."""
+
+Cells = tuple[Cell, Cell]
+"""With elements of two bytes, and of four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Sizes that choose an algorithm in calls that have at least these traits; of some channels, or of all."""
+
+    call: Call
+    cells: Cells
+
+    def fits(self, call: Call) -> bool:
+        return all(word in ("", had) for word, had in zip(self.call, call, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One pass, or one that is for the sake of another.
+
+    Attributes:
+        pass_: of `chosen.PASSES`.
+        purpose: of such a pass, or "".
+        calls: those that were walked.
+        channels: likewise.
+        lines: of each algorithm that is chosen; of those that fit a call and its channels, the last one holds.
+        text: a cell in words.
+    """
+
+    pass_: str
+    purpose: str
+    calls: Sequence[Call]
+    channels: Sequence[int]
+    lines: Mapping[str, Sequence[Line]]
+    text: Callable[[Cell], str]
+
+    @property
+    def reached(self) -> list[str]:
+        """The algorithms that some size chooses."""
+        return [
+            name
+            for name, lines in self.lines.items()
+            if any(ranges for line in lines for cell in line.cells for ranges in cell.values())
+        ]
+
+    def says(self, call: Call, place: int, channels: int, size: int) -> list[str]:
+        """The algorithms that it names for a call; `place`: in `Cells`."""
+        return [
+            name
+            for name, lines in self.lines.items()
+            if any(first <= size <= last for first, last in _held(lines, call, place, channels))
+        ]
+
+
+def _held(lines: Sequence[Line], call: Call, place: int, channels: int) -> Ranges:
+    fitting = (line for line in reversed(lines) if line.fits(call) and channels in line.cells[place])
+    return next((line.cells[place][channels] for line in fitting), ())
+
+
+def lines_of(
+    calls: Iterable[Call],
+    walks: Callable[[Call], tuple[Mapping[int, Walk], Mapping[int, Walk]]],
+    *,
+    whole_cells: bool = False,
+) -> dict[str, list[Line]]:
+    """Lines by algorithm, given the walks of each call by channels, with two bytes and with four.
+
+    Args:
+        calls: each behind those that have fewer of its traits.
+        whole_cells: a cell has all channels or none; else those for which no line before holds.
+    """
+    found: dict[str, list[Line]] = {}
+    for call in calls:
+        walked = walks(call)
+        of_call = [_by_algorithm(each) for each in walked]
+        for name in dict.fromkeys((*found, *of_call[0], *of_call[1])):
+            lines = found.setdefault(name, [])
+            cells = [
+                {channels: ranges.get(channels, ()) for channels in each}
+                for each, ranges in zip(walked, (each.get(name, {}) for each in of_call), strict=True)
+            ]
+            changed = [
+                {at: ranges for at, ranges in cell.items() if ranges != _held(lines, call, place, at)}
+                for place, cell in enumerate(cells)
+            ]
+            if any(changed):
+                two, four = (
+                    cell if change and (whole_cells or len({*cell.values()}) == 1) else change
+                    for cell, change in zip(cells, changed, strict=True)
+                )
+                lines.append(Line(call, (two, four)))
+    return found
+
+
+def _by_algorithm(walks: Mapping[int, Walk]) -> dict[str, dict[int, Ranges]]:
+    found: dict[str, dict[int, Ranges]] = {}
+    for channels, walk in walks.items():
+        first = 1
+        for last, name in walk:
+            if name and first <= last:
+                cell = found.setdefault(name, {})
+                ranges = [*cell.get(channels, ())]
+                _append(ranges, first, last)
+                cell[channels] = tuple(ranges)
+            first = last + 1
+    return found
+
+
+def text_by_channels(count: int) -> Callable[[Cell], str]:
+    """Sizes, each with the channels that have these if they are not all of so many, or 0."""
+
+    def text(cell: Cell) -> str:
+        channels_of: dict[Ranges, list[int]] = {}
+        for channels, ranges in cell.items():
+            channels_of.setdefault(ranges, []).append(channels)
+        if len(channels_of) == 1 and (len(cell) == count or () in channels_of):
+            return _ranges(*channels_of)
+        return "; ".join(
+            f"{', '.join(map(str, found))}: {_ranges(ranges)}" for ranges, found in channels_of.items()
+        )
+
+    return text
+
+
+def text_of_some(count: int) -> Callable[[Cell], str]:
+    """Sizes for all of `count` numbers of channels, then those for some of them, joined where they are close."""
+
+    def text(cell: Cell) -> str:
+        edges = sorted({edge for ranges in cell.values() for first, last in ranges for edge in (first, last + 1)})
+        every: list[tuple[int, int]] = []
+        some: list[tuple[int, int]] = []
+        for first, after in pairwise(edges):
+            having = sum(any(start <= first <= end for start, end in ranges) for ranges in cell.values())
+            if having == count:
+                _append(every, first, after - 1)
+            elif having:
+                _append(some, first, after - 1, 2 * some[-1][1] if some else 0)
+        every = [each for each in every if not any(first <= each[0] <= last for first, last in some)]
+        parts = [_ranges(tuple(every))] if every or not some else []
+        return ", ".join([*parts, *([f"some {_ranges(tuple(some))}"] if some else [])])
+
+    return text
+
+
+def _append(ranges: list[tuple[int, int]], first: int, last: int, reach: int = 0) -> None:
+    """Add a range to ascending ones, as one with the last of them if it follows or starts within `reach`."""
+    if ranges and first <= max(ranges[-1][1] + 1, reach):
+        first, _ = ranges.pop()
+    ranges.append((first, last))
+
+
+def _ranges(ranges: Ranges) -> str:
+    return ", ".join(_range(first, last) for first, last in ranges) or "none"
+
+
+def _range(first: int, last: int) -> str:
+    if last == LONGEST:
+        return "all" if first == 1 else f"≥ {_number(first)}"
+    return f"≤ {_number(last)}" if first == 1 else f"{_number(first)}-{_number(last)}"
+
+
+def _number(size: int) -> str:
+    """In digits, or what is a power of two or next to one from 2^20 on as that."""
+    for offset, suffix in ((0, ""), (1, " - 1"), (-1, " + 1")):
+        power = size + offset
+        if power >= 1 << 20 and power & (power - 1) == 0:
+            return f"2^{power.bit_length() - 1}{suffix}"
+    return str(size)

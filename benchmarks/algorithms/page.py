@@ -1,0 +1,117 @@
+"""The tables as Markdown, and their place in a page between two comments."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from benchmarks.algorithms import group_norm, layer_norm
+from benchmarks.algorithms.chosen import PASSES, REFUSED, Algorithm, every_algorithm
+from benchmarks.algorithms.lines import Line, Table
+from benchmarks.algorithms.walks import LONGEST
+from benchmarks.fingerprints.group_norm import GROUPS
+
+BEGIN, END = "<!-- algorithms: begin -->", "<!-- algorithms: end -->"
+"""The comments, lines of their own."""
+
+UNREACHED = "**no shape chooses it**"
+
+_INTRODUCTION = f"""\
+What a device of 132 multiprocessors gets, for sizes from 1 to 2^{LONGEST.bit_length()} - 1. A line holds for calls
+that have what it names, whatever else they have; of the lines of an algorithm that fit a call, and its channels
+where they name these, the last one holds. An empty cell changes nothing.
+
+Of GroupNorm's forward passes, “the most that is fused” is a float32 residual and dropout; other residuals, dropout
+alone and gelu take fewer registers, so their limits lie between those of the lines without it and with it.
+"""
+
+_TITLES = {
+    "layer_norm.forward": "LayerNorm and RMSNorm, forward: columns",
+    "layer_norm.backward": "LayerNorm and RMSNorm, backward: columns",
+    "layer_norm.float8": "LayerNorm and RMSNorm, forward with a float8 y: columns",
+    "layer_norm.chain": "Chains of LayerNorm and RMSNorm: columns",
+    "group_norm.contiguous.forward": "GroupNorm, contiguous, forward: elements of a group, to within 8",
+    "group_norm.contiguous.backward": "GroupNorm, contiguous, backward: elements of a group, to within 8; "
+    "“some” where it depends on how many channels these are",
+    "group_norm.channels_last.forward": "GroupNorm, channels-last, forward: channels of one of "
+    f"{GROUPS} groups, and positions",
+    "group_norm.channels_last.backward": "GroupNorm, channels-last, backward: channels of one of "
+    f"{GROUPS} groups, and positions",
+}
+
+_HEAD = "| algorithm | calls with | 16-bit x | float32 x |\n|---|---|---|---|\n"
+
+_SHAPES = f"shapes of the benchmarks, in {GROUPS} groups where not said"
+
+
+class Page:
+    """All tables.
+
+    Attributes:
+        tables: one for each pass and purpose.
+        chosen: the algorithms that some size chooses.
+        unreached: those that none does.
+        text: in Markdown.
+    """
+
+    tables: list[Table]
+    chosen: set[Algorithm]
+    unreached: list[Algorithm]
+    text: str
+
+    def __init__(self) -> None:
+        self.tables = tables = [*layer_norm.pass_tables(), *group_norm.pass_tables()]
+        shapes = list(group_norm.benchmark_shapes())
+        self.chosen = {Algorithm(table.pass_, name) for table in tables for name in table.reached}
+        self.unreached = [algorithm for algorithm in every_algorithm() if algorithm not in self.chosen]
+        parts = [_INTRODUCTION]
+        for pass_ in PASSES:
+            of_pass = [table for table in tables if table.pass_ == pass_]
+            names = [each.name for each in (*every_algorithm(), Algorithm(pass_, REFUSED)) if each.pass_ == pass_]
+            rows = [row for name in names for row in _rows(Algorithm(pass_, name), of_pass, shapes)]
+            parts.append(f"#### {_TITLES[pass_]}\n\n{_HEAD}{''.join(rows)}")
+        self.text = "\n".join(parts)
+
+
+def _rows(
+    algorithm: Algorithm, tables: Iterable[Table], shapes: Sequence[tuple[Algorithm, int, str]]
+) -> Iterator[str]:
+    rows = [row for table in tables for row in _lines(table, table.lines.get(algorithm.name, ()))]
+    two, four = (
+        ", ".join(text for each, size, text in shapes if (each, size) == (algorithm, itemsize))
+        for itemsize in (2, 4)
+    )
+    if two or four:
+        rows.append((_SHAPES, two, four))
+    if not rows and algorithm.name != REFUSED:
+        rows.append((UNREACHED, "", ""))
+    for number, row in enumerate(rows):
+        yield "| " + " | ".join((algorithm.name if number == 0 else "", *row)) + " |\n"
+
+
+def _lines(table: Table, lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
+    """Those that do not say again what one before them says of the same calls."""
+    shown: list[tuple[Line, tuple[str, str]]] = []
+    for line in lines:
+        two, four = map(table.text, line.cells)
+        before = next((texts for other, texts in reversed(shown) if other.fits(line.call)), None)
+        if before != (two, four):
+            shown.append((line, (two, four)))
+            yield _calls(table, line), two, four
+
+
+def _calls(table: Table, line: Line) -> str:
+    words = [word for word in line.call if word]
+    if table.purpose:
+        return f"{table.purpose}: {', '.join(words)}" if words else table.purpose
+    return ", ".join(words) or "anything"
+
+
+def with_tables(page: str, text: str) -> str:
+    """A page with `text` between the comments.
+
+    Raises:
+        ValueError: they are not there, once each.
+    """
+    before, begin, rest = page.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(f"{END}\n")
+    if not (begin and end) or BEGIN in rest or END in after:
+        raise ValueError(f"the page lacks the lines {BEGIN} and {END}")
+    return f"{before}{begin}\n{text}\n{end}{after}"
