@@ -12,10 +12,10 @@ from fusednorm.ops.group_norm.sample import Sample
 from benchmarks.algorithms.chosen import Algorithm, chosen
 from benchmarks.algorithms.lines import ALONE, STATISTICS, Call, Table, lines_of, text_by_channels, text_of_some
 from benchmarks.algorithms.walks import Sizes, Walk, octaves, ragged, walk, whole
-from benchmarks.cells import ITEMSIZE
 from benchmarks.fingerprints.cases import Case
 from benchmarks.fingerprints.group_norm import GROUPS, Pass, Variant, case
-from benchmarks.suites import SUITES
+from benchmarks.workload.cells import ITEMSIZE
+from benchmarks.workload.suites import SUITES
 
 RAGGED = "channels not of whole 16 bytes"
 RESIDUAL, MOST = "a residual", "the most that is fused"

@@ -13,6 +13,9 @@ from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = torch.float8_e4m3fn
+MAX_COLS = 2**30
+"""Of a row: kernels count its columns, and what a block reaches beyond them, in 32 bits."""
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -158,7 +161,8 @@ def as_rows(name: str, tensor: Tensor) -> Tensor:
 
     Raises:
         KernelInputError: no axis, or an empty last one.
-        UnsupportedShapeError: rows that no single stride reaches, or a last axis that is not contiguous.
+        UnsupportedShapeError: rows that no single stride reaches, or of over 2^30 columns, or a last axis that is
+            not contiguous.
     """
     _check_last_axis(name, tensor)
     cols = tensor.shape[-1]
@@ -178,7 +182,8 @@ def as_heads(name: str, tensor: Tensor) -> Tensor:
 
     Raises:
         KernelInputError: an empty last axis.
-        UnsupportedShapeError: tokens that no single stride reaches, or a last axis that is not contiguous.
+        UnsupportedShapeError: tokens that no single stride reaches, rows of over 2^30 columns, or a last axis that
+            is not contiguous.
     """
     _check_last_axis(name, tensor)
     if tensor.ndim == 3:
@@ -195,6 +200,10 @@ def as_heads(name: str, tensor: Tensor) -> Tensor:
 def _check_last_axis(name: str, tensor: Tensor) -> None:
     if tensor.ndim == 0 or tensor.shape[-1] == 0:
         raise KernelInputError(f"{name} must be [..., cols] with cols >= 1, got {list(tensor.shape)}")
+    if tensor.shape[-1] > MAX_COLS:
+        raise UnsupportedShapeError(
+            f"the rows of {name} must have at most {MAX_COLS} columns, got {tensor.shape[-1]}"
+        )
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise UnsupportedShapeError(
             f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"

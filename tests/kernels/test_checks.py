@@ -14,6 +14,7 @@ from fusednorm import (
     reference,
 )
 from fusednorm.api import autograd
+from fusednorm.device import INTERPRETED
 from fusednorm.reference import chain as reference_chain
 
 
@@ -52,6 +53,16 @@ def test_lazily_negated_views_are_refused(x):
     negated = torch.conj(torch.ones(8, dtype=torch.complex64, device=x.device)).imag
     with pytest.raises(KernelInputError, match="weight is a lazily negated view"):
         layer_norm_forward(x, negated)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels take no tensor without memory")
+@pytest.mark.parametrize(
+    "run", [layer_norm_forward, lambda x: layer_norm_backward(x, x), lambda x: layer_norm_chain(x, [None])]
+)
+def test_rows_of_more_columns_than_kernels_count_are_refused(run):
+    x = torch.empty(1, 2**30 + 1, dtype=torch.float16, device="meta")
+    with pytest.raises(UnsupportedShapeError, match="must have at most 1073741824 columns, got 1073741825"):
+        run(x)
 
 
 @pytest.mark.parametrize("shape", [(), (8, 0)])

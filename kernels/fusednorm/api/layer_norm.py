@@ -80,7 +80,7 @@ def layer_norm_forward(
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
         UnsupportedShapeError: strides that no kernel handles, for nothing is copied to make them fit; over 65535
-            heads.
+            heads, or 2^30 columns.
 
     Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
     are read a second time from L1 or L2, for a float8 y those beyond 16384 columns a second and third time.
@@ -153,8 +153,8 @@ def layer_norm_backward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: strides that no kernel handles; over 8192 columns where heads have parameters of
-            their own, or where rows lie two strides apart.
+        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns, or over 8192 where heads have
+            parameters of their own, or where rows lie two strides apart.
 
     Traffic: `traffic.backward_bytes`: dy, x and dx once each, and a residual and a dresidual
     of another dtype than dx; rows too long for a tile cost dy and x twice.

@@ -109,14 +109,13 @@ class Recipe:
         )
 
     def launch(self, at: list[Any], rows: int = 0) -> bool:
-        """Launch on the current device, which is this one, and its current stream, if the addresses allow it.
+        """Launch on this device, which is the current one, and its current stream, if all is aligned to 16 bytes.
 
         Args:
             at: addresses of the tensors, in their order; of no use afterwards.
             rows: their number, at least 1, which matters where the launches follow from it.
         """
-        # A tensor without memory, as tracers have them, lies at 0.
-        if reduce(or_, at) % 16 or not all(at):
+        if reduce(or_, at) % 16:
             return False
         stream = self.starts[0].kernel.stream_of(self.index)
         if self.words:

@@ -108,6 +108,10 @@ class Pass(Generic[Result]):
         if current_device() != recipe.index:
             with torch.cuda.device(recipe.index):
                 return self.again(inputs, options, out)
+        at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
+        # Tensors without elements, and those that tracers have, lie at 0.
+        if not all(at):
+            return None
         x: Any = inputs[0]
         shape = x.shape
         *leading, cols = shape
@@ -118,7 +122,6 @@ class Pass(Generic[Result]):
             if given is None:
                 return None
             results = given
-        at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
         at += [tensor.data_ptr() for tensor in results if tensor is not None]
         if not recipe.launch(at, x.numel() // cols if recipe.rules else 0):
             return None
@@ -133,8 +136,9 @@ class Pass(Generic[Result]):
         """Keep what `again` needs of a call that was checked, planned and has just been launched."""
         same = dict(_repeated(outputs))
         own = tuple(None if place in same else output for place, output in enumerate(outputs))
+        results: Any = zip(own, result, strict=True)
         tensors = [tensor for tensor in inputs if tensor is not None]
-        tensors += [tensor for output, tensor in zip(own, result, strict=True) if output is not None]
+        tensors += [tensor for output, tensor in results if output is not None]
         recipe = Recipe.of(launches, tuple(tensors))
         if recipe is None:
             return
@@ -167,6 +171,10 @@ class Pass(Generic[Result]):
     def _kind_of_any_rows(self, inputs: Inputs, options: Options) -> Hashable | None:
         """What tells a call but for its number of rows; None where that is part of how the rows lie."""
         like_x = self._like_x
+        at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
+        # Tensors without elements, and those that tracers have, lie at 0.
+        if not all(at):
+            return None
         x: Any = inputs[0]
         shape = x.shape
         if not (like_x and shape):

@@ -3,8 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.launch import launch, prepared
+from fusednorm.launch import launch, prepared, replay
 
 DTYPE = torch.bfloat16
 
@@ -36,8 +35,7 @@ class Notes:
 @pytest.fixture
 def notes(monkeypatch, device):
     # What is known is launched without a note.
-    monkeypatch.setattr(layer_norm_passes, "remember", lambda *_: None)
-    monkeypatch.setattr(layer_norm_passes, "forward_again", lambda *_: None)
+    monkeypatch.setattr(replay.Pass, "learn", lambda *_: None)
     return Notes(monkeypatch)
 
 

@@ -1,12 +1,13 @@
 """Launches made again over other tensors, with kernels and a driver that only take notes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fusednorm.launch import prepared
+from fusednorm.launch import prepared, workspace
 from fusednorm.launch.driver import Launcher
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launch import ByRows, Launch
 from fusednorm.launch.recipe import Recipe
 
 KERNEL = SimpleNamespace(name="kernel")
@@ -54,8 +55,8 @@ def test_launches_come_in_order(launched):
     assert [call[:3] for call in launched] == [(3, 1, 1), (4, 5, 1), (6, 7, 8)]
 
 
-@pytest.mark.parametrize("at", [[8, 16], [16, 0]])
-def test_tensors_that_lie_otherwise_or_nowhere_are_not_launched_over(at, launched):
+@pytest.mark.parametrize("at", [[8, 16], [16, 24]])
+def test_tensors_that_lie_otherwise_are_not_launched_over(at, launched):
     assert not recipe_of(aligned(8), aligned(8)).launch(at)
     assert launched == []
 
@@ -79,3 +80,40 @@ def test_what_does_not_follow_from_the_tensors_teaches_nothing(what, launched):
 def test_kernels_that_are_not_there_teach_nothing(monkeypatch):
     monkeypatch.setattr(prepared, "find", lambda *_: None)
     assert recipe_of(aligned(8)) is None
+
+
+def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
+    x = aligned(8)
+    rule = ByRows(4, 5, rows=1)
+    launches = [
+        Launch(KERNEL, (2,), (x, 7), {}, rule),
+        Launch(KERNEL, (9, 2), (x, 2, 7), {}, replace(rule, grid=False, rows=None, programs=1)),
+        Launch(KERNEL, (7,), (x, 7), {}, ByRows()),
+    ]
+    recipe = Recipe.of(launches, (x,))
+    for rows, programs in ((1, 1), (8, 2), (9, 3), (1000, 5)):
+        launched.clear()
+        recipe.launch([16], rows)
+        assert [(call[:3], call[-1][:-2]) for call in launched] == [
+            ((programs, 1, 1), (16, rows)),
+            ((9, 2, 1), (16, programs, 7)),
+            ((rows, 1, 1), (16, 7)),
+        ]
+    assert not Recipe.of([*launches, Launch(KERNEL, (7,), (x, 7), {})], (x,)).rules
+
+
+@pytest.mark.parametrize("purpose", ["mailbox", "counters"])
+def test_a_workspace_of_the_stream_is_asked_for_again_by_its_purpose(purpose, launched, monkeypatch):
+    x = aligned(8)
+    planned = getattr(workspace, purpose)(x.device, 5)
+    recipe = recipe_of(x, arguments=(x, planned))
+    asked = []
+
+    def workspace_of(*what):
+        asked.append(what)
+        return planned
+
+    monkeypatch.setattr("fusednorm.launch.recipe.workspace_of", workspace_of)
+    recipe.launch([16])
+    assert asked == [(x.device, 69, planned.numel(), purpose)]
+    assert launched[0][-1][:2] == (16, planned.data_ptr())
