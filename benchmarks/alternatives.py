@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 from fusednorm.checks import Epilogue
-from fusednorm.launch.launch import Launch, run
+from fusednorm.launch.launch import Launch
+from fusednorm.launch.run import run
 from fusednorm.ops.group_norm import forward_choice
 from fusednorm.ops.group_norm import plan as group_plan
 from fusednorm.ops.group_norm.sample import Sample

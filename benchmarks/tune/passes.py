@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from fusednorm import traffic
-from fusednorm.launch.launch import Launch, run
+from fusednorm.launch.launch import Launch
+from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from fusednorm.launch.launch import run
+from fusednorm.launch.run import run
 
 from benchmarks.harness.timing import Timer
 from benchmarks.harness.workers import run_in_workers

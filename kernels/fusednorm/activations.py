@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.errors import KernelInputError
-
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
 
 
@@ -66,15 +64,3 @@ ACTIVATIONS = {
     "gelu": Activation(_gelu, _gelu_derivative),
     "gelu_tanh": Activation(_gelu_tanh, _gelu_tanh_derivative),
 }
-
-
-def activation_of(name: str) -> Activation:
-    """The activation of that name.
-
-    Raises:
-        KernelInputError: there is none.
-    """
-    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return found

@@ -7,8 +7,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from fusednorm.activations import activation_of
+from fusednorm.activations import ACTIVATIONS, Activation
 from fusednorm.device import INTERPRETED
+from fusednorm.dropout import dropout_threshold
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,6 +41,23 @@ class Epilogue:
             raise KernelInputError("dropout needs a seed, got None")
         if self.seed is not None and not (is_integer(self.seed) and INT64_MIN <= self.seed <= INT64_MAX):
             raise KernelInputError(f"seed must be an int64, got {self.seed}")
+
+    @property
+    def dropout_arguments(self) -> tuple[int, int, float]:
+        """Seed, threshold and scale, as the kernels that fuse dropout take them."""
+        return self.seed or 0, dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
+
+
+def activation_of(name: str) -> Activation:
+    """The activation of that name.
+
+    Raises:
+        KernelInputError: there is none.
+    """
+    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return found
 
 
 def is_number(value: object) -> bool:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fusednorm.checks import as_rows, check_out_dtype, check_parameter, check_tensor, checked_eps
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.launch import run
 from fusednorm.launch.replay import Pass
+from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_chain
 from fusednorm.ops.layer_norm.outputs import forward_outputs

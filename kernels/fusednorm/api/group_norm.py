@@ -19,8 +19,8 @@ from fusednorm.checks import (
     checked_eps,
 )
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.launch import run
 from fusednorm.launch.replay import Pass
+from fusednorm.launch.run import run
 from fusednorm.layouts import is_channels_last
 from fusednorm.ops.group_norm.outputs import backward_outputs, forward_outputs
 from fusednorm.ops.group_norm.plan import plan_backward, plan_forward

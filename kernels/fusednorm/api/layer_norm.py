@@ -20,8 +20,8 @@ from fusednorm.checks import (
     has_heads,
 )
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.launch import run
 from fusednorm.launch.replay import Pass
+from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_float8, plan_forward
 from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs

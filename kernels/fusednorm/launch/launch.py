@@ -1,16 +1,13 @@
-"""Launches: decided by a plan, then made; and what several plans need for one."""
+"""Launches as plans decide them, and what several plans need for one; `launch.run` makes them."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from fusednorm.checks import Epilogue
 from fusednorm.device import since_hopper
-from fusednorm.dropout import dropout_threshold
-from fusednorm.launch import prepared
 
 MAX_VEC = 8
 REGISTERS_PER_SM = 65536
@@ -50,21 +47,6 @@ class Launch:
 def dependent(early: bool) -> dict[str, object]:
     """Options of a launch of a kernel that awaits the one before it: `early`, it starts before that one ends."""
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-def run(device: torch.device, launches: Iterable[Launch]) -> None:
-    """Launch in order on the device's current stream."""
-    index = device.index if device.type == "cuda" else -1
-    if index < 0 or index == torch.cuda.current_device():
-        _start(launches, index)
-    else:
-        with torch.cuda.device(index):
-            _start(launches, index)
-
-
-def _start(launches: Iterable[Launch], index: int) -> None:
-    for launch in launches:
-        prepared.start(launch.kernel, launch.grid, launch.arguments, launch.options, index)
 
 
 class Resident(Protocol):
@@ -116,8 +98,3 @@ def known_whole(length: int, block: int, chunks: int, lane_a_thread: bool) -> in
 def known_whole_in_slabs(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
     """`known_whole` of programs that have slabs of `chunks` chunks each: all or none."""
     return chunks if lane_a_thread and length % (chunks * block) == 0 else 0
-
-
-def dropout_arguments(epilogue: Epilogue) -> tuple[int, int, float]:
-    """Seed, threshold and scale, as the kernels that fuse dropout take them."""
-    return epilogue.seed or 0, dropout_threshold(epilogue.dropout), 1.0 / (1.0 - epilogue.dropout)

@@ -25,8 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.activations import activation_of
-from fusednorm.checks import FLOAT8, Epilogue, check_groups, check_weight_offset, checked_eps, has_heads
+from fusednorm.checks import (
+    FLOAT8,
+    Epilogue,
+    activation_of,
+    check_groups,
+    check_weight_offset,
+    checked_eps,
+    has_heads,
+)
 from fusednorm.errors import KernelInputError
 from fusednorm.layouts import is_channels_last, laid_out
 from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results

@@ -3,7 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm.launch import launch, prepared, replay
+from fusednorm.launch import prepared, replay
 
 DTYPE = torch.bfloat16
 
@@ -23,7 +23,7 @@ class Notes:
                 self.kinds.add(kind)
                 start(kernel, grid, arguments, options, device)
 
-        monkeypatch.setattr(launch.prepared, "start", note)
+        monkeypatch.setattr(prepared, "start", note)
 
     def new(self, call, *arguments, **options):
         """Whether the call launched anything unseen."""

@@ -224,7 +224,7 @@ def test_the_other_layout_is_not_copied(last, device, monkeypatch):
     def note(kernel, grid, arguments, options, device):
         given.update(a.data_ptr() for a in arguments if isinstance(a, torch.Tensor))
 
-    monkeypatch.setattr("fusednorm.launch.launch.prepared.start", note)
+    monkeypatch.setattr("fusednorm.launch.prepared.start", note)
     case.forward(ours)
     case.backward(ours, dy)
     assert {t.data_ptr() for t in (case.x, case.residual, dy)} <= given

@@ -9,7 +9,7 @@ from fusednorm.checks import Epilogue, has_heads
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.integers import vector_width
-from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, dropout_arguments, has_lane_a_thread
+from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, has_lane_a_thread
 from fusednorm.results import Backward, Forward
 
 MAX_HEADS = 65535
@@ -93,7 +93,7 @@ class Call:
     @property
     def dropout(self) -> tuple[int, int, float]:
         """Seed, threshold and scale."""
-        return dropout_arguments(self.epilogue)
+        return self.epilogue.dropout_arguments
 
     def grid(self, programs: int) -> tuple[int, ...]:
         """The grid of `programs` programs for each head of x."""

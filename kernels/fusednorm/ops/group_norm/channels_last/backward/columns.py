@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.backward_split import sums_and_apply, sums_of_pieces, write_pieces
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched, vector_mask
@@ -49,7 +49,7 @@ class BackwardColumns(BackwardConfig):
         blocks = cdiv(sample.c, self.columns)
         shape = (
             splits, blocks, self.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
-            call.scale_stride, *dropout_arguments(call.epilogue),
+            call.scale_stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "GROUP": vec,

@@ -5,7 +5,7 @@ from math import gcd
 
 from fusednorm.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.launch.launch import Launch, dropout_arguments, resident_options
+from fusednorm.launch.launch import Launch, resident_options
 from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.bundles import group_norm_nhwc_backward_cooperative_kernel
@@ -92,7 +92,7 @@ class BackwardCooperativeBlock(BackwardConfig):
             mailbox(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
             bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
-            call.scale_stride, *dropout_arguments(call.epilogue),
+            call.scale_stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         whole = self.columns // group == self.vectors(itemsize) and sample.c % (blocks * self.columns) == 0
         options = {

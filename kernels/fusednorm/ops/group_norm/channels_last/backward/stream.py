@@ -13,7 +13,7 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import widened
 from fusednorm.jit.pieces import chunk_of
-from fusednorm.launch.launch import Launch, can_prefetch, dependent, dropout_arguments
+from fusednorm.launch.launch import Launch, can_prefetch, dependent
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, empty_statistics
 from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched
 from fusednorm.ops.group_norm.channels_last.positions import (
@@ -52,7 +52,7 @@ class BackwardStream(BackwardConfig):
         piece = partition.positions * partition.apply_chunks
         pieces = 1 if partition.is_cut_finer else self.apply_pieces
         programs = cdiv(sample.hw, piece * pieces)
-        epilogue = (call.scale_stride, *dropout_arguments(call.epilogue))
+        epilogue = (call.scale_stride, *call.epilogue.dropout_arguments)
         sums = (
             *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, sample.hw, partition.units,
             sample.groups, sample.channels, partition.splits, *epilogue,

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusednorm.device import INTERPRETED, since_hopper
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.launch.launch import Launch, dependent, dropout_arguments
+from fusednorm.launch.launch import Launch, dependent
 from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.affine import load_masked_affine
 from fusednorm.ops.group_norm.call import (
@@ -62,7 +62,7 @@ class ForwardColumns(ForwardConfig):
         tile = self._tile(sample, call.x.element_size())
         arguments = (
             *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
-            runs, self.run_rows, blocks, call.scale_stride, *dropout_arguments(call.epilogue),
+            runs, self.run_rows, blocks, call.scale_stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "ROWS": self.apply_rows,

@@ -10,7 +10,7 @@ from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
 from fusednorm.jit.prefetch import touch_rows
-from fusednorm.launch.launch import Launch, dropout_arguments, resident_options
+from fusednorm.launch.launch import Launch, resident_options
 from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_registers
 from fusednorm.ops.group_norm.channels_last.pieces import (
@@ -83,7 +83,7 @@ class ForwardCooperativeBlock(ForwardConfig):
         arguments = (
             *call.tensors, *call.statistics, box, units, members, sample.hw, sample.c // tile.vec,
             sample.groups, sample.channels, blocks, self.block_groups, call.eps,
-            call.scale_stride, *dropout_arguments(call.epilogue),
+            call.scale_stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         return [Launch(group_norm_nhwc_cooperative_kernel, (programs,), arguments, options)]
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fusednorm.device import multiprocessor_count
 from fusednorm.integers import cdiv
-from fusednorm.launch.launch import Launch, dropout_arguments, registers_for
+from fusednorm.launch.launch import Launch, registers_for
 from fusednorm.ops.group_norm.call import (
     ForwardCall,
     ForwardConfig,
@@ -56,7 +56,7 @@ class ForwardResidentBlock(ForwardConfig):
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
             sample.channels, blocks, self.block_groups, call.eps, call.scale_stride,
-            *dropout_arguments(call.epilogue),
+            *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             **block_options(sample, self.block_groups, self.num_warps, tile),

@@ -13,7 +13,7 @@ from fusednorm.device import INTERPRETED
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import total_pair
-from fusednorm.launch.launch import Launch, dependent, dropout_arguments
+from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.affine import load_masked_affine
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, pair
 from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
@@ -54,7 +54,7 @@ class ForwardStream(ForwardConfig):
         )  # fmt: skip
         apply = (
             x, call.residual, out.y, out.residual_out, coefficients, sample.hw, partition.units, call.n,
-            *dropout_arguments(call.epilogue),
+            *call.epilogue.dropout_arguments,
         )  # fmt: skip
         return [
             Launch(

@@ -13,7 +13,7 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.reductions import sum_pair, total_pair
-from fusednorm.launch.launch import Launch, can_prefetch, dropout_arguments, resident_options
+from fusednorm.launch.launch import Launch, can_prefetch, resident_options
 from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
@@ -84,7 +84,7 @@ class BackwardCooperative(BackwardConfig):
             *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
             mailbox(call.x.device, depth * teams * members),
             rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
-            *dropout_arguments(call.epilogue),
+            *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,

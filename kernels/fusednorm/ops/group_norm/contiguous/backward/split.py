@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.backward_split import sums_and_apply, sums_of_pieces, write_pieces
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import run_position
@@ -47,7 +47,7 @@ class BackwardSplit(BackwardConfig):
         blocks = cdiv(sample.channels, self.channels)
         shape = (
             parts, blocks, self.pieces, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
-            *dropout_arguments(call.epilogue),
+            *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,

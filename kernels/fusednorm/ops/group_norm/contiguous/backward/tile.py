@@ -16,7 +16,7 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.loads import load_masked, load_sum
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
 from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
@@ -40,7 +40,7 @@ class BackwardTile(BackwardConfig):
         arguments = (
             *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *parts,
             rows, sample.hw // vec, sample.groups, sample.channels, call.scale_stride, call.eps,
-            *dropout_arguments(call.epilogue),
+            *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,

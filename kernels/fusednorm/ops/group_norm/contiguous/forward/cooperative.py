@@ -11,7 +11,7 @@ from fusednorm.integers import next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.pieces import merge, merge_even, total_moments
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import Launch, dropout_arguments, known_whole_in_slabs, resident_options
+from fusednorm.launch.launch import Launch, known_whole_in_slabs, resident_options
 from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_registers
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
@@ -72,7 +72,7 @@ class ForwardCooperative(ForwardConfig):
         programs = min(rows, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
             *call.tensors, *call.statistics, mailbox(call.x.device, depth * programs), rows, members,
-            call.group_units, *piece_indexing(call), call.eps, *dropout_arguments(call.epilogue),
+            call.group_units, *piece_indexing(call), call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             **chunk_options(call, self, self.chunks),

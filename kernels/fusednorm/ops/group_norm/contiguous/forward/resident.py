@@ -10,7 +10,7 @@ from fusednorm.device import multiprocessor_count
 from fusednorm.integers import cdiv
 from fusednorm.jit.pieces import total_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, touch
-from fusednorm.launch.launch import Launch, dropout_arguments, known_whole, registers_for
+from fusednorm.launch.launch import Launch, known_whole, registers_for
 from fusednorm.ops.group_norm.call import (
     ForwardCall,
     ForwardConfig,
@@ -62,7 +62,7 @@ class ForwardResident(ForwardConfig):
         chunks = cdiv(sample.frame_length, self.block)
         arguments = (
             *call.tensors, *call.statistics, writers, self.ahead_per_sm * multiprocessors if writers == 1 else 0,
-            call.group_units, *piece_indexing(call), call.eps, *dropout_arguments(call.epilogue),
+            call.group_units, *piece_indexing(call), call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             **chunk_options(call, self, chunks),

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusednorm.device import INTERPRETED, since_hopper
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.launch.launch import Launch, dependent, dropout_arguments
+from fusednorm.launch.launch import Launch, dependent
 from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, pair
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
@@ -40,7 +40,7 @@ class ForwardSplit(ForwardConfig):
         arguments = (
             *call.tensors, *parts, *call.statistics, call.group_units, *call.channel_indexing,
             splits, self.split_units, programs, self.program_units,
-            call.eps, *dropout_arguments(call.epilogue),
+            call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "BLOCK_SPLITS": min(REDUCE_BLOCK, next_power_of_2(splits)),

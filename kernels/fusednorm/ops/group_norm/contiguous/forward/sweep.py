@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
 
@@ -24,7 +24,7 @@ class ForwardSweep(ForwardConfig):
     def launches(self, call: ForwardCall) -> list[Launch]:
         arguments = (
             *call.tensors, *call.statistics, call.group_units, *call.channel_indexing,
-            call.eps, *dropout_arguments(call.epilogue),
+            call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = call.contiguous_options(self.units, self.num_warps)
         return [Launch(group_norm_nchw_sweep_kernel, (call.n * call.sample.groups,), arguments, options)]

@@ -8,7 +8,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import load_sum
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.launch.launch import Launch, dropout_arguments
+from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import store_normalised
 
@@ -25,7 +25,7 @@ class ForwardTile(ForwardConfig):
         rows = call.n * call.sample.groups
         arguments = (
             *call.tensors, *call.statistics, rows, call.group_units, *call.channel_indexing,
-            call.eps, *dropout_arguments(call.epilogue),
+            call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {"ROWS": self.rows, **call.contiguous_options(self.units, self.num_warps)}
         return [Launch(group_norm_nchw_tile_kernel, (cdiv(rows, self.rows),), arguments, options)]
