@@ -1,14 +1,18 @@
 """Where kernel tests run, and what they run on."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from fusednorm.api import chain, group_norm, layer_norm
+from fusednorm.api import autograd, chain, group_norm, layer_norm
+from fusednorm.host.build import build
+from fusednorm.host.load import keep, load
 from fusednorm.launch import replay
 from fusednorm.launch.launch import Launch
+from fusednorm.launch.native import set_up
 
-from tests.kernels.launch.replaying import Replaying, drive, note_plans
+from tests.kernels.launch.replaying import Replaying, drive, note_plans, note_workspaces
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +35,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test's first call of a kind is planned, by what the test has put in place."""
+    replay.forget()
     monkeypatch.setattr(replay, "_KNOWN", {})
 
 
@@ -38,6 +43,28 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def replaying(monkeypatch: pytest.MonkeyPatch) -> Replaying:
     """The driver that takes the launches of repeated calls."""
     return drive(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def host_extension() -> Any:
+    """The host extension, compiled where it was not yet."""
+    if load() is None:
+        keep(build())
+    return load()
+
+
+@pytest.fixture
+def natively(host_extension: Any, replaying: Replaying, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replaying]:
+    """The driver that takes the launches of repeated calls, which the host extension makes."""
+    set_up(host_extension, autograd._backward, replay.MAX_KINDS, replaying.launch)
+    host_extension.forget()
+    replaying.workspaces = note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
+    monkeypatch.setattr(replay, "_extension", None)
+    replay.use(host_extension)
+    # It is the extension that repeats, or nobody.
+    monkeypatch.setattr(replay.Pass, "_known", lambda *_: None)
+    yield replaying
+    host_extension.forget()
 
 
 @pytest.fixture

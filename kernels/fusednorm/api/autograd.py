@@ -18,6 +18,9 @@ from torch.nn import Parameter
 from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.api import operators
+from fusednorm.launch.native import loaded
+from fusednorm.launch.prepared import undisturbed
+from fusednorm.launch.replay import MAX_KINDS, in_use, policy, use_when_needed
 from fusednorm.results import Forward
 
 
@@ -145,6 +148,15 @@ def _apply(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
+    extension = None if dropout or seed is not None or is_compiling() else in_use()
+    if extension is not None and undisturbed():
+        known = op, num_groups, eps, weight_offset, activation
+        made: tuple[Tensor, Any] | None = extension.differentiable(
+            known, policy(), x, residual, weight, bias, scale, shift
+        )
+        if made is not None:
+            return made
+        _define(extension, *known)
     observed = _is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
     settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
@@ -171,14 +183,62 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
     """The result of a call with nothing new about it, or None: see `launch.replay`."""
-    num_groups, eps, weight_offset, activation, dropout, seed = settings
+    *known, dropout, seed = settings
     if dropout or seed:
         return None
+    x, weight, bias, residual, scale, shift = inputs
+    options = _forward_options(op, *known, stats=stats)
     if op == "group_norm":
-        return group_norm_passes.FORWARD.again(inputs, (num_groups, eps, activation, None, stats))
-    x, weight, bias, residual, _, _ = inputs
-    options = op == "rms_norm", eps, weight_offset, activation, None, stats
+        return group_norm_passes.FORWARD.again((x, residual, weight, bias, scale, shift), options)
     return layer_norm_passes.FORWARD.again((x, residual, weight, bias), options)
+
+
+def _forward_options(
+    op: str, num_groups: int, eps: float, weight_offset: float, activation: str, *, stats: bool
+) -> tuple[Any, ...]:
+    """Options of the forward pass of a call, as the pass itself tells its calls apart."""
+    if op == "group_norm":
+        return num_groups, eps, activation, None, stats
+    return op == "rms_norm", eps, weight_offset, activation, None, stats
+
+
+def _define(extension: Any, op: str, *known: Any) -> None:
+    """Tell the host extension which passes and options a differentiable call consists of."""
+    num_groups, eps, weight_offset, activation = known
+    groups = op == "group_norm"
+    passes = group_norm_passes if groups else layer_norm_passes
+    back = (num_groups, eps, activation) if groups else (op == "rms_norm", eps, weight_offset, activation)
+    saving, plain = (_forward_options(op, *known, stats=stats) for stats in (True, False))
+    try:
+        extension.define_differentiable(
+            (op, *known), passes.FORWARD.number, saving, plain, passes.BACKWARD.number, back, groups
+        )
+    except TypeError:  # An option without a hash, which the checks refuse.
+        return
+
+
+def _backward(
+    known: tuple[Any, ...], saved: tuple[Any, ...], dy: Tensor | None, dresidual_out: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The backward pass of a call that the host extension made, where it does not know that pass.
+
+    `saved` and the gradients are of x, residual, weight, bias, scale and shift; mean and rstd are saved, too.
+    """
+    op, *settings = known
+    x, residual, weight, bias, *others = saved
+    saved = x, weight, bias, residual, *others
+    run = _backward_of(op, dy, dresidual_out, *saved)
+    found = operators.gradients(op, run, saved, (*settings, 0.0, 0), dy, dresidual_out)
+    dx, dweight, dbias, dresidual, dscale, dshift = found
+    return dx, dresidual, dweight, dbias, dscale, dshift
+
+
+def _backward_of(op: str, *tensors: Tensor | None) -> Callable[..., Any]:
+    """What computes the backward pass over these tensors."""
+    if _is_observed(*tensors) or torch.is_grad_enabled():
+        run: Callable[..., Any] = getattr(torch.ops.fusednorm, f"{op}_backward")
+        return run
+    return partial(operators.run_backward, op)
 
 
 class _Norm(torch.autograd.Function):
@@ -207,10 +267,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None) -> tuple[Any, ...]:
         saved, op = ctx.saved_tensors, ctx.op
-        if _is_observed(dy, dresidual_out, *saved) or torch.is_grad_enabled():
-            run = getattr(torch.ops.fusednorm, f"{op}_backward")
-        else:
-            run = partial(operators.run_backward, op)
+        run = _backward_of(op, dy, dresidual_out, *saved)
         return *operators.gradients(op, run, saved, ctx.settings, dy, dresidual_out), None, None
 
 
@@ -246,3 +303,6 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+use_when_needed(partial(loaded, _backward, MAX_KINDS))

@@ -29,10 +29,10 @@ from fusednorm.outputs import places
 from fusednorm.results import Backward, Forward
 
 FORWARD = Pass(Forward)
-"""Inputs x, weight, bias, residual, scale and shift."""
+"""Inputs x, residual, weight, bias, scale and shift."""
 
 BACKWARD = Pass(Backward)
-"""Inputs x, dy, weight, bias, mean, rstd, residual, dresidual_out, scale and shift."""
+"""Inputs x, dy, residual, dresidual_out, mean, rstd, weight, bias, scale and shift."""
 
 
 def group_norm_forward(
@@ -95,7 +95,7 @@ def group_norm_forward(
     Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
     Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
-    inputs, options = (x, weight, bias, residual, scale, shift), (num_groups, eps, activation, out_dtype, stats)
+    inputs, options = (x, residual, weight, bias, scale, shift), (num_groups, eps, activation, out_dtype, stats)
     # A seed changes from call to call; one that nothing is drawn from is still checked.
     may_repeat = not (dropout or seed)
     repeated = FORWARD.again(inputs, options, out) if may_repeat else None
@@ -170,7 +170,7 @@ def group_norm_backward(
 
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """
-    inputs = (x, dy, weight, bias, mean, rstd, residual, dresidual_out, scale, shift)
+    inputs = (x, dy, residual, dresidual_out, mean, rstd, weight, bias, scale, shift)
     options = (num_groups, eps, activation)
     may_repeat = not (dropout or seed)
     repeated = BACKWARD.again(inputs, options, out) if may_repeat else None

@@ -26,18 +26,20 @@ _ALIGNED = 256
 """Bytes at whose multiples parts of a launch's own memory start, as tensors of their own would."""
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """One launch.
 
     Attributes:
         kernel: what to launch.
         grid: of which the first size is the item at `programs` of the list of parameters, where that is not None.
-        pick: takes its parameters out of that list.
+        places: of its parameters in that list.
+        pick: takes them out of it.
     """
 
     kernel: prepared.Prepared
     grid: tuple[int, int, int]
     programs: int | None
+    places: tuple[int, ...]
     pick: Pick
 
 
@@ -46,8 +48,8 @@ class Recipe:
     """Launches over tensors that start at multiples of 16 bytes.
 
     Parameters are taken out of one list: the addresses of the tensors, of the launches' own memory at `offsets`,
-    and of workspaces; the number of rows and the programs of each of `rules`; then `values`, and then a tuple for
-    each of `tuples`.
+    and of workspaces; the number of rows and the programs of each of `rules`; then, at `first_value`, `values`, and
+    then a tuple for each of `tuples`, which are places of their items.
 
     Attributes:
         device: where, and its `index`.
@@ -65,9 +67,10 @@ class Recipe:
     offsets: tuple[int, ...]
     workspaces: tuple[tuple[int, str], ...]
     rules: tuple[tuple[int, int], ...]
+    first_value: int
     values: list[Any]
-    tuples: tuple[Pick, ...]
-    starts: tuple[_Start, ...]
+    tuples: tuple[tuple[int, ...], ...]
+    starts: tuple[Start, ...]
 
     @classmethod
     def of(cls, launches: list[Launch], tensors: tuple[Tensor, ...]) -> "Recipe | None":
@@ -93,8 +96,8 @@ class Recipe:
             if kernel is None:
                 return None
             programs, y, z, *_ = (*launch.grid, 1, 1)
-            pick = table.pick(launch, kernel.constants)
-            starts.append(_Start(kernel, (programs, y, z), table.programs(launch), pick))
+            places = table.places(launch, kernel.constants)
+            starts.append(Start(kernel, (programs, y, z), table.programs(launch), places, _pick(places)))
         return cls(
             device=device,
             index=index,
@@ -103,6 +106,7 @@ class Recipe:
             offsets=tuple(own.parts.values()),
             workspaces=tuple(own.workspaces.values()),
             rules=tuple(table.rules),
+            first_value=table.first_value,
             values=table.values,
             tuples=table.tuples,
             starts=tuple(starts),
@@ -133,8 +137,8 @@ class Recipe:
                 at.append(programs if programs < most else most)
         at += self.values
         if self.tuples:
-            at += [pick(at) for pick in self.tuples]
-        for kernel, (x, y, z), programs_at, pick in self.starts:
+            at += [tuple([at[place] for place in places]) for places in self.tuples]
+        for kernel, (x, y, z), programs_at, _, pick in self.starts:
             call, head, packed = kernel.launcher
             if programs_at is not None:
                 x = at[programs_at]
@@ -193,7 +197,7 @@ class _Table:
         self._addresses = {address: place for place, address in enumerate(addresses)}
         self._rows = len(addresses)
         self.rules = _rules(launches)
-        self._first_value = self._rows + (1 + len(self.rules) if self.rules else 0)
+        self.first_value = self._rows + (1 + len(self.rules) if self.rules else 0)
         self._values: dict[tuple[type, Any], int] = {}
         self._tuples: dict[tuple[int, ...], int] = {}
         for launch in launches:
@@ -206,8 +210,8 @@ class _Table:
         return [value for _, value in self._values]
 
     @property
-    def tuples(self) -> tuple[Pick, ...]:
-        return tuple(map(_pick, self._tuples))
+    def tuples(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self._tuples)
 
     def programs(self, launch: Launch) -> int | None:
         """Where the first size of a launch's grid stands, if it follows from the number of rows."""
@@ -216,8 +220,8 @@ class _Table:
             return None
         return self._rows + 1 + self.rules.index((by_rows.tile, by_rows.most))
 
-    def pick(self, launch: Launch, constants: tuple[Any, ...]) -> Pick:
-        """What takes the parameters of a launch out of the list."""
+    def places(self, launch: Launch, constants: tuple[Any, ...]) -> tuple[int, ...]:
+        """Where the parameters of a launch stand in the list."""
         places = [*map(self._argument, launch.arguments), *map(self._value, constants)]
         by_rows = launch.by_rows
         if by_rows is not None and self.rules:
@@ -225,7 +229,7 @@ class _Table:
                 places[by_rows.rows] = self._rows
             if by_rows.programs is not None:
                 places[by_rows.programs] = self._rows + 1 + self.rules.index((by_rows.tile, by_rows.most))
-        return _pick(tuple(places))
+        return tuple(places)
 
     def _argument(self, argument: Any) -> int:
         if isinstance(argument, Tensor):
@@ -236,7 +240,7 @@ class _Table:
         return self._value(argument)
 
     def _value(self, value: Any) -> int:
-        return self._first_value + self._values.setdefault((type(value), value), len(self._values))
+        return self.first_value + self._values.setdefault((type(value), value), len(self._values))
 
 
 def _rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fusednorm.launch import prepared
 from fusednorm.launch.launch import Launch
+from fusednorm.launch.native import described
 from fusednorm.launch.recipe import Recipe
 from fusednorm.outputs import Output, Outputs, Result
 from fusednorm.policy.batch_invariance import is_batch_invariant
@@ -79,11 +80,53 @@ _LEARNING = Lock()
 _as_result: Any = tuple.__new__
 
 
+_PASSES: list["Pass[Any]"] = []
+
+_extension: Any = None
+_load: Callable[[], Any] | None = None
+
+
+def use_when_needed(load: Callable[[], Any]) -> None:
+    """Have known calls made by the host extension that `load` gives, if any, from the first launch on a GPU on."""
+    global _load
+    _load = load
+
+
+def use(extension: Any) -> None:
+    """Have known calls made by the host extension, or by Python where it is None or does not know them."""
+    global _extension, _load
+    _extension, _load = extension, None
+    if extension is not None:
+        for each in _PASSES:
+            if each.number < 0:
+                each.number = extension.define_pass(*each.follows)
+
+
+def forget() -> None:
+    """Know no call any more."""
+    _KNOWN.clear()
+    if _extension is not None:
+        _extension.forget()
+
+
+def in_use() -> Any:
+    """The host extension, if it is to make known calls."""
+    return _extension
+
+
+def policy() -> int:
+    """What the process asks of every launch, as the extension takes it."""
+    return may_wait() + 2 * is_batch_invariant()
+
+
 class Pass(Generic[Result]):
     """A pass of an operation, whose calls are told apart by their inputs and options.
 
     Inputs come in this order: x, then what has its shape, then what has it but for the last axis, then whatever
     stays as it is when the number of rows changes.
+
+    Attributes:
+        number: what the host extension calls it by, where that is in use.
 
     Args:
         result: what it returns.
@@ -95,14 +138,27 @@ class Pass(Generic[Result]):
         self._result: Any = result
         self._like_x = like_x
         self._others = like_x + of_rows
+        self.number = -1
+        _PASSES.append(self)
+
+    @property
+    def follows(self) -> tuple[int, int]:
+        """How many inputs have x's shape, and how many that of its rows."""
+        return self._like_x, self._others - self._like_x
 
     def again(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
         """The result of a call without dropout, or None unless its kind is known and `out` fits."""
+        if not prepared.undisturbed():
+            return None
+        if _extension is not None and out is None:
+            made: Result | None = _extension.again(self.number, policy(), options, inputs, self._result)
+            if made is not None:
+                return made
         try:
             known = self._known(inputs, options)
         except TypeError:  # An option without a hash; checks know better what is wrong with it.
             return None
-        if known is None or not prepared.undisturbed():
+        if known is None:
             return None
         recipe = known.recipe
         if current_device() != recipe.index:
@@ -150,6 +206,12 @@ class Pass(Generic[Result]):
             _keep(of_any_rows, replay if follows else None)
         if not follows:
             _keep(self._kind(inputs, options), replay)
+        if _load is not None and tensors[0].is_cuda:
+            use(_load())
+        if _extension is not None:
+            told = described(recipe, outputs, tensors[0], follows)
+            if told is not None:
+                _extension.learn(self.number, policy(), options, inputs, *told)
 
     def _known(self, inputs: Inputs, options: Options) -> _Replay | None:
         of_any_rows = self._kind_of_any_rows(inputs, options)

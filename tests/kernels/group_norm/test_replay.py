@@ -47,7 +47,7 @@ def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, pass_, given
     last = use_configuration(monkeypatch, algorithm)
     first, second = (Operands(last, (2, 8, 5, 7), 2, **GIVEN[given]) for _ in range(2))
     planned = second.call(pass_, **OPTIONS)
-    replay._KNOWN.clear()
+    replay.forget()
     first.call(pass_, **OPTIONS)
     replaying.runs = True
     assert replaying.is_repeated(lambda: equal(second.call(pass_, **OPTIONS), planned))
@@ -91,7 +91,7 @@ def test_repeated_launches_are_the_planned_ones(
     first, second = (Operands(last, shape, groups, **GIVEN[given]) for _ in range(2))
     first.call(pass_, **OPTIONS)
     result = second.call(pass_, **OPTIONS)
-    replay._KNOWN.clear()
+    replay.forget()
     second.call(pass_, **OPTIONS, out=result)
     _, plan = plans
     tensors = (second.x, second.dy, *second.affine, *second.options.values(), *second.gradients.values(), *result)
@@ -157,7 +157,7 @@ def test_parameters_come_one_by_one_where_the_launcher_wants_them_so(pass_, repl
     operands.call(pass_)
     results = [operands.call(pass_)]
     replaying.packed = False
-    replay._KNOWN.clear()
+    replay.forget()
     operands.call(pass_)
     results.append(operands.call(pass_))
     half = len(replaying.launched) // 2

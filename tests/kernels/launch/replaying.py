@@ -1,6 +1,8 @@
 """A driver that takes notes of what is launched again, and what these launches are compared with."""
 
 import ctypes
+import struct
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ class Replaying:
         self.launched = []
         self.packed = True
         self.runs = False
+        self.compiled = []
 
     def find(self, kernel, arguments, options, device):
         constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
@@ -35,7 +38,19 @@ class Replaying:
             if self.runs:
                 kernel[x, y, z](*map(pointed, parameters, (*arguments, *constants)))
 
-        return prepared.Prepared(Launcher(call, HEAD, self.packed), constants, lambda device: 70 + device, None)
+        self.compiled.append((call, arguments, constants))
+        compiled = compiled_of(len(self.compiled), arguments, constants)
+        launcher = Launcher(call, HEAD, self.packed)
+        return prepared.Prepared(launcher, constants, lambda device: 70 + device, compiled)
+
+    def launch(self, function, grid, threads, shared, early, cooperative, values):
+        """A launch of the host extension, as the driver would take it, noted as one of Python's is."""
+        assert (threads, shared, early, cooperative) == (128, 4096, True, False)
+        call, arguments, constants = self.compiled[function - 1]
+        left = iter(values)
+        parameters = (*(parameter_of(left, argument) for argument in arguments), *constants)
+        assert not list(left)
+        call(*grid, 69, *HEAD, *((parameters,) if self.packed else parameters))
 
     @property
     def values(self):
@@ -46,6 +61,45 @@ class Replaying:
         before = len(self.launched)
         call()
         return len(self.launched) > before
+
+
+def compiled_of(function, arguments, constants):
+    """What Triton would have compiled for arguments, as far as the host extension looks at it."""
+
+    def kind(argument):
+        if isinstance(argument, tuple):
+            return tuple(map(kind, argument))
+        if argument is None:
+            return "constexpr"
+        if isinstance(argument, torch.Tensor):
+            return "*fp32"
+        return "fp32" if isinstance(argument, float) else "i64"
+
+    kinds = (*map(kind, arguments), *("constexpr" for _ in constants))
+    metadata = SimpleNamespace(
+        num_ctas=1,
+        num_warps=4,
+        shared=4096,
+        launch_pdl=True,
+        launch_cooperative_grid=False,
+        global_scratch_size=0,
+        profile_scratch_size=0,
+    )
+    signature = {str(place): kind for place, kind in enumerate(kinds)}
+    return SimpleNamespace(function=function, metadata=metadata, src=SimpleNamespace(signature=signature))
+
+
+def parameter_of(values, example):
+    """The next of the values that a driver is given, as Python would have passed it in that argument's place."""
+    if isinstance(example, tuple):
+        return tuple(parameter_of(values, item) for item in example)
+    if example is None:
+        return None
+    value = next(values)
+    if isinstance(example, float):
+        assert value == struct.unpack("<I", struct.pack("<f", example))[0]
+        return example
+    return value if value < 2**63 else value - 2**64
 
 
 def pointed(value, example):
@@ -80,16 +134,16 @@ def note_plans(monkeypatch, *passes):
     return made
 
 
-def note_workspaces(monkeypatch):
+def note_workspaces(monkeypatch, asked="fusednorm.launch.recipe.workspace_of", stream=69):
     """The workspaces that are asked for again, with their purposes."""
     given = []
 
-    def workspace_of(device, stream, words, purpose):
-        assert (device.type, stream) == ("cpu", 69)
+    def workspace_of(device, of, words, purpose):
+        assert (device.type, of) == ("cpu", stream)
         given.append((torch.zeros(words, dtype=torch.int64), purpose))
         return given[-1][0]
 
-    monkeypatch.setattr("fusednorm.launch.recipe.workspace_of", workspace_of)
+    monkeypatch.setattr(asked, workspace_of)
     return given
 
 

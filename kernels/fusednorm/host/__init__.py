@@ -1,0 +1,1 @@
+"""Known calls without Python: an extension in C++, optional, which `python -m fusednorm.host` compiles."""

@@ -1,0 +1,7 @@
+"""`python -m fusednorm.host` compiles the host extension and says where it lies."""
+
+from fusednorm.host.build import build
+from fusednorm.host.load import keep
+
+if __name__ == "__main__":
+    print(keep(build()))

@@ -1,0 +1,75 @@
+"""Compiling the host extension, for the torch, Python and CUDA that are installed here.
+
+It lies in Triton's cache beside the kernels, found by all that it was made of.
+"""
+
+import hashlib
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("extension.cpp")
+MODULE = "fusednorm_host"
+
+
+def key() -> str:
+    """What tells an extension from others: its source and what it is compiled against."""
+    facts = (torch.__version__, torch.version.git_version, sys.implementation.cache_tag, platform.machine())
+    return hashlib.sha256("\n".join((SOURCE.read_text(), *map(str, facts))).encode()).hexdigest()
+
+
+def command(target: Path) -> list[str]:
+    """The compiler's command line.
+
+    Raises:
+        FileNotFoundError: torch's or Triton's headers are not there.
+    """
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("Triton is not installed: its headers of the CUDA driver are needed")
+    torch_root = Path(torch.__file__).parent
+    includes = [
+        torch_root / "include",
+        torch_root / "include" / "torch" / "csrc" / "api" / "include",
+        Path(spec.origin).parent / "backends" / "nvidia" / "include",
+        Path(sysconfig.get_paths()["include"]),
+    ]
+    libraries = ["torch_python", "torch", "torch_cpu", "c10"]
+    options = []
+    if torch.version.cuda:
+        includes += _cuda_includes(torch_root.parent)
+        libraries += ["torch_cuda", "c10_cuda"]
+        options.append("-DWITH_CUDA")
+    return [
+        "g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *options,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{path}" for path in includes), str(SOURCE), "-o", str(target),
+        f"-L{torch_root / 'lib'}", *(f"-l{name}" for name in libraries),
+    ]  # fmt: skip
+
+
+def _cuda_includes(packages: Path) -> list[Path]:
+    """Where the CUDA runtime's headers may be: beside torch, as its wheels have them, or a toolkit's."""
+    candidates = [*packages.glob("nvidia/*/include"), Path("/usr/local/cuda/include")]
+    return [path for path in candidates if (path / "cuda_runtime_api.h").exists()]
+
+
+def build() -> bytes:
+    """The extension, compiled.
+
+    Raises:
+        RuntimeError: the compiler's own words, where it fails.
+        FileNotFoundError: there is no compiler, or no headers.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / f"{MODULE}.so"
+        done = subprocess.run(command(target), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the host extension does not compile:\n{done.stderr}")
+        return target.read_bytes()

@@ -1,0 +1,120 @@
+"""Known calls in the host extension: what it is told of them, and whether it is there."""
+
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.host.load import load
+from fusednorm.launch.recipe import Recipe, Start
+from fusednorm.launch.workspace import workspace_of
+from fusednorm.outputs import Output, Outputs
+
+Parameter = tuple[bool, int]
+"""Whether a kernel's parameter is a constant, and its bits; else its slot."""
+
+_FIXED, _AS_X, _AS_ROWS = range(3)
+"""How the extension is told the shape of a result."""
+
+
+def loaded(backward: Callable[..., tuple[Tensor | None, ...]], most: int) -> Any:
+    """The extension, set up, or None where it was not compiled or does not load.
+
+    Args:
+        backward: the backward pass of a differentiable call that it does not know.
+        most: kinds of calls that it may keep.
+    """
+    try:
+        extension = load()
+        if extension is not None:
+            set_up(extension, backward, most)
+    except (ImportError, RuntimeError) as error:
+        warnings.warn(f"the host extension does not load, so calls cost more host time: {error}", stacklevel=2)
+        return None
+    return extension
+
+
+def set_up(
+    extension: Any,
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    most: int,
+    launch: Callable[..., None] | None = None,
+) -> None:
+    """Tell the extension what it calls back; `launch` takes launches in place of the driver."""
+    extension.set_up(backward, _workspace, (Tensor, torch.nn.Parameter), most, launch)
+
+
+def _workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
+    device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+    return workspace_of(device, stream, words, purpose)
+
+
+def described(recipe: Recipe, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
+    """What the extension's `learn` takes of a call of any number of rows or of as many; None where it cannot.
+
+    Args:
+        outputs: of the call, the same one twice where one tensor is two results.
+        x: of the call.
+    """
+    starts = [_start(start, recipe) for start in recipe.starts]
+    if None in starts:
+        return None
+    return (
+        any_rows,
+        recipe.index,
+        recipe.words,
+        recipe.offsets,
+        recipe.workspaces,
+        recipe.rules,
+        tuple(starts),
+        tuple(_output(outputs, place, x, any_rows) for place in range(len(outputs))),
+    )
+
+
+def _output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
+    output = outputs[place]
+    if output is None:
+        return None
+    first = next(index for index, other in enumerate(outputs) if other is output)
+    same = first if first < place else -1
+    if any_rows and output.shape is None and not output.as_x:
+        return same, (_AS_X, _AS_ROWS)[output.axes_less], output.dtype, (), ()
+    return same, _FIXED, output.dtype, tuple(output.shape_for(x)), _strides(output, x)
+
+
+def _strides(output: Output, x: Tensor) -> tuple[int, ...]:
+    """Of a result that is laid out as x and not contiguous; else none."""
+    return tuple(x.stride()) if output.as_x and not x.is_contiguous() else ()
+
+
+def _start(start: Start, recipe: Recipe) -> tuple[Any, ...] | None:
+    """A launch as the driver takes it; None where the kernel wants what only Triton's launcher gives."""
+    compiled = start.kernel.kernel
+    metadata = getattr(compiled, "metadata", None)
+    if metadata is None or metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
+        return None
+    kinds = compiled.src.signature.values()
+    parameters = tuple(_parameters(start.places, kinds, recipe))
+    programs = -1 if start.programs is None else start.programs
+    threads = 32 * metadata.num_warps
+    flags = bool(metadata.launch_pdl), bool(metadata.launch_cooperative_grid)
+    return compiled.function, start.grid, programs, threads, metadata.shared, *flags, parameters
+
+
+def _parameters(places: tuple[int, ...], kinds: Any, recipe: Recipe) -> Iterator[Parameter]:
+    for place, kind in zip(places, kinds, strict=True):
+        if isinstance(kind, tuple):
+            yield from _parameters(recipe.tuples[place], kind, recipe)
+        elif kind != "constexpr":
+            constant = place >= recipe.first_value
+            yield constant, _bits(recipe.values[place - recipe.first_value], kind) if constant else place
+
+
+def _bits(value: Any, kind: str) -> int:
+    """A constant as the lowest bytes of a parameter of that type."""
+    if kind == "fp32":
+        return int(struct.unpack("<I", struct.pack("<f", value))[0])
+    return int(value) & (2**64 - 1)

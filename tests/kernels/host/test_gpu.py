@@ -1,0 +1,158 @@
+"""The host extension on a GPU: the bits of Python's way, on any stream, in a graph, in other threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import fusednorm
+import fusednorm.api.autograd as functions
+import pytest
+import torch
+from fusednorm.launch import replay
+from fusednorm.launch.native import loaded
+
+from tests.kernels.on_gpu import on_streams_of_their_own, watched
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def extension(host_extension):
+    """The extension in use, whatever was before."""
+    before = replay.in_use()
+    replay.use(loaded(functions._backward, replay.MAX_KINDS))
+    yield replay.in_use()
+    replay.forget()
+    replay.use(before)
+
+
+class Model:
+    """A norm's module, its operands, and what a step of it gives."""
+
+    def __init__(self, kind, shape, dtype, device, activation="silu", last=False):
+        size = shape[1] if kind is fusednorm.GroupNorm else shape[-1]
+        groups = (32,) if kind is fusednorm.GroupNorm else ()
+        self.module = kind(*groups, size, activation=activation, device=device, dtype=dtype)
+        self.x, self.dy = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+        if last:
+            self.x, self.dy = (t.to(memory_format=torch.channels_last) for t in (self.x, self.dy))
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.normal_()
+        self.x.requires_grad_()
+
+    def step(self):
+        """y and the gradients of x and of the parameters."""
+        y = self.module(self.x)
+        leaves = (self.x, *self.module.parameters())
+        return y.detach(), *torch.autograd.grad(y, leaves, self.dy)
+
+
+# One program a row, rows that programs share, both layouts of samples, groups that programs share.
+MODELS = {
+    "rows": (fusednorm.LayerNorm, (16, 4096)),
+    "short rows": (fusednorm.RMSNorm, (2, 33, 64)),
+    "shared rows": (fusednorm.LayerNorm, (3, 40000)),
+    "very long rows": (fusednorm.RMSNorm, (1, 600000)),
+    "groups": (fusednorm.GroupNorm, (2, 1280, 16, 16)),
+    "shared groups": (fusednorm.GroupNorm, (2, 320, 64, 64)),
+    "channels last": (fusednorm.GroupNorm, (2, 640, 32, 32), True),
+    "streamed": (fusednorm.GroupNorm, (4, 512, 14, 14), True),
+}
+
+
+def model(name, device, dtype=torch.bfloat16):
+    kind, shape, *last = MODELS[name]
+    return Model(kind, shape, dtype, device, last=bool(last))
+
+
+def assert_same(results, wanted):
+    for result, other in zip(results, wanted, strict=True):
+        assert torch.equal(result, other)
+        assert result.stride() == other.stride()
+
+
+def learnt(made):
+    """A step by Python; afterwards the extension makes it."""
+    wanted = made.step()
+    for _ in range(2):
+        made.step()
+    assert made.module(made.x).grad_fn.name() == "FusedNormBackward"
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_give_the_bits_of_the_first(name, dtype, extension, device, poisoned, monkeypatch):
+    made = model(name, device, dtype)
+    wanted = learnt(made)
+    monkeypatch.setattr(functions, "_backward", None)
+    for _ in range(3):
+        assert_same(made.step(), wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_on_streams_of_their_own(name, extension, device):
+    models = [model(name, device) for _ in range(2)]
+    wanted = [learnt(made) for made in models]
+    for results in on_streams_of_their_own([made.step for made in models], device):
+        for result, other in zip(results, wanted, strict=True):
+            assert_same(result, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_captured_into_a_graph(name, extension, device):
+    made = model(name, device)
+    learnt(made)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made.step()
+    for _ in range(3):
+        with torch.no_grad():
+            made.x.copy_(torch.randn_like(made.x))
+        graph.replay()
+        assert_same(captured, made.step())
+
+
+def test_threads_share_what_is_known(extension, device):
+    models = [model(name, device) for name in MODELS]
+    wanted = [learnt(made) for made in models]
+
+    def work(_):
+        for made, results in zip(models, wanted, strict=True):
+            assert_same(made.step(), results)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(8)))
+
+
+def test_hooks_see_forward_launches(extension, device):
+    made = model("rows", device)
+    learnt(made)
+    with watched() as seen, torch.no_grad():
+        made.module(made.x)
+    assert len(seen) == 1
+
+
+def test_rows_of_any_number_are_known_after_the_first(extension, device):
+    made = model("rows", device)
+    learnt(made)
+    for rows in (1, 7, 1000, 4097):
+        made.x = torch.randn(rows, 4096, device=device, dtype=torch.bfloat16, requires_grad=True)
+        made.dy = torch.randn_like(made.x)
+        known = extension.known()
+        results = made.step()
+        assert made.module(made.x).grad_fn.name() == "FusedNormBackward"
+        assert extension.known() == known
+        replay.forget()
+        assert_same(made.step(), results)
+        learnt(made)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", MODELS)
+def test_each_tensor_is_computed_where_it_is(name, extension):
+    models = [model(name, torch.device("cuda", index)) for index in range(2)]
+    wanted = [learnt(made) for made in models]
+    for _ in range(3):
+        for made, results in zip(models, wanted, strict=True):
+            assert_same(made.step(), results)
