@@ -118,8 +118,19 @@ PyObject* g_tensor_types = nullptr;
 
 using LaunchKernel = CUresult (*)(const CUlaunchConfig*, CUfunction, void**, void**);
 using IsCapturing = CUresult (*)(CUstream, CUstreamCaptureStatus*);
+using RetainContext = CUresult (*)(CUcontext*, CUdevice);
+using SetContext = CUresult (*)(CUcontext);
 LaunchKernel g_launch_kernel = nullptr;
 IsCapturing g_is_capturing = nullptr;
+RetainContext g_retain_context = nullptr;
+SetContext g_set_context = nullptr;
+
+// Makes torch's context of a device the thread's, which has none before its first call of the CUDA runtime.
+CUresult enter_context(int device) {
+  CUcontext context = nullptr;
+  const CUresult result = g_retain_context(&context, device);
+  return result == CUDA_SUCCESS ? g_set_context(context) : result;
+}
 
 void* current_stream(int device) {
 #ifdef WITH_CUDA
@@ -297,7 +308,7 @@ void launch_through_python(const Start& start, unsigned x, const std::vector<uin
   Py_DECREF(done);
 }
 
-void launch(const Start& start, void* stream, const std::vector<uint64_t>& slots) {
+void launch(const Start& start, int device, void* stream, const std::vector<uint64_t>& slots) {
   thread_local std::vector<uint64_t> values;
   thread_local std::vector<void*> pointers;
   values.clear();
@@ -331,7 +342,11 @@ void launch(const Start& start, void* stream, const std::vector<uint64_t>& slots
     attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
     attributes[config.numAttrs++].value.cooperative = 1;
   }
-  const CUresult result = g_launch_kernel(&config, start.function, pointers.data(), nullptr);
+  CUresult result = g_launch_kernel(&config, start.function, pointers.data(), nullptr);
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    result = enter_context(device);
+    if (result == CUDA_SUCCESS) result = g_launch_kernel(&config, start.function, pointers.data(), nullptr);
+  }
   TORCH_CHECK(result == CUDA_SUCCESS, "cuLaunchKernelEx failed with error ", int(result));
 }
 
@@ -381,7 +396,7 @@ bool make(Replay& replay, const Inputs& inputs, std::array<Tensor, kMostResults>
     slots.push_back(rows);
     for (const auto& [tile, most] : replay.rules) slots.push_back(std::min((rows + tile - 1) / tile, most));
   }
-  for (const Start& start : replay.starts) launch(start, stream, slots);
+  for (const Start& start : replay.starts) launch(start, replay.device, stream, slots);
   return true;
 }
 
@@ -754,9 +769,11 @@ PyObject* set_up(PyObject*, PyObject* arguments) {
     if (library != nullptr) {
       g_launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(library, "cuLaunchKernelEx"));
       g_is_capturing = reinterpret_cast<IsCapturing>(dlsym(library, "cuStreamIsCapturing"));
+      g_retain_context = reinterpret_cast<RetainContext>(dlsym(library, "cuDevicePrimaryCtxRetain"));
+      g_set_context = reinterpret_cast<SetContext>(dlsym(library, "cuCtxSetCurrent"));
     }
-    if (g_launch_kernel == nullptr || g_is_capturing == nullptr) {
-      PyErr_SetString(PyExc_RuntimeError, "the CUDA driver has no cuLaunchKernelEx");
+    if (!g_launch_kernel || !g_is_capturing || !g_retain_context || !g_set_context) {
+      PyErr_SetString(PyExc_RuntimeError, "the CUDA driver is absent, or older than 12.0");
       return nullptr;
     }
   }
