@@ -22,6 +22,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -41,8 +42,8 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-constexpr size_t kMostTensors = 24;
 constexpr size_t kMostResults = 6;
+constexpr Py_ssize_t kMostOptions = 1 << 16;
 
 using Inputs = std::vector<Tensor>;  // Undefined where nothing came.
 
@@ -107,7 +108,7 @@ std::unordered_map<std::string, std::shared_ptr<Replay>> g_known;  // Null where
 std::deque<std::string> g_order;
 size_t g_most = 4096;
 
-// All that follows is touched with the interpreter's lock held, but for reading `g_differentiable`.
+// All that follows is touched with the interpreter's lock held.
 PyObject* g_options = nullptr;         // Options, by what they are, numbered.
 PyObject* g_specifications = nullptr;  // Differentiable calls, by their settings, numbered.
 std::deque<Differentiable> g_differentiable;
@@ -434,12 +435,6 @@ PyObject* wrapped(const Tensor& tensor) {
   return THPVariable_Wrap(tensor);
 }
 
-PyObject* failed(const std::exception& error) {
-  if (const auto* of_python = dynamic_cast<const python_error*>(&error)) const_cast<python_error*>(of_python)->restore();
-  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
-  return nullptr;
-}
-
 // again(pass, policy, options, inputs, type) -> result | None
 PyObject* again(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   if (is_watched()) Py_RETURN_NONE;
@@ -448,31 +443,30 @@ PyObject* again(PyObject*, PyObject* const* arguments, Py_ssize_t) {
     if (PyErr_Occurred()) PyErr_Clear();  // An option without a hash.
     Py_RETURN_NONE;
   }
-  try {
-    Inputs inputs;
-    inputs.reserve(8);
-    PyObject* given = arguments[3];
-    if (!unpack(&PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), inputs)) Py_RETURN_NONE;
-    const int pass = static_cast<int>(PyLong_AsLong(arguments[0]));
-    const auto replay = find(pass, static_cast<uint32_t>(PyLong_AsLong(arguments[1])), options, inputs);
-    std::array<Tensor, kMostResults> results;
-    if (!replay || !make(*replay, inputs, results)) Py_RETURN_NONE;
-    const auto fields = static_cast<Py_ssize_t>(replay->outputs.size());
-    PyObject* values = PyTuple_New(fields);
-    for (Py_ssize_t place = 0; place < fields; ++place) PyTuple_SET_ITEM(values, place, wrapped(results[place]));
-    PyObject* packed = PyTuple_Pack(1, values);
-    PyObject* result = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(arguments[4]), packed, nullptr);
-    Py_DECREF(packed);
-    Py_DECREF(values);
-    return result;
-  } catch (const std::exception& error) {
-    return failed(error);
-  }
+  HANDLE_TH_ERRORS
+  Inputs inputs;
+  inputs.reserve(8);
+  PyObject* given = arguments[3];
+  if (!unpack(&PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), inputs)) Py_RETURN_NONE;
+  const int pass = static_cast<int>(PyLong_AsLong(arguments[0]));
+  const auto replay = find(pass, static_cast<uint32_t>(PyLong_AsLong(arguments[1])), options, inputs);
+  std::array<Tensor, kMostResults> results;
+  if (!replay || !make(*replay, inputs, results)) Py_RETURN_NONE;
+  const auto fields = static_cast<Py_ssize_t>(replay->outputs.size());
+  PyObject* values = PyTuple_New(fields);
+  for (Py_ssize_t place = 0; place < fields; ++place) PyTuple_SET_ITEM(values, place, wrapped(results[place]));
+  PyObject* packed = PyTuple_Pack(1, values);
+  PyObject* result = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(arguments[4]), packed, nullptr);
+  Py_DECREF(packed);
+  Py_DECREF(values);
+  return result;
+  END_HANDLE_TH_ERRORS
 }
 
 // The derivative of a norm, which knows x, residual, weight, bias, scale, shift, mean and rstd.
 struct NormBackward : public Node {
-  uint32_t specification = 0, policy = 0;
+  const Differentiable* what = nullptr;  // Of which there is one for good.
+  uint32_t policy = 0;
   std::array<SavedVariable, 8> saved;
   std::array<bool, 8> present{};
 
@@ -487,17 +481,16 @@ struct NormBackward : public Node {
     for (size_t place = 0; place < saved.size(); ++place)
       if (present[place]) values[place] = saved[place].unpack();
     const auto& [x, residual, weight, bias, scale, shift, mean, rstd] = values;
-    const Differentiable& what = g_differentiable[specification];
     const Tensor dy = gradients[0];
     const Tensor outside = gradients.size() > 1 && residual.defined() ? gradients[1] : Tensor();
     if (dy.defined() && !c10::GradMode::is_enabled() && !is_watched()) {
       Inputs inputs{x, dy, residual, outside, mean, rstd, weight, bias};
-      if (what.groups) {
+      if (what->groups) {
         inputs.push_back(scale);
         inputs.push_back(shift);
       }
       std::array<Tensor, kMostResults> results;
-      const auto replay = find(what.backward, policy, what.back, inputs);
+      const auto replay = find(what->backward, policy, what->back, inputs);
       if (replay && make(*replay, inputs, results)) {
         auto& [dx, dweight, dbias, dresidual, dscale, dshift] = results;
         if (dresidual.defined() && dresidual.scalar_type() != residual.scalar_type())
@@ -505,7 +498,7 @@ struct NormBackward : public Node {
         return {dx, dresidual, dweight, dbias, dscale, dshift};
       }
     }
-    return through_python(values, dy, outside, what);
+    return through_python(values, dy, outside, *what);
   }
 
   static variable_list through_python(const std::array<Tensor, 8>& values, const Tensor& dy, const Tensor& outside,
@@ -560,41 +553,39 @@ PyObject* differentiable(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   }
   PyObject* const* tensors = arguments + 2;
   if (is_observed(tensors, 6)) Py_RETURN_NONE;
-  try {
-    const Differentiable& what = g_differentiable[specification];
-    Inputs inputs;
-    inputs.reserve(6);
-    if (!unpack(tensors, 6, inputs)) Py_RETURN_NONE;
-    bool differentiated = false;
-    if (c10::GradMode::is_enabled())
-      for (const Tensor& tensor : inputs) differentiated |= tensor.defined() && tensor.requires_grad();
-    const auto policy = static_cast<uint32_t>(PyLong_AsLong(arguments[1]));
-    if (!what.groups) inputs.resize(4);
-    const auto replay = find(what.forward, policy, differentiated ? what.saving : what.plain, inputs);
-    std::array<Tensor, kMostResults> results;
-    if (!replay || !make(*replay, inputs, results)) Py_RETURN_NONE;
-    if (differentiated) {
-      inputs.resize(6);
-      auto [node, owner] = new_node<decltype(torch::autograd::Edge::function)>();
-      node->specification = specification;
-      node->policy = policy;
-      node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4],
-                                                               inputs[5]));
-      for (size_t place = 0; place < 8; ++place) {
-        const Tensor& value = place < 6 ? inputs[place] : results[place - 5];
-        node->present[place] = value.defined();
-        if (value.defined()) node->saved[place] = SavedVariable(value, false);
-      }
-      torch::autograd::set_history(results[0], owner);
-      if (results[3].defined()) torch::autograd::set_history(results[3], owner);
+  HANDLE_TH_ERRORS
+  const Differentiable& what = g_differentiable[specification];
+  Inputs inputs;
+  inputs.reserve(6);
+  if (!unpack(tensors, 6, inputs)) Py_RETURN_NONE;
+  bool differentiated = false;
+  if (c10::GradMode::is_enabled())
+    for (const Tensor& tensor : inputs) differentiated |= tensor.defined() && tensor.requires_grad();
+  const auto policy = static_cast<uint32_t>(PyLong_AsLong(arguments[1]));
+  if (!what.groups) inputs.resize(4);
+  const auto replay = find(what.forward, policy, differentiated ? what.saving : what.plain, inputs);
+  std::array<Tensor, kMostResults> results;
+  if (!replay || !make(*replay, inputs, results)) Py_RETURN_NONE;
+  if (differentiated) {
+    inputs.resize(6);
+    auto [node, owner] = new_node<decltype(torch::autograd::Edge::function)>();
+    node->what = &what;
+    node->policy = policy;
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4],
+                                                             inputs[5]));
+    for (size_t place = 0; place < 8; ++place) {
+      const Tensor& value = place < 6 ? inputs[place] : results[place - 5];
+      node->present[place] = value.defined();
+      if (value.defined()) node->saved[place] = SavedVariable(value, false);
     }
-    PyObject* pair = PyTuple_New(2);
-    PyTuple_SET_ITEM(pair, 0, wrapped(results[0]));
-    PyTuple_SET_ITEM(pair, 1, wrapped(results[3]));
-    return pair;
-  } catch (const std::exception& error) {
-    return failed(error);
+    torch::autograd::set_history(results[0], owner);
+    if (results[3].defined()) torch::autograd::set_history(results[3], owner);
   }
+  PyObject* pair = PyTuple_New(2);
+  PyTuple_SET_ITEM(pair, 0, wrapped(results[0]));
+  PyTuple_SET_ITEM(pair, 1, wrapped(results[3]));
+  return pair;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* define_pass(PyObject*, PyObject* arguments) {
@@ -605,9 +596,10 @@ PyObject* define_pass(PyObject*, PyObject* arguments) {
   return PyLong_FromSize_t(g_passes.size() - 1);
 }
 
+// False with no error where there are too many already: whoever draws options at random is left to Python.
 bool numbered(PyObject* numbers, PyObject* what, uint32_t& number) {
   if (number_of(numbers, what, number)) return true;
-  if (PyErr_Occurred()) return false;
+  if (PyErr_Occurred() || PyDict_Size(numbers) >= kMostOptions) return false;
   number = static_cast<uint32_t>(PyDict_Size(numbers));
   PyObject* value = PyLong_FromUnsignedLong(number);
   const bool kept = PyDict_SetItem(numbers, what, value) == 0;
@@ -623,14 +615,20 @@ PyObject* define_differentiable(PyObject*, PyObject* arguments) {
     return nullptr;
   Differentiable what{forward, backward, 0, 0, 0, groups != 0, settings};
   if (!numbered(g_options, saving, what.saving) || !numbered(g_options, plain, what.plain) ||
-      !numbered(g_options, back, what.back))
-    return nullptr;
+      !numbered(g_options, back, what.back)) {
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+  }
   uint32_t number = 0;
   if (number_of(g_specifications, settings, number)) Py_RETURN_NONE;
   if (PyErr_Occurred()) return nullptr;
   Py_INCREF(settings);
+  if (!numbered(g_specifications, settings, number)) {
+    Py_DECREF(settings);
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+  }
   g_differentiable.push_back(what);
-  if (!numbered(g_specifications, settings, number)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -702,42 +700,43 @@ PyObject* learn(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "iIOO!piLOOOOO", &pass, &policy, &options, &PyTuple_Type, &given, &any_rows,
                         &device, &words, &offsets, &workspaces, &rules, &starts, &outputs))
     return nullptr;
-  try {
-    uint32_t number = 0;
-    if (!numbered(g_options, options, number)) return nullptr;
-    Inputs inputs;
-    if (!unpack(&PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), inputs)) Py_RETURN_NONE;
-    for (const Tensor& tensor : inputs)
-      if (tensor.defined() && !is_plain(tensor)) Py_RETURN_NONE;
-    auto replay = std::make_shared<Replay>();
-    replay->device = device;
-    replay->words = words;
-    replay->offsets = integers(offsets);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(workspaces); ++i) {
-      long long size = 0;
-      const char* purpose = nullptr;
-      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(workspaces, i), "Ls", &size, &purpose)) return nullptr;
-      replay->workspaces.push_back({size, purpose});
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rules); ++i) {
-      const auto rule = integers(PyTuple_GET_ITEM(rules, i));
-      replay->rules.emplace_back(rule.at(0), rule.at(1));
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(starts); ++i)
-      replay->starts.push_back(start_of(PyTuple_GET_ITEM(starts, i)));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outputs); ++i)
-      replay->outputs.push_back(output_of(PyTuple_GET_ITEM(outputs, i)));
-    std::string key;
-    const bool may_differ = key_of_any_rows(key, pass, policy, number, inputs);
-    if (may_differ) keep(key, any_rows ? replay : nullptr);
-    if (!may_differ || !any_rows) {
-      key_of_shapes(key, pass, policy, number, inputs);
-      keep(key, replay);
-    }
+  HANDLE_TH_ERRORS
+  uint32_t number = 0;
+  if (!numbered(g_options, options, number)) {
+    if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NONE;
-  } catch (const std::exception& error) {
-    return failed(error);
   }
+  Inputs inputs;
+  if (!unpack(&PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), inputs)) Py_RETURN_NONE;
+  for (const Tensor& tensor : inputs)
+    if (tensor.defined() && !is_plain(tensor)) Py_RETURN_NONE;
+  auto replay = std::make_shared<Replay>();
+  replay->device = device;
+  replay->words = words;
+  replay->offsets = integers(offsets);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(workspaces); ++i) {
+    long long size = 0;
+    const char* purpose = nullptr;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(workspaces, i), "Ls", &size, &purpose)) return nullptr;
+    replay->workspaces.push_back({size, purpose});
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rules); ++i) {
+    const auto rule = integers(PyTuple_GET_ITEM(rules, i));
+    replay->rules.emplace_back(rule.at(0), rule.at(1));
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(starts); ++i)
+    replay->starts.push_back(start_of(PyTuple_GET_ITEM(starts, i)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outputs); ++i)
+    replay->outputs.push_back(output_of(PyTuple_GET_ITEM(outputs, i)));
+  std::string key;
+  const bool may_differ = key_of_any_rows(key, pass, policy, number, inputs);
+  if (may_differ) keep(key, any_rows ? replay : nullptr);
+  if (!may_differ || !any_rows) {
+    key_of_shapes(key, pass, policy, number, inputs);
+    keep(key, replay);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* forget(PyObject*, PyObject*) {

@@ -147,3 +147,15 @@ def test_kinds_are_bounded_and_the_oldest_goes(natively, plans, host_extension):
 def test_results_that_the_caller_places_are_left_to_python(natively, plans):
     samples.call()
     assert not natively.is_repeated(lambda: samples.call(out=Forward(torch.empty(samples.SHAPE))))
+
+
+def test_what_a_launch_raises_is_raised(natively, host_extension):
+    samples.call()
+    natively.launched.clear()
+
+    def fail(*_):
+        raise MemoryError("no launch")
+
+    set_up(host_extension, autograd._backward, 10, fail)
+    with pytest.raises(MemoryError, match="no launch"):
+        samples.call()
