@@ -199,7 +199,7 @@ void put_whole(std::string& key, const Tensor& tensor) {
   put_sizes(key, tensor.strides());
 }
 
-// As `Pass._kind_of_any_rows`; false where the number of rows is part of how they lie.
+// As `launch.kinds` has it; false where the number of rows is part of how they lie.
 bool key_of_any_rows(std::string& key, int pass, uint32_t policy, uint32_t options, const Inputs& inputs) {
   const Pass facts = g_passes[pass];
   const Tensor& x = inputs[0];

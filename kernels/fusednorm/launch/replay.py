@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.launch import prepared
+from fusednorm.launch.kinds import Inputs, Options, kind_of, kind_of_any_rows
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.native import described
 from fusednorm.launch.recipe import Recipe
@@ -30,9 +31,6 @@ MAX_KINDS = 4096
 
 # Without torch's own care to initialise CUDA first: there is a CUDA tensor.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-Inputs = tuple[Tensor | None, ...]
-Options = tuple[Hashable, ...]
 
 Allocate = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 """Makes a result for x, whose shape is given, and that shape less its last axis."""
@@ -198,14 +196,14 @@ class Pass(Generic[Result]):
         recipe = Recipe.of(launches, tuple(tensors))
         if recipe is None:
             return
-        of_any_rows = self._kind_of_any_rows(inputs, options)
+        of_any_rows = kind_of_any_rows(self, self._like_x, self._others, inputs, options)
         follows = of_any_rows is not None and bool(recipe.rules)
         new = tuple(None if output is None else _allocation(output, tensors[0], follows) for output in own)
         replay = _Replay(new, own, tuple(same.items()), recipe)
         if of_any_rows is not None:
             _keep(of_any_rows, replay if follows else None)
         if not follows:
-            _keep(self._kind(inputs, options), replay)
+            _keep(kind_of(self, inputs, options), replay)
         if _load is not None and tensors[0].is_cuda:
             use(_load())
         if _extension is not None:
@@ -214,59 +212,12 @@ class Pass(Generic[Result]):
                 _extension.learn(self.number, policy(), options, inputs, *told)
 
     def _known(self, inputs: Inputs, options: Options) -> _Replay | None:
-        of_any_rows = self._kind_of_any_rows(inputs, options)
+        of_any_rows = kind_of_any_rows(self, self._like_x, self._others, inputs, options)
         if of_any_rows is not None:
             known = _KNOWN.get(of_any_rows, _NOTHING)
             if known is not None:
                 return known if known is not _NOTHING else None
-        return _KNOWN.get(self._kind(inputs, options))
-
-    def _kind(self, inputs: Inputs, options: Options) -> Hashable:
-        kind: list[Hashable] = [self, may_wait(), is_batch_invariant(), options]
-        for tensor in inputs:
-            if tensor is None:
-                kind.append(None)
-            else:
-                kind += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), tensor.is_neg())
-        return tuple(kind)
-
-    def _kind_of_any_rows(self, inputs: Inputs, options: Options) -> Hashable | None:
-        """What tells a call but for its number of rows; None where that is part of how the rows lie."""
-        like_x = self._like_x
-        at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
-        # Tensors without elements, and those that tracers have, lie at 0.
-        if not all(at):
-            return None
-        x: Any = inputs[0]
-        shape = x.shape
-        if not (like_x and shape):
-            return None
-        kind: list[Hashable] = [self, may_wait(), is_batch_invariant(), options, shape[-1]]
-        for tensor in inputs[:like_x]:
-            if tensor is None:
-                kind.append(None)
-                continue
-            # A single row is contiguous, wherever the next one would be.
-            strides: Any = tensor.is_contiguous()
-            if not strides:
-                if len(shape) != 2:
-                    return None
-                strides = tensor.stride()
-            fits = tensor is x or tensor.shape == shape
-            kind += (tensor.dtype, fits, strides, tensor.get_device(), tensor.is_neg())
-        for tensor in inputs[like_x : self._others]:
-            if tensor is None:
-                kind.append(None)
-            else:
-                fits = tensor.is_contiguous() and tensor.shape == shape[:-1]
-                kind += (tensor.dtype, fits, tensor.get_device(), tensor.is_neg())
-        for tensor in inputs[self._others :]:
-            if tensor is None:
-                kind.append(None)
-            else:
-                contiguous = tensor.is_contiguous()
-                kind += (tensor.dtype, tensor.shape, contiguous, tensor.get_device(), tensor.is_neg())
-        return tuple(kind)
+        return _KNOWN.get(kind_of(self, inputs, options))
 
 
 def _keep(kind: Hashable, replay: _Replay | None) -> None:
