@@ -21,8 +21,8 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     2: (
         (16, ForwardTile(32, 1, 16, num_warps=2)),
         (64, ForwardTile(32, 1, 64, num_warps=4)),
-        (128, ForwardTile(8, 1, 128, num_warps=1)),
-        (256, ForwardTile(4, 1, 256, num_warps=1)),  # 1.00
+        (128, ForwardTile(32, 1, 128, num_warps=4)),  # 0.97
+        (256, ForwardTile(8, 1, 256, num_warps=4)),  # 0.94
         (512, ForwardTile(2, 1, 512, num_warps=1)),  # 1.00
         (768, ForwardTile(2, 3, 256, num_warps=1)),  # 1.02
         (1024, ForwardTile(1, 1, 1024, num_warps=1)),  # 1.00
@@ -50,7 +50,7 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     ),
     4: (
         (16, ForwardTile(32, 1, 16, num_warps=2)),
-        (64, ForwardTile(16, 1, 64, num_warps=2)),
+        (64, ForwardTile(8, 1, 64, num_warps=2)),  # 1.00
         (128, ForwardTile(4, 1, 128, num_warps=1)),
         (256, ForwardTile(2, 1, 256, num_warps=2)),  # 1.01
         (512, ForwardTile(1, 1, 512, num_warps=1)),  # 1.00
