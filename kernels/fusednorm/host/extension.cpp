@@ -353,7 +353,9 @@ void launch(const Start& start, int device, void* stream, const std::vector<uint
 
 // Makes a known call: results in the order of their fields.  False where Python has to.
 bool make(Replay& replay, const Inputs& inputs, std::array<Tensor, kMostResults>& results) {
-  if (!is_current(replay.device)) return false;
+  c10::OptionalDeviceGuard guard;
+  if (!is_current(replay.device))
+    guard.reset_device(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(replay.device)));
   at::AutoDispatchBelowADInplaceOrView below;  // Nobody differentiates an allocation.
   const Tensor& x = inputs[0];
   thread_local std::vector<uint64_t> slots;
