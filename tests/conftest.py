@@ -1,13 +1,12 @@
 """Decides, before any kernel is imported, whether kernels run on a GPU or in Triton's interpreter."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,53 +36,28 @@ def tool() -> Tools:
 
 @pytest.fixture(scope="session")
 def float8_is_rounded_as_on_a_gpu() -> Iterator[None]:
-    """To nearest even, saturating; the interpreter's own conversion loses carries and makes a number of NaN."""
-    from triton import knobs
-    from triton.runtime import interpreter
-
-    if not knobs.runtime.interpret:
-        yield
-        return
-    convert = interpreter._convert_float
-
-    def convert_float(data, source, target, rounding):
-        if not target.is_fp8e4nv():
-            return convert(data, source, target, rounding)
-        values = torch.from_numpy(np.ascontiguousarray(data)).clamp(-448, 448)
-        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", convert_float)
+    """In the interpreter, too."""
+    with _interpreter_with("round_float8"):
         yield
 
 
 @pytest.fixture(scope="session")
 def quickly_interpreted() -> Iterator[None]:
-    """Without what takes most of the interpreter's time and makes no difference to what is right.
-
-    At every call of a device function it prepares Triton's language anew, which it did for the kernel; and it sees
-    whether integers overflow, by computing everything a second time: where they do, results are wrong.
-    """
-    from triton import knobs
-    from triton.runtime import interpreter
-
-    if not knobs.runtime.interpret:
+    """Without what takes most of the interpreter's time and makes no difference to what is right."""
+    with _interpreter_with("prepare_once", "let_integers_overflow", "remember_types"):
         yield
-        return
-    prepare = interpreter.InterpretedFunction.__call__
-    prepared = set()
 
-    def call(function, *args, **kwargs):
-        # Each module may know the language, or parts of it, by another name.
-        if function.fn.__module__ not in prepared:
-            prepared.add(function.fn.__module__)
-            return prepare(function, *args, **kwargs)
-        return function.rewrite()(*args, **kwargs)
 
-    builder = interpreter.interpreter_builder
+@contextlib.contextmanager
+def _interpreter_with(*changes: str) -> Iterator[None]:
+    from triton import knobs
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        if knobs.runtime.interpret:
+            from tests import interpreter
+
+            for change in changes:
+                getattr(interpreter, change)(patch)
         yield
 
 

@@ -1,9 +1,10 @@
-"""Servers forked from a process that has imported torch, which is most of what a server's start costs.
+"""Processes forked from one that has imported torch, which is most of what the start of one costs.
 
-Each is a process of its own that runs the command as `python -m normserve` would, with its own environment, output
-and end.
+A server is a process of its own that runs the command as `python -m normserve` would, with its own environment,
+output and end.  Processes of its fleet are forked from it in turn.
 """
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -12,15 +13,26 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 
 # Imported for the processes that are forked.
+import normload.clients.oracle
+import normload.clients.worker  # noqa: F401
 import normserve.backends.cpu.backend
 import normserve.cli
 import normserve.http.app
 import normserve.process.server
-import normserve.process.supervisor  # noqa: F401
+import normserve.process.supervisor
+import normserve.process.worker  # noqa: F401
 
-_FORKING = multiprocessing.get_context("forkserver")
+from tests.integration.forked_workers import fork_worker
+
+
+def forking() -> ForkServerContext:
+    """For `multiprocessing`, in place of one that spawns."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 class PreloadedProcess:
@@ -33,11 +45,11 @@ class PreloadedProcess:
             arguments: `-m` and a module, or a file, and what follows on Python's command line.
             environment: what to add to the environment of this process.
         """
-        _FORKING.set_forkserver_preload([__name__])
-        reader, writer = _FORKING.Pipe(duplex=False)
+        context = forking()
+        reader, writer = context.Pipe(duplex=False)
         with reader, writer:
             # One that is left running is terminated with the tests.
-            self._process = _FORKING.Process(target=_run, args=(writer, arguments, dict(environment)), daemon=True)
+            self._process = context.Process(target=_run, args=(writer, arguments, dict(environment)), daemon=True)
             self._process.start()
             self.stdout = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
 
@@ -71,6 +83,7 @@ def _run(output: Connection, arguments: Sequence[str], environment: Mapping[str,
             os.dup2(output.fileno(), stream.fileno())
             stream.reconfigure(line_buffering=True)
     os.environ.update(environment)
+    asyncio.create_subprocess_exec = fork_worker
     program, *rest = arguments
     if program == "-m":
         sys.argv = rest

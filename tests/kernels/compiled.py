@@ -1,5 +1,7 @@
 """Compiling launches for a GPU that is not there: the interpreter replaces Triton's compiler in this process."""
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -9,8 +11,24 @@ from typing import Any
 
 def compile_elsewhere(script: str, *arguments: str) -> Any:
     """What `script`, run in a process of its own with Triton's compiler, prints as JSON."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    compiler = _compiler()
+    assert compiler.stdin is not None
+    assert compiler.stdout is not None
+    print(json.dumps([script, arguments, _environment()]), file=compiler.stdin, flush=True)
+    code, out, error = json.loads(compiler.stdout.readline())
+    assert code == 0, error
+    return json.loads(out)
+
+
+@functools.cache
+def _compiler() -> subprocess.Popen[str]:
+    """Forks those processes, so that torch and Triton are imported once."""
+    command = [sys.executable, "-m", f"{__package__}.compiler"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    compiler = subprocess.Popen(command, env=_environment(), text=True, **pipes)
+    atexit.register(compiler.communicate)
+    return compiler
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

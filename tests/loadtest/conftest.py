@@ -7,16 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
-from normload.clients import oracle
+from normload.clients import fleet, oracle
 from normload.load.elements import narrow
 from normload.load.scenario import Phase
 from normload.load.workload import Workload
+from normload.measurements import ceilings
 from normload.measurements.result import PhaseResult, Result
 from normload.measurements.tally import Record, Tally
 from normserve.codec import safetensors
 
+from tests.integration.preloaded import forking
 from tests.service.client.raw_server import RawServer
 
 
@@ -99,6 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 #: Small enough to be quick, and with every operation in it.
 WORKLOAD = Workload(max_bytes=2**12, pool=12)
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are forked with all imports done; tests/integration/clients/test_normload.py spawns them."""
+    for module in (fleet, ceilings):
+        monkeypatch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda _: forking()))
 
 
 @pytest.fixture

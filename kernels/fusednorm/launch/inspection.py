@@ -3,6 +3,7 @@
 Needs Triton's own compiler, so TRITON_INTERPRET must be unset.
 """
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from fusednorm.launch.launch import Launch
 
@@ -28,6 +30,7 @@ _POINTER = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int64: "*i64",
 }
+_REPORT = "ptxas.txt"
 _DIVISIBLE: list[list[object]] = [["tt.divisibility", 16]]
 _ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v([248]))?\.b(8|16|32|64)\b")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)")
@@ -122,17 +125,29 @@ def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
 
 def _assemble(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
     """Registers a thread, spilled bytes and static shared memory, from the assembler's own report."""
-    suffix = "a" if target.arch >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        ptxas = nvidia.get_ptxas(target.arch)
-        command = [ptxas.path, "-v", f"-arch=sm_{target.arch}{suffix}", str(path), "-o", str(path) + ".cubin"]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    text = _assemblers_report(ptx, target)
     registers = int(re.findall(r"Used (\d+) registers", text)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     shared = [int(n) for n in re.findall(r"(\d+) bytes smem", text)]
     return registers, spilled, max(shared, default=0)
+
+
+def _assemblers_report(ptx: str, target: GPUTarget) -> str:
+    """What the assembler writes of a kernel; kept where Triton keeps what it compiles."""
+    ptxas = nvidia.get_ptxas(target.arch)
+    options = ["-v", f"-arch=sm_{target.arch}{'a' if target.arch >= 90 else ''}"]
+    key = "\0".join([ptxas.version, *options, ptx])
+    cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    known = cache.get_file(_REPORT)
+    if known is not None:
+        return Path(known).read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [ptxas.path, *options, str(path), "-o", str(path) + ".cubin"]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    cache.put(text, _REPORT, binary=False)
+    return text
 
 
 def _access_widths(ptx: str) -> dict[str, Counter[int]]:

@@ -15,13 +15,16 @@ from tests.docker.k8s.conftest import DOCKERFILE, K8S, ROOT, run
 
 
 # The oldest release that knows preStop's sleep without being told to, and the newest whose schemas are here.
-@pytest.mark.parametrize("release", [["-k", "1.30"], []], ids=["1.30", "newest"])
-def test_manifests_are_valid(dev_tool, rendered, release, tmp_path):
+@pytest.mark.parametrize("release", ["1.30", "newest"])
+def test_manifests_are_valid(rendered, release):
+    # Its import takes a second.
+    from kubernetes_validate import latest_version, validate
+
+    version = latest_version() if release == "newest" else release
     # The schema of a ServiceMonitor comes with its operator.
     known = [each for each in yaml.safe_load_all(rendered) if each["kind"] != "ServiceMonitor"]
-    (tmp_path / "manifests.yaml").write_text(yaml.safe_dump_all(known), encoding="utf-8")
-    said = run(dev_tool("kubernetes-validate"), "--strict", *release, str(tmp_path / "manifests.yaml"))
-    assert said.count(" passed for resource ") == len(known)
+    for manifest in known:
+        assert version.startswith(validate(manifest, version, strict=True))
 
 
 def test_every_file_is_used():

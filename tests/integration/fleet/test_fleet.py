@@ -18,7 +18,8 @@ from tests.integration.wire import assert_alive, assert_problem, from_npy, npy
 
 @pytest.fixture(scope="module")
 def fleet(launched):
-    return launched("--devices", "cpu,cpu")
+    """As users start it: processes of other fleets are forked."""
+    return launched("--devices", "cpu,cpu", preloaded=False)
 
 
 def test_connections_go_to_every_process_in_turn(fleet):

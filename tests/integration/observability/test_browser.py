@@ -17,14 +17,15 @@ __all__ = ["browser", "visit"]
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
-@pytest.fixture(scope="module")
-def busy(launched):
-    """A server under load until the module's end."""
-    server = launched()
+@pytest.fixture
+def busy(start_server):
+    """A server under load until the test's end."""
+    server = start_server()
     ending = threading.Event()
 
     def load() -> None:
-        while not ending.is_set():
+        # Several times in the second that passes between two looks of the page.
+        while not ending.wait(0.3):
             drive(server.url, None, 0)
 
     thread = threading.Thread(target=load)

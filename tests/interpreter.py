@@ -1,0 +1,108 @@
+"""Triton's interpreter as tests use it: rounding as a GPU does, and without what takes most of its time."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.language import core, semantic
+from triton.runtime import interpreter
+
+
+def round_float8(patch: pytest.MonkeyPatch) -> None:
+    """To nearest even, saturating; the interpreter's own conversion loses carries and makes a number of NaN."""
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding):
+        if not target.is_fp8e4nv():
+            return convert(data, source, target, rounding)
+        values = torch.from_numpy(np.ascontiguousarray(data)).clamp(-448, 448)
+        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    patch.setattr(interpreter, "_convert_float", convert_float)
+
+
+def prepare_once(patch: pytest.MonkeyPatch) -> None:
+    """Triton's language is prepared at every call of a device function, though it was for the kernel."""
+    prepare = interpreter.InterpretedFunction.__call__
+    prepared = set()
+
+    def call(function, *args, **kwargs):
+        # Each module may know the language, or parts of it, by another name.
+        if function.fn.__module__ not in prepared:
+            prepared.add(function.fn.__module__)
+            return prepare(function, *args, **kwargs)
+        return function.rewrite()(*args, **kwargs)
+
+    patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
+def let_integers_overflow(patch: pytest.MonkeyPatch) -> None:
+    """Whether they do is seen by computing everything a second time; where they do, results are wrong."""
+    builder = interpreter.interpreter_builder
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+
+
+def remember_types(patch: pytest.MonkeyPatch) -> None:
+    """What follows from a type is worked out anew for every tensor, which is most of what an operation takes."""
+    patch.setattr(interpreter, "_get_np_dtype", _remembering(interpreter._get_np_dtype))
+    patch.setattr(core.block_type, "__init__", _remembering_blocks(core.block_type.__init__))
+    patch.setattr(core.tensor, "__init__", _remembering_tensors(core.tensor.__init__))
+    patch.setattr(
+        semantic.TritonSemantic,
+        "broadcast_impl_value",
+        _unless_alike(semantic.TritonSemantic.broadcast_impl_value),
+    )
+
+
+def _remembering(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    known: dict[str, Any] = {}
+
+    def converted(type_):
+        name = type_.name
+        if name not in known:
+            known[name] = convert(type_)
+        return known[name]
+
+    return converted
+
+
+def _remembering_blocks(initialise: Callable[..., None]) -> Callable[..., None]:
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def initialise_block(block, element_ty, shape):
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if key not in known:
+            initialise(block, element_ty, shape)
+            known[key] = dict(vars(block))
+        vars(block).update(known[key])
+
+    return initialise_block
+
+
+def _remembering_tensors(initialise: Callable[..., None]) -> Callable[..., None]:
+    known: dict[str, dict[str, Any]] = {}
+
+    def initialise_tensor(tensor, handle, type):
+        name = type.name
+        if name not in known:
+            initialise(tensor, handle, type)
+            known[name] = {field: value for field, value in vars(tensor).items() if field != "handle"}
+        vars(tensor).update(known[name])
+        tensor.handle = handle
+
+    return initialise_tensor
+
+
+def _unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast_unless_alike(language, left, right):
+        one, other = left.type, right.type
+        if one.is_block():
+            alike = other.is_block() and one.shape.values == other.shape.values
+        else:
+            alike = not other.is_block()
+        return (left, right) if alike else broadcast(language, left, right)
+
+    return broadcast_unless_alike
