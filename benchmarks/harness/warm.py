@@ -19,10 +19,14 @@ from benchmarks.workload.cells import Cell
 from benchmarks.workload.problem import Problem, Tensors
 
 
+def name_cache() -> None:
+    """Keep Triton's cache where it is: Inductor moves it as soon as it is used, unless the place has been named."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+
+
 def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> None:
     """Run every provider of every cell once, on most processors at a time, for `seconds` at most."""
-    # Inductor moves Triton's cache as soon as it is used, unless the place has been named.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+    name_cache()
     work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
     began = time.monotonic()
     taken = run_in_workers(run_once, work, max(1, (os.cpu_count() or 2) - 2), seconds)
