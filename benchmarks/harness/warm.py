@@ -24,6 +24,14 @@ def name_cache() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
 
 
+def compile_alone() -> None:
+    """Have Inductor compile in this process alone and remember no choice of configurations."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    config.autotune_local_cache = False
+
+
 def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> None:
     """Run every provider of every cell once, on most processors at a time, for `seconds` at most."""
     name_cache()
@@ -36,10 +44,7 @@ def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> Non
 
 def run_once(item: tuple[Cell, str]) -> None:
     """Run one provider of one cell, which compiles what it needs."""
-    from torch._inductor import config
-
-    config.compile_threads = 1
-    config.autotune_local_cache = False
+    compile_alone()
     cell, provider = item
     run = PROVIDERS[provider](Problem(cell, Tensors()))
     if run is not None:

@@ -91,4 +91,4 @@ def run_once(item: tuple[Cell, str]) -> None:
         made = call_of(provider, Problem(cell, Tensors()))
         if made is not None:
             made.call()
-            torch.cuda.synchronize()
+            synchronize()

@@ -14,7 +14,7 @@ CALLS = 300
 AT_ONCE = 50
 """Calls that are queued behind a busy device; their launches stay below the 1024 at which launching blocks."""
 
-ROUNDS = 7
+ROUNDS = 5
 """Samples of each."""
 
 _LEAST_BUSY_S = 0.002
@@ -55,7 +55,7 @@ def queued(call: Callable[[], object], device: Device) -> Quantiles:
         seconds = _queue(call, device, 0.02)
         samples = []
         for _ in range(ROUNDS):
-            groups = [_queue(call, device, _LEAST_BUSY_S + 2 * seconds) for _ in range(CALLS // AT_ONCE)]
+            groups = [_queue(call, device, _LEAST_BUSY_S + 1.5 * seconds) for _ in range(CALLS // AT_ONCE)]
             samples.append(sum(groups) / CALLS * 1e3)
     device.synchronize()
     return quantiles(samples)

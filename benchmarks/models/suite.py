@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from fusednorm.launch import replay
 
 from benchmarks.harness import records
 from benchmarks.harness.suite import Note, Row
 from benchmarks.harness.timing import Quantiles, synchronize
-from benchmarks.harness.warm import name_cache
+from benchmarks.harness.warm import compile_alone, name_cache
 from benchmarks.harness.workers import run_in_workers
 from benchmarks.models.architectures import ARCHITECTURES
 from benchmarks.models.cells import CELLS, ModelCell
@@ -30,7 +31,7 @@ TOLERANCE = Outcome(loss=0.01, gradient_norm=0.05)
 COMPILED = ("torch", "fusednorm")
 """Whose models are compiled."""
 
-_MOST_COMPILERS = 5
+_MOST_COMPILERS = 6
 """Whole models are compiled ahead at a time: each has its own in the device's memory."""
 
 _SHARE_OF_COMPILING = 0.3
@@ -50,6 +51,7 @@ class ModelSuite:
 
     def __init__(self, device: str = "cuda") -> None:
         self._device = device
+        self._noted = False
         self._ahead: Callable[[], object] | None = None
 
     def warm(self, cells: Sequence[ModelCell], providers: Iterable[str], seconds: float) -> None:
@@ -88,6 +90,7 @@ class ModelSuite:
                 if "compile" in cell.variants:
                     passes.compile()
                 outcome = passes.outcome()
+                self._note_extension(name, note)
             except NothingToReplaceError as error:
                 note(f"{name}: {cell.name}: {error}")
                 continue
@@ -111,12 +114,23 @@ class ModelSuite:
                 for name, time_ms in times.items():
                     yield records.row(cell.figure(pass_, variant), name, time_ms, errors[name])
 
+    def _note_extension(self, provider: str, note: Note) -> None:
+        """Say once that ours are timed without the host extension, if so."""
+        if provider == records.OURS and replay.in_use() is None and not self._noted:
+            note("fusednorm is timed without its host extension: python -m fusednorm.host compiles it")
+            self._noted = True
+
     def _passes(self, cell: ModelCell, provider: str) -> Passes:
-        architecture = ARCHITECTURES[cell.architecture]
-        model = architecture.made(cell.shape, self._device)
-        PROVIDERS[provider](model)
-        torch.manual_seed(1)
-        return Passes(model, architecture, architecture.forward_inputs(cell.shape, self._device))
+        return passes_of(cell, provider, self._device)
+
+
+def passes_of(cell: ModelCell, provider: str, device: str) -> Passes:
+    """The passes of a cell's model with a provider's norms: weights and inputs are the same every time."""
+    architecture = ARCHITECTURES[cell.architecture]
+    model = architecture.made(cell.shape, device)
+    PROVIDERS[provider](model)
+    torch.manual_seed(1)
+    return Passes(model, architecture, architecture.forward_inputs(cell.shape, device))
 
 
 def agrees(outcome: Outcome, reference: Outcome) -> bool:
@@ -189,13 +203,12 @@ def _free() -> None:
 
 def run_once(item: tuple[ModelCell, str]) -> None:
     """Compile one provider's model and run what the cell times, which fills the caches on disk."""
+    compile_alone()
     cell, provider = item
-    suite = ModelSuite()
     torch.compiler.reset()
-    passes = suite._passes(cell, provider)
+    passes = passes_of(cell, provider, "cuda" if torch.cuda.is_available() else "cpu")
     passes.compile()
-    for pass_ in ("step", *cell.passes):
+    for pass_ in cell.passes:
         passes.call(pass_)()
-    torch.cuda.synchronize()
     del passes
     _free()

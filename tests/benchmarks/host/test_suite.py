@@ -53,3 +53,11 @@ def test_what_is_wrong_or_fails_is_a_line_and_the_others_are_timed(host, monkeyp
     assert {row["provider"] for row in rows} == {"torch"}
     assert "result 0 is wrong by 1" in notes[0]
     assert notes[1].startswith("liger: layer_norm forward")
+
+
+def test_what_is_compiled_ahead_is_the_call_itself(monkeypatch, device):
+    called = []
+    monkeypatch.setattr(suite, "Tensors", lambda: Tensors(device))
+    monkeypatch.setattr(suite, "call_of", lambda provider, problem: called.append((provider, problem.cell)))
+    suite.run_once((CELLS[0], "fusednorm"))
+    assert called == [("fusednorm", CELLS[0])]

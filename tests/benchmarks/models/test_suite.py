@@ -13,6 +13,12 @@ from .conftest import patch
 CELL = ModelCell("blocks", (2, 8, 2, 2))
 
 
+@pytest.fixture(autouse=True)
+def extension(monkeypatch):
+    """There is a host extension, as far as anybody asks."""
+    monkeypatch.setattr(suite.replay, "in_use", object)
+
+
 def test_each_provider_has_a_row_for_each_pass_and_variant(tiny, patching):
     rows = list(tiny.rows(CELL, ("torch", "fusednorm"), pytest.fail))
     assert [(row["variant"], row["pass"], row["provider"]) for row in rows] == [
@@ -104,6 +110,24 @@ def test_only_torch_and_fusednorm_are_compiled_after_compiling_ahead_once(tiny, 
     assert ahead == [([(cell, "torch"), (cell, "fusednorm")], 100.0 * suite._SHARE_OF_COMPILING)]
     assert all(isinstance(model, nn.Sequential) for model in compiled)
     assert len(compiled) == 4
+
+
+def test_what_is_compiled_ahead_is_what_the_cell_times(tiny, patching, monkeypatch):
+    compiled, called = [], []
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)
+    monkeypatch.setattr("benchmarks.models.passes.Passes._step", lambda self: called.append("step"))
+    monkeypatch.setattr(suite, "compile_alone", lambda: None)
+    suite.run_once((ModelCell("blocks", (2, 8, 2, 2), ("compile",), ("step",)), "fusednorm"))
+    assert (len(compiled), called) == (1, ["step"])
+
+
+def test_ours_without_the_extension_is_said_once(tiny, patching, monkeypatch):
+    monkeypatch.setattr(suite.replay, "in_use", lambda: None)
+    notes = []
+    cell = ModelCell("blocks", (2, 8, 2, 2), ("eager",), ("forward",))
+    for _ in range(2):
+        assert list(tiny.rows(cell, ("fusednorm",), notes.append))
+    assert notes == ["fusednorm is timed without its host extension: python -m fusednorm.host compiles it"]
 
 
 @pytest.mark.parametrize(
