@@ -56,7 +56,6 @@ class ModelSuite:
 
     def warm(self, cells: Sequence[ModelCell], providers: Iterable[str], seconds: float) -> None:
         """Have what torch.compile makes compiled in parallel once the first cell needs it, not before."""
-        name_cache()
         compiled = [cell for cell in cells if "compile" in cell.variants]
         work = [(cell, name) for cell in compiled for name in providers if name in COMPILED]
         workers = min(_MOST_COMPILERS, max(1, (os.cpu_count() or 2) - 2))
@@ -65,6 +64,7 @@ class ModelSuite:
     def rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """Rows of every provider that can be timed; `note` hears of failures."""
         if "compile" in cell.variants:
+            name_cache()
             torch.compiler.reset()
             if self._ahead is not None:
                 _free()
@@ -85,6 +85,7 @@ class ModelSuite:
         for name in providers:
             if cell.variants == ("compile",) and name not in COMPILED:
                 continue
+            _free()  # Of what the one before left where it failed.
             try:
                 passes = of_torch if name == REFERENCE else self._passes(cell, name)
                 if "compile" in cell.variants:
@@ -96,7 +97,6 @@ class ModelSuite:
                 continue
             except Exception as error:
                 note(f"{name}: {cell.name}: {_said(error)}")
-                _free()
                 continue
             errors[name] = outcome.error(reference)
             if agrees(outcome, reference):

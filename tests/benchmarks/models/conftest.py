@@ -44,6 +44,7 @@ def tiny(monkeypatch):
     """The architecture `blocks` on a CPU, two short rounds of timing, and graphs that only call."""
     monkeypatch.setitem(architectures.ARCHITECTURES, "blocks", TINY)
     monkeypatch.setattr("gc.collect", lambda: 0)  # of all that tests have imported it takes long
+    monkeypatch.setattr(suite, "name_cache", lambda: None)
     monkeypatch.setattr(timing, "ROUNDS", 2)
     monkeypatch.setattr(timing, "CALLS", 1)
 
