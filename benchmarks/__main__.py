@@ -3,103 +3,107 @@
     python -m benchmarks --suite plain --out benchmarks/results/plain.csv
     python -m benchmarks --suite plain --cells 'backward .*x8192 ' --providers fusednorm,quack --out part.csv
     python -m benchmarks --suite layer_norm --shard 2/6 --seconds 540 --out layer-norm-2.csv
+    python -m benchmarks --suite host --out benchmarks/results/host.csv
+    python -m benchmarks --suite models --cells 'gpt2|bert' --out benchmarks/results/models.csv
 
 A provider that is wrong is not timed.  `of_copy` is the fewest bytes of the pass over its time, as a fraction of
 what a device-to-device copy of x reaches in the same run.  Where y is all that a forward pass adds to x, that is
 the copy's time over the pass's, which is how to read small shapes: there neither is a matter of bytes.
+
+`host` and `models`, each by itself, take time as a program sees it (`benchmarks.host`, `benchmarks.models`): their
+rows have no such fraction.  They start no cell after 60 and after 270 seconds unless `--seconds` says otherwise.
 """
 
 import argparse
 import csv
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from benchmarks.harness import records
-from benchmarks.harness.oracle import Oracle
 from benchmarks.harness.progress import Progress
-from benchmarks.harness.timing import Timer
-from benchmarks.harness.warm import warm
-from benchmarks.providers.plain import copy
-from benchmarks.providers.registry import PROVIDERS, Provider, available
-from benchmarks.workload.problem import Problem, Tensors
-from benchmarks.workload.suites import SUITES, cells_of, shard
+from benchmarks.harness.suite import Row, Suite
+from benchmarks.host.suite import HostSuite
+from benchmarks.kernels import KernelSuite
+from benchmarks.models.suite import ModelSuite
+from benchmarks.providers.registry import PROVIDERS, importable
+from benchmarks.workload.suites import SUITES, shard
+
+ALONE: dict[str, type[HostSuite | ModelSuite]] = {"host": HostSuite, "models": ModelSuite}
+"""Suites of which a run has one."""
+
+NAMES = tuple(dict.fromkeys((*PROVIDERS, *HostSuite.providers, *ModelSuite.providers)))
+"""Of all providers."""
 
 
 def main() -> None:
     arguments = _arguments()
-    chosen = (cell for cell in cells_of(arguments.suite) if re.search(arguments.cells, cell.name))
-    cells = shard(chosen, *arguments.shard)
-    providers = available(arguments.providers)
+    suite = suite_of(arguments.suite)
+    cells = _chosen(suite, arguments.cells, arguments.shard)
+    providers = importable(name for name in arguments.providers or suite.providers if name in suite.providers)
+    seconds = suite.seconds if arguments.seconds is None else arguments.seconds
     began = time.monotonic()
     if arguments.warm:
-        warm(cells, providers, arguments.warm)
+        suite.warm(cells, providers, min(arguments.warm, seconds))
     machine = records.machine(arguments.commit)
-    timer, tensors = Timer(), Tensors()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w", newline="") as file, Progress(len(cells)) as progress:
         writer = csv.DictWriter(file, records.COLUMNS)
         writer.writeheader()
         for done, cell in enumerate(cells):
-            if time.monotonic() - began > arguments.seconds:
+            if time.monotonic() - began > seconds:
                 progress.note(f"out of time after {done} of {len(cells)} cells")
                 break
             cell_began = time.monotonic()
-            rows = time_cell(Problem(cell, tensors), providers, timer, progress.note)
-            writer.writerows(machine | row for row in rows)
-            file.flush()
-            fractions = "  ".join(f"{row['provider']} {row['of_copy']}" for row in rows)
-            progress.step(f"{cell.name}: {fractions}  ({time.monotonic() - cell_began:.1f} s)")
+            rows = []
+            for row in suite.rows(cell, providers, progress.note):
+                writer.writerow(machine | row)
+                file.flush()
+                rows.append(row)
+            figures = "  ".join(map(_figure, rows))
+            progress.step(f"{cell.name}: {figures}  ({time.monotonic() - cell_began:.1f} s)")
 
 
-def time_cell(
-    problem: Problem, providers: Mapping[str, Provider], timer: Timer, note: Callable[[str], None]
-) -> list[dict[str, object]]:
-    """Rows of the copy and of every provider that has the cell and computes it right; `note` hears of failures."""
-    cell = problem.cell
-    oracle = Oracle(problem)
-    nbytes = 2 * problem.x.nbytes
-    copy_time = timer(copy(problem).call)
-    roof = nbytes / copy_time.p50
-    rows = [records.row(cell, "copy", copy_time, 0.0, nbytes, roof)]
-    for name, provider in providers.items():
-        try:
-            run = provider(problem)
-            if run is None:
-                continue
-            error = oracle.error(run)
-            rows.append(records.row(cell, name, timer(run.call, before=run.before), error, problem.min_bytes, roof))
-        except Exception as error_of_provider:
-            note(f"{name}: {cell.name}: {str(error_of_provider)[:300]}")
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # raises, and ends the run, where the device is lost
-    return rows
+def suite_of(names: Sequence[str]) -> Suite:
+    """What is timed under these names, of which one may be in `ALONE`."""
+    return ALONE[names[0]]() if names[0] in ALONE else KernelSuite(names)
+
+
+def _chosen(suite: Suite, pattern: str, part: tuple[int, int]) -> list[Any]:
+    cells = [cell for cell in suite.cells if re.search(pattern, cell.name)]
+    return shard(cells, *part) if part != (1, 1) else cells
+
+
+def _figure(row: Row) -> str:
+    """What the progress says of a row."""
+    if row["of_copy"]:
+        return f"{row['provider']} {row['of_copy']}"
+    value = f"{row['ms_p50']} ms" if row["ms_p50"] else "wrong"
+    return f"{row['provider']} {row['pass']} {row['variant']} {value}"
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--suite", nargs="+", choices=SUITES, default=["first"], help="lists of cells (default: first)"
+        "--suite", nargs="+", choices=(*SUITES, *ALONE), default=["first"], help="lists of cells (default: first)"
     )
     parser.add_argument("--cells", default="", metavar="REGEX", help="only cells whose name it matches")
     parser.add_argument(
         "--shard", type=_shard, default=(1, 1), metavar="I/N", help="only the I-th of N about equal parts of those"
     )
-    parser.add_argument(
-        "--providers", type=_providers, default=list(PROVIDERS), help="comma-separated (default: all)"
-    )
+    parser.add_argument("--providers", type=_providers, help="comma-separated (default: all that the suite has)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--commit", default="", help="recorded in the CSV; asked of git when empty")
     parser.add_argument(
         "--warm", type=float, default=600, metavar="SECONDS", help="most time to compile ahead; 0 for not (600)"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"
-    )
-    return parser.parse_args()
+    parser.add_argument("--seconds", type=float, help="start no cell after this time, compiling included")
+    arguments = parser.parse_args()
+    if len(arguments.suite) > 1 and not ALONE.keys().isdisjoint(arguments.suite):
+        parser.error(f"{' and '.join(ALONE)} run alone, got --suite {' '.join(arguments.suite)}")
+    return arguments
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -111,10 +115,8 @@ def _shard(text: str) -> tuple[int, int]:
 
 def _providers(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := set(names) - set(PROVIDERS):
-        raise argparse.ArgumentTypeError(
-            f"expected some of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}"
-        )
+    if unknown := set(names) - set(NAMES):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
     return names
 
 

@@ -4,8 +4,9 @@
 
 A table for each operation, pass and variant; beside ours, for each dtype, the best of the others with its name, the
 better of the two in bold.  Ours is that of the other's file, where the file has both.  With --long every provider
-has its column.  Host times come in microseconds.  With --over it is how many times as fast as that provider ours
-is, in the same file: for each operation, pass, variant and layout in how many cells, and where least and most.
+has its column.  Calls of the suite `host` come in microseconds, models in milliseconds with ours over torch.  With
+--over it is how many times as fast as that provider ours is, in the same file: for each operation, pass, variant
+and layout in how many cells, and where least and most.
 """
 
 import argparse
@@ -14,9 +15,9 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.harness import records
-from benchmarks.harness.records import OURS
+from benchmarks.harness.records import MODEL, OURS
 
-PROVIDERS = (OURS, "torch", "compile", "liger", "quack", "tutorial")
+PROVIDERS = (OURS, "fusednorm_python", "torch", "compile", "liger", "quack", "tutorial")
 
 Row = dict[str, str]
 
@@ -25,11 +26,17 @@ def tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
     """Lines of Markdown, tables in the order in which their first rows come."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
+        if row["op"] == MODEL:
+            groups.setdefault((MODEL, row["pass"], row["variant"], MODEL), []).append(row)
+            continue
         extent = "host" if not row["of_copy"] else "x of 256 MiB" if records.is_sweep(row) else "by shape"
         groups.setdefault((row["op"], row["pass"], row["variant"], extent), []).append(row)
     for (op, pass_, variant, extent), group in groups.items():
-        if extent == "host":
-            yield f"{op} {pass_}, {variant}, host time of a call in microseconds\n"
+        if extent == MODEL:
+            yield f"{pass_} of models, {variant}, in milliseconds\n"
+            yield from _model_table(group)
+        elif extent == "host":
+            yield f"{op} {pass_}, {variant}, a call in microseconds\n"
             yield from _long_table(group, "us")
         else:
             copies = [int(row["gbps"]) for row in group if row["provider"] == "copy"]
@@ -103,6 +110,25 @@ def _long_table(rows: list[Row], value: str) -> Iterator[str]:
             copy, ours = by_provider.get("copy"), by_provider.get(OURS)
             values += [copy["gbps"] if copy else "-", _microseconds(ours) if ours else "-"]
         yield f"| {' | '.join((*cell, *values))} |"
+
+
+def _model_table(rows: list[Row]) -> Iterator[str]:
+    """A line for each model and batch: milliseconds of each provider, and ours over torch's."""
+    present = [p for p in PROVIDERS if any(row["provider"] == p for row in rows)]
+    yield f"| model | batch | {' | '.join(present)} | {OURS} over torch |"
+    yield "| --- " * (3 + len(present)) + "|"
+    models: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        models.setdefault((row["layout"], row["shape"]), {})[row["provider"]] = row["ms_p50"] or "wrong"
+    for model, times in models.items():
+        both = [times.get(OURS, "wrong"), times.get("torch", "wrong")]
+        ratio = "-" if "wrong" in both else f"{float(both[0]) / float(both[1]):.3f}"
+        values = [_milliseconds(times[p]) if p in times else "-" for p in present]
+        yield f"| {' | '.join((*model, *values, ratio))} |"
+
+
+def _milliseconds(time_ms: str) -> str:
+    return time_ms if time_ms == "wrong" else f"{float(time_ms):.2f}"
 
 
 def _label(row: Row) -> str:

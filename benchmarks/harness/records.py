@@ -4,12 +4,13 @@ import csv
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import triton
 
 from benchmarks.harness.timing import Quantiles
-from benchmarks.workload.cells import Cell, sweep_rows
+from benchmarks.workload.cells import sweep_rows
 from benchmarks.workload.suites import SWEEP_LENGTHS
 
 COLUMNS = (
@@ -19,6 +20,31 @@ COLUMNS = (
 )
 
 OURS = "fusednorm"
+
+MODEL = "model"
+"""The operation of rows whose layout is a whole model's name and whose shape is its batch."""
+
+
+class Timed(Protocol):
+    """What the columns tell of a row but for its provider and figures."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def pass_(self) -> str: ...
+
+    @property
+    def variant(self) -> str: ...
+
+    @property
+    def shape_name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def layout(self) -> str: ...
 
 
 def machine(commit: str = "") -> dict[str, object]:
@@ -39,9 +65,9 @@ def _ask(*command: str) -> str:
 
 
 def row(
-    cell: Cell,
+    cell: Timed,
     provider: str,
-    time_ms: Quantiles,
+    time_ms: Quantiles | None,
     error: float,
     nbytes: int | None = None,
     roof: float | None = None,
@@ -49,10 +75,12 @@ def row(
     """One provider's row of a cell.
 
     Args:
+        time_ms: None where the result is wrong, and its time left out.
         nbytes: the fewest bytes of the cell's pass; None where the time is not the device's.
         roof: bytes per millisecond of a copy, in the same run.
     """
-    rate = None if nbytes is None else nbytes / time_ms.p50
+    rate = None if nbytes is None or time_ms is None else nbytes / time_ms.p50
+    p20, p50, p80 = ("", "", "") if time_ms is None else (f"{ms:.5f}" for ms in time_ms)
     return {
         "op": cell.op,
         "pass": cell.pass_,
@@ -61,9 +89,9 @@ def row(
         "dtype": cell.dtype,
         "layout": cell.layout,
         "provider": provider,
-        "ms_p20": f"{time_ms.p20:.5f}",
-        "ms_p50": f"{time_ms.p50:.5f}",
-        "ms_p80": f"{time_ms.p80:.5f}",
+        "ms_p20": p20,
+        "ms_p50": p50,
+        "ms_p80": p80,
         "gbps": "" if rate is None else f"{rate / 1e6:.0f}",
         "of_copy": "" if rate is None or roof is None else f"{rate / roof:.3f}",
         "max_error": f"{error:.3g}",

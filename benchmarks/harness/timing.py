@@ -1,6 +1,8 @@
 """How one call is timed: device events around it, the L2 cache flushed before it, quantiles of many calls."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,25 @@ class Quantiles(NamedTuple):
 def quantiles(times_ms: list[float]) -> Quantiles:
     """Quantiles of the times of many calls, in milliseconds."""
     return Quantiles(*torch.tensor(times_ms, dtype=torch.float64).quantile(_LEVELS).tolist())
+
+
+def synchronize() -> None:
+    """Wait for the current CUDA device, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Have no garbage collected meanwhile."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Timer:

@@ -19,10 +19,22 @@ from benchmarks.workload.cells import Cell
 from benchmarks.workload.problem import Problem, Tensors
 
 
+def name_cache() -> None:
+    """Keep Triton's cache where it is: Inductor moves it as soon as it is used, unless the place has been named."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+
+
+def compile_alone() -> None:
+    """Have Inductor compile in this process alone and remember no choice of configurations."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    config.autotune_local_cache = False
+
+
 def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> None:
     """Run every provider of every cell once, on most processors at a time, for `seconds` at most."""
-    # Inductor moves Triton's cache as soon as it is used, unless the place has been named.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+    name_cache()
     work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
     began = time.monotonic()
     taken = run_in_workers(run_once, work, max(1, (os.cpu_count() or 2) - 2), seconds)
@@ -32,10 +44,7 @@ def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> Non
 
 def run_once(item: tuple[Cell, str]) -> None:
     """Run one provider of one cell, which compiles what it needs."""
-    from torch._inductor import config
-
-    config.compile_threads = 1
-    config.autotune_local_cache = False
+    compile_alone()
     cell, provider = item
     run = PROVIDERS[provider](Problem(cell, Tensors()))
     if run is not None:

@@ -5,7 +5,8 @@
 One PNG for each operation, pass, variant and dtype.  Of rows, GB/s against the row length, a line a provider, the
 copy's own rate above them: of the sweep with x of 256 MiB, and of every series with the same number of rows.  Rows
 of an odd number of elements, which no vector access fits, are left to the tables.  Of groups, the fraction of a
-copy and the time of each shape, a bar a provider, in both layouts (`charts`).
+copy and the time of each shape, a bar a provider, in both layouts (`charts`).  Of models, the time of a pass over
+the size of the batch, and over torch's (`models`).
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness import records
 from benchmarks.plots.charts import charts, draw_chart
+from benchmarks.plots.models import curves, draw_curve
 from benchmarks.plots.series import draw, series
 
 
@@ -23,7 +25,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = records.read(arguments.csv)
-    plots = [(draw, *plot) for plot in series(rows)] + [(draw_chart, *chart) for chart in charts(rows)]
+    plots = [(draw, *plot) for plot in series(rows)]
+    plots += [(draw_chart, *chart) for chart in charts(rows)]
+    plots += [(draw_curve, *curve) for curve in curves(rows)]
     for draw_one, stem, title, of_plot in plots:
         draw_one(of_plot, title, arguments.out / f"{stem}.png")
         print(arguments.out / f"{stem}.png")

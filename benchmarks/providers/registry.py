@@ -28,9 +28,9 @@ PACKAGES = {"liger": "liger_kernel", "quack": "quack"}
 """What must be importable for a provider to take part."""
 
 
-def available(names: Iterable[str]) -> dict[str, Provider]:
+def importable(names: Iterable[str]) -> list[str]:
     """Those of `names` whose packages can be imported, in that order; stderr says who is left out and why."""
-    found = {}
+    found = []
     for name in names:
         try:
             if name in PACKAGES:
@@ -38,5 +38,5 @@ def available(names: Iterable[str]) -> dict[str, Provider]:
         except Exception as error:  # a package may be there and fail in its own ways, a missing .so among them
             print(f"{name} is left out: {error}", file=sys.stderr)
         else:
-            found[name] = PROVIDERS[name]
+            found.append(name)
     return found

@@ -16,7 +16,8 @@ class Cell:
 
     Attributes:
         op: layer_norm, rms_norm or group_norm.
-        pass_: forward or backward (backward with statistics saved, and the gradients of the parameters).
+        pass_: forward or backward (backward with statistics saved, and the gradients of the parameters); of modules
+            forward_backward.
         variant: a name in `VARIANTS`.
         shape: (rows, cols), (tokens, heads, cols), or (n, c, *spatial) whatever the layout.
         groups: num_groups of group_norm, 0 elsewhere.

@@ -45,14 +45,16 @@ def problem(device: str) -> Callable[..., Problem]:
 
 @pytest.fixture
 def write_csv(tmp_path: Path) -> Callable[..., Path]:
-    """Write rows of (cell, provider, fraction of a copy of 4000 GB/s), or of milliseconds where that is None."""
+    """Write rows of (cell, provider, fraction of a copy of 4000 GB/s), of 5 us where that is None, or "wrong"."""
 
-    def write(*timed: tuple[Cell, str, float | None], name: str = "run.csv") -> Path:
+    def write(*timed: tuple[records.Timed, str, float | str | None], name: str = "run.csv") -> Path:
         with (tmp_path / name).open("w", newline="") as file:
             writer = csv.DictWriter(file, records.COLUMNS)
             writer.writeheader()
             for cell, provider, fraction in timed:
-                if fraction is None:
+                if fraction == "wrong":
+                    row = records.row(cell, provider, None, 1.0)
+                elif fraction is None:
                     row = records.row(cell, provider, Quantiles(0.004, 0.005, 0.006), 0.0)
                 else:
                     time_ms = Quantiles(*[1.0 / fraction] * 3)

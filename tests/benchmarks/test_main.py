@@ -4,52 +4,15 @@ import sys
 
 import pytest
 
-from benchmarks.__main__ import _providers, _shard, main, time_cell
+from benchmarks.__main__ import _providers, _shard, main
 from benchmarks.harness import records
 from benchmarks.harness.timing import Quantiles
-from benchmarks.providers.own import ours
-from benchmarks.providers.registry import PROVIDERS
-from benchmarks.workload.problem import Run, Tensors
+from benchmarks.workload.problem import Tensors
 
 
-def timer(call, before=None):
-    """One millisecond, whatever is called."""
-    if before is not None:
-        before()
+def one_millisecond(call, before=None):
     call()
     return Quantiles(1.0, 1.0, 1.0)
-
-
-def test_a_cell_has_a_row_for_the_copy_and_for_each_provider_that_has_it(problem):
-    providers = {name: PROVIDERS[name] for name in ("fusednorm", "torch", "tutorial")}
-    rows = time_cell(problem(pass_="backward"), providers, timer, pytest.fail)
-    assert [(row["provider"], row["of_copy"]) for row in rows] == [
-        ("copy", "1.000"),
-        ("fusednorm", "1.500"),
-        ("torch", "1.500"),
-    ]
-
-
-def test_what_is_wrong_is_not_timed(problem):
-    notes = []
-
-    def wrong(problem):
-        return Run(lambda: (ours(problem).call()[0] + 1,))
-
-    rows = time_cell(problem(), {"wrong": wrong, "fusednorm": ours}, timer, notes.append)
-    assert [row["provider"] for row in rows] == ["copy", "fusednorm"]
-    assert notes[0].startswith("wrong: layer_norm forward plain 6x256 float32 rows: result 0 is wrong by 1")
-
-
-def test_a_provider_that_raises_costs_its_row_alone(problem):
-    notes = []
-
-    def broken(problem):
-        raise RuntimeError("no such kernel")
-
-    rows = time_cell(problem(), {"broken": broken, "fusednorm": ours}, timer, notes.append)
-    assert [row["provider"] for row in rows] == ["copy", "fusednorm"]
-    assert "no such kernel" in notes[0]
 
 
 def test_an_unknown_provider_is_named():
@@ -60,8 +23,8 @@ def test_an_unknown_provider_is_named():
 @pytest.fixture
 def run(monkeypatch, device, tmp_path):
     """Run the command with a timer that needs no GPU, and read what it wrote."""
-    monkeypatch.setattr("benchmarks.__main__.Timer", lambda: timer)
-    monkeypatch.setattr("benchmarks.__main__.Tensors", lambda: Tensors(device))
+    monkeypatch.setattr("benchmarks.kernels.Timer", lambda: one_millisecond)
+    monkeypatch.setattr("benchmarks.kernels.Tensors", lambda: Tensors(device))
     monkeypatch.setattr(records, "machine", lambda commit: {"gpu": "none", "commit": commit})
 
     def run_main(*arguments):
@@ -101,7 +64,7 @@ def test_a_shard_is_one_of_its_number(text):
 
 def test_only_what_will_be_timed_is_compiled_ahead(run, monkeypatch):
     warmed = []
-    monkeypatch.setattr("benchmarks.__main__.warm", lambda *arguments: warmed.append(arguments))
+    monkeypatch.setattr("benchmarks.kernels.warm", lambda *arguments: warmed.append(arguments))
     chosen = ("--cells", "layer_norm .* 1x4096 ", "--providers", "fusednorm,torch")
     run("--suite", "small", "tutorial", *chosen, "--warm", "5")
     ((cells, providers, seconds),) = warmed
@@ -112,3 +75,12 @@ def test_only_what_will_be_timed_is_compiled_ahead(run, monkeypatch):
 def test_no_cell_is_started_out_of_time(run, capsys):
     assert run("--suite", "small", "--seconds", "-1") == []
     assert "out of time after 0 of 10 cells" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["host", "models"])
+def test_suites_of_whole_programs_run_alone_and_end_in_time(name, run, capsys):
+    assert run("--suite", name, "--seconds", "-1") == []
+    assert "out of time after 0 of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--suite", name, "plain")
+    assert f"run alone, got --suite {name} plain" in capsys.readouterr().err

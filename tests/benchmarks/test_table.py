@@ -1,4 +1,5 @@
 from benchmarks.harness import records
+from benchmarks.models.cells import ModelCell
 from benchmarks.table import ratios, tables
 from benchmarks.workload.cells import Cell
 
@@ -76,15 +77,34 @@ def test_the_long_form_has_every_provider(write_csv, sweep_cell):
 
 
 def test_host_time_comes_in_microseconds(write_csv):
-    cell = Cell("layer_norm", "forward", "host", (1, 4096), 0, "bfloat16", "rows")
+    cell = Cell("layer_norm", "forward", "queued", (1, 4096), 0, "bfloat16", "rows")
     path = write_csv((cell, "fusednorm", None), (cell, "torch", None))
     assert lines(path) == [
-        "layer_norm forward, host, host time of a call in microseconds\n",
+        "layer_norm forward, queued, a call in microseconds\n",
         "| shape | type | layout | fusednorm | torch |",
         "| --- | --- | --- | --- | --- |",
         "| 1x4096 | bfloat16 | rows | 5.0 | 5.0 |",
         "",
     ]
+
+
+def test_models_come_in_milliseconds_with_ours_over_torch(write_csv):
+    gpt2, vit = (ModelCell(*of).figure("step", "eager") for of in (("gpt2", (1, 512)), ("vit", (8, 3, 224, 224))))
+    path = write_csv((gpt2, "torch", None), (gpt2, "fusednorm", None), (vit, "torch", None))
+    assert lines(path) == [
+        "step of models, eager, in milliseconds\n",
+        "| model | batch | fusednorm | torch | fusednorm over torch |",
+        "| --- | --- | --- | --- | --- |",
+        "| gpt2 | 1x512 | 0.01 | 0.01 | 1.000 |",
+        "| vit | 8x3x224x224 | - | 0.01 | - |",
+        "",
+    ]
+
+
+def test_a_model_that_was_wrong_says_so(write_csv):
+    figure = ModelCell("gpt2", (1, 512)).figure("step", "eager")
+    path = write_csv((figure, "torch", None), (figure, "fusednorm", "wrong"))
+    assert lines(path)[3] == "| gpt2 | 1x512 | wrong | 0.01 | - |"
 
 
 def test_ours_over_another_by_pass_and_layout(write_csv):

@@ -1,0 +1,196 @@
+"""What each provider calls: every argument is at hand, so that little but the call itself is timed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import fusednorm
+import torch
+import torch.nn.functional as F  # noqa: N812
+from fusednorm.launch import replay
+from torch import Tensor, nn
+
+from benchmarks.host.cells import FORWARD_BACKWARD
+from benchmarks.providers import others
+from benchmarks.workload.cells import Cell
+from benchmarks.workload.problem import EPS, Problem, Results
+
+PROVIDERS = ("torch", "fusednorm", "fusednorm_python", "liger")
+"""`fusednorm` has its host extension, `fusednorm_python` does without."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """One call.
+
+    Attributes:
+        call: what is timed.
+        results: of what it returned, y alone, or the gradients of x, weight and bias.
+    """
+
+    call: Callable[[], Any]
+    results: Callable[[Any], Results]
+
+
+def call_of(provider: str, problem: Problem) -> HostCall | None:
+    """A provider's call for a problem; None where it has none."""
+    if problem.cell.pass_ == FORWARD_BACKWARD:
+        return _module_call(provider, problem)
+    if provider == "liger":
+        return _liger_function(problem)
+    functions = _torch_function if provider == "torch" else _our_function
+    count = 1 if problem.cell.pass_ == "forward" else 2 + (problem.bias is not None)
+    return HostCall(functions(problem), lambda returned: tuple(returned)[:count])
+
+
+def _parameters(problem: Problem) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in (problem.weight, problem.bias) if tensor is not None)
+
+
+def _our_function(problem: Problem) -> Callable[[], Any]:
+    cell = problem.cell
+    arguments = (problem.x, *((cell.groups,) if cell.groups else ()), *_parameters(problem))
+    forward = partial(getattr(fusednorm, f"{cell.op}_forward"), *arguments, eps=EPS, stats=True)
+    if cell.pass_ == "forward":
+        return forward
+    saved = forward()
+    statistics = {"rstd": saved.rstd} if cell.op == "rms_norm" else {"mean": saved.mean, "rstd": saved.rstd}
+    return partial(getattr(fusednorm, f"{cell.op}_backward"), problem.dy, *arguments, eps=EPS, **statistics)
+
+
+def _torch_function(problem: Problem) -> Callable[[], Any]:
+    """The operators that autograd calls; those of GroupNorm want contiguous tensors, which are made ahead."""
+    cell, aten = problem.cell, torch.ops.aten
+    native: Any = torch
+    x, dy, parameters = problem.x.contiguous(), problem.dy.contiguous(), _parameters(problem)
+    weight, wanted = parameters[0], [True] * (1 + len(parameters))
+    if cell.op == "group_norm":
+        n, c, *spatial = cell.shape
+        sizes = (n, c, torch.Size(spatial).numel(), cell.groups)
+        forward: Callable[[], Any] = partial(native.native_group_norm, x, *parameters, *sizes, EPS)
+        backward: Callable[..., Any] = partial(
+            aten.native_group_norm_backward.default, dy, x, *forward()[1:], weight, *sizes, wanted
+        )
+    elif cell.op == "layer_norm":
+        size = [cell.shape[-1]]
+        forward = partial(native.native_layer_norm, x, size, *parameters, EPS)
+        backward = partial(
+            aten.native_layer_norm_backward.default, dy, x, size, *forward()[1:], *parameters, wanted
+        )
+    else:
+        size = [cell.shape[-1]]
+        forward = partial(aten._fused_rms_norm.default, x, size, weight, EPS)
+        backward = partial(aten._fused_rms_norm_backward.default, dy, x, size, forward()[1], weight, wanted)
+    return forward if cell.pass_ == "forward" else backward
+
+
+def _liger_function(problem: Problem) -> HostCall | None:
+    run = others.liger(problem)
+    if run is None:
+        return None
+    if run.before is not None:
+        run.before()
+    return HostCall(run.call, lambda returned: returned)
+
+
+def _module_call(provider: str, problem: Problem) -> HostCall | None:
+    module = _module(provider, problem)
+    if module is None:
+        return None
+    x = problem.x.clone().requires_grad_()
+    dy = problem.dy.clone()  # Liger's RMSNorm writes its gradient over it.
+    parameters = list(module.parameters())
+    forward: Callable[[Tensor], Tensor] = module
+    if provider == "torch" and problem.cell.spec.activation == "silu":
+        silu = F.silu
+
+        def forward(x: Tensor) -> Tensor:
+            return silu(module(x))
+
+    def step() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        forward(x).backward(dy)
+
+    def gradients(_: Any) -> Results:
+        return tuple(tensor.grad for tensor in (x, *parameters) if tensor.grad is not None)
+
+    return HostCall(step, gradients)
+
+
+def _module(provider: str, problem: Problem) -> nn.Module | None:
+    """The provider's module with the problem's parameters, if it has one."""
+    cell = problem.cell
+    if provider == "liger":
+        if cell.op == "group_norm":
+            return None
+        module = _liger_module(cell.op, cell.shape[-1])
+    else:
+        module = _torch_module(cell) if provider == "torch" else _our_module(cell)
+    for name, tensor in (("weight", problem.weight), ("bias", problem.bias)):
+        if tensor is not None:
+            setattr(module, name, nn.Parameter(tensor.clone()))
+    return module
+
+
+def _torch_module(cell: Cell) -> nn.Module:
+    if cell.op == "group_norm":
+        return nn.GroupNorm(cell.groups, cell.shape[1], EPS)
+    return (nn.LayerNorm if cell.op == "layer_norm" else nn.RMSNorm)(cell.shape[-1], EPS)
+
+
+def _our_module(cell: Cell) -> nn.Module:
+    if cell.op == "group_norm":
+        return fusednorm.GroupNorm(cell.groups, cell.shape[1], EPS, activation=cell.spec.activation)
+    return (fusednorm.LayerNorm if cell.op == "layer_norm" else fusednorm.RMSNorm)(cell.shape[-1], EPS)
+
+
+def _liger_module(op: str, size: int) -> nn.Module:
+    from liger_kernel.transformers.layer_norm import LigerLayerNorm
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    module: nn.Module = LigerLayerNorm(size, EPS, bias=True) if op == "layer_norm" else LigerRMSNorm(size, EPS)
+    return module
+
+
+class NoExtensionError(RuntimeError):
+    """What is to be timed with the host extension has none."""
+
+
+def settings(provider: str) -> AbstractContextManager[object]:
+    """What a provider's calls are made and timed within."""
+    if provider == "fusednorm":
+        return _with_extension()
+    return _without_extension() if provider == "fusednorm_python" else nullcontext()
+
+
+@contextmanager
+def _with_extension() -> Any:
+    """
+    Raises:
+        NoExtensionError: it was not compiled or does not load.
+    """
+    _load_extension()
+    if replay.in_use() is None:
+        raise NoExtensionError("no host extension: python -m fusednorm.host compiles it")
+    yield
+
+
+@contextmanager
+def _without_extension() -> Any:
+    _load_extension()
+    extension = replay.in_use()
+    replay.use(None)
+    try:
+        yield
+    finally:
+        replay.use(extension)
+
+
+def _load_extension() -> None:
+    """Have the extension loaded, if there is one, by a first launch."""
+    if torch.cuda.is_available() and replay.in_use() is None:
+        fusednorm.layer_norm_forward(torch.zeros(1, 16, device="cuda"), eps=EPS)

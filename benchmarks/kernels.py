@@ -1,0 +1,68 @@
+"""The suites of kernels: each provider's pass over a cell, the device's time beside that of a copy of x."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+from benchmarks.harness import records
+from benchmarks.harness.oracle import Oracle
+from benchmarks.harness.suite import Note, Row
+from benchmarks.harness.timing import Timer, synchronize
+from benchmarks.harness.warm import warm
+from benchmarks.providers.plain import copy
+from benchmarks.providers.registry import PROVIDERS, Provider
+from benchmarks.workload.cells import Cell
+from benchmarks.workload.problem import Problem, Tensors
+from benchmarks.workload.suites import cells_of
+
+
+class KernelSuite:
+    """Cells of several lists, those over the same tensors side by side.
+
+    Args:
+        names: in `benchmarks.workload.suites.SUITES`.
+    """
+
+    providers = tuple(PROVIDERS)
+    seconds = float("inf")
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.cells = cells_of(names)
+
+    @cached_property
+    def _timer(self) -> Timer:
+        return Timer()
+
+    @cached_property
+    def _tensors(self) -> Tensors:
+        return Tensors()
+
+    def warm(self, cells: Sequence[Cell], providers: Iterable[str], seconds: float) -> None:
+        """Compile ahead, for `seconds` at most."""
+        warm(cells, providers, seconds)
+
+    def rows(self, cell: Cell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+        """The copy's row, and those of every provider that has the cell and computes it right."""
+        chosen = {name: PROVIDERS[name] for name in providers}
+        yield from time_cell(Problem(cell, self._tensors), chosen, self._timer, note)
+
+
+def time_cell(
+    problem: Problem, providers: Mapping[str, Provider], timer: Timer, note: Callable[[str], None]
+) -> Iterator[Row]:
+    """Rows of the copy and of every provider that has the cell and computes it right; `note` hears of failures."""
+    cell = problem.cell
+    oracle = Oracle(problem)
+    nbytes = 2 * problem.x.nbytes
+    copy_time = timer(copy(problem).call)
+    roof = nbytes / copy_time.p50
+    yield records.row(cell, "copy", copy_time, 0.0, nbytes, roof)
+    for name, provider in providers.items():
+        try:
+            run = provider(problem)
+            if run is None:
+                continue
+            error = oracle.error(run)
+            yield records.row(cell, name, timer(run.call, before=run.before), error, problem.min_bytes, roof)
+        except Exception as error_of_provider:
+            note(f"{name}: {cell.name}: {str(error_of_provider)[:300]}")
+            synchronize()  # raises, and ends the run, where the device is lost

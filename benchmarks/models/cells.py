@@ -1,0 +1,92 @@
+"""What is timed of which model, in the order of its weight: eager and graphs first, then what takes compiling."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.harness.records import MODEL
+
+PASSES = ("step", "forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row of the CSV for each provider; see `benchmarks.harness.records.Timed`.
+
+    Attributes:
+        op: model.
+        pass_: step (forward, loss and backward) or forward (without gradients and labels).
+        variant: eager, graph (one CUDA graph of the whole pass) or compile.
+        shape_name: of the batch.
+        layout: the architecture, a name in `ARCHITECTURES`.
+    """
+
+    op: str
+    pass_: str
+    variant: str
+    shape_name: str
+    dtype: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCell:
+    """One model at one batch, in some passes and variants."""
+
+    architecture: str
+    shape: tuple[int, ...]
+    variants: tuple[str, ...] = ("eager", "graph")
+    passes: tuple[str, ...] = PASSES
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16"
+
+    @property
+    def layout(self) -> str:
+        return self.architecture
+
+    @property
+    def shape_name(self) -> str:
+        """1x512."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def name(self) -> str:
+        """model gpt2 1x512 eager graph, step forward."""
+        return f"model {self.architecture} {self.shape_name} {' '.join(self.variants)}, {' '.join(self.passes)}"
+
+    def figure(self, pass_: str, variant: str) -> Figure:
+        """What a row of it is called."""
+        return Figure(MODEL, pass_, variant, self.shape_name, self.dtype, self.layout)
+
+
+_TARGETS = (
+    ("gpt2", (1, 512)),
+    ("bert", (1, 128)),
+    ("vit", (8, 3, 224, 224)),
+    ("blocks", (2, 320, 64, 64)),
+    ("blocks", (16, 320, 64, 64)),
+    ("gpt2", (16, 512)),
+    ("llama", (4, 2048)),
+    ("vit", (128, 3, 224, 224)),
+    ("vae_decoder", (1, 3, 1024, 1024)),
+)
+_BETWEEN = (
+    *(("gpt2", (n, 512)) for n in (2, 4, 8)),
+    *(("vit", (n, 3, 224, 224)) for n in (16, 32, 64)),
+)
+"""Batches between those above, for the curve of step time over the batch."""
+
+
+def _cells() -> Iterator[ModelCell]:
+    for target in _TARGETS:
+        yield ModelCell(*target)
+    for architecture, shape in _BETWEEN:
+        yield ModelCell(architecture, shape, ("eager",), ("step",))
+    for pass_ in PASSES:
+        for architecture, shape in _TARGETS:
+            yield ModelCell(architecture, shape, ("compile",), (pass_,))
+
+
+CELLS = tuple(_cells())
+"""In the order in which they are timed."""

@@ -1,0 +1,111 @@
+"""One model with one provider's norms: its training step and forward pass, as they stand, as a graph, compiled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models.architectures import Architecture, Inputs
+
+Call = Callable[[], Any]
+
+_BEFORE_CAPTURE = 3
+
+
+class Outcome(NamedTuple):
+    """What a training step comes to.
+
+    Attributes:
+        loss: of the batch.
+        gradient_norm: over all parameters.
+    """
+
+    loss: float
+    gradient_norm: float
+
+    def error(self, other: "Outcome") -> float:
+        """The larger relative difference from another, which is taken for right; NaN if either is."""
+        errors = torch.tensor([abs(a - b) / max(abs(b), 1e-12) for a, b in zip(self, other, strict=True)])
+        return float(errors.max())
+
+
+class Passes:
+    """The passes of one model over one batch.
+
+    Args:
+        model: on the device of the inputs.
+    """
+
+    def __init__(self, model: nn.Module, architecture: Architecture, inputs: Inputs) -> None:
+        self._model, self._loss = model, architecture.loss
+        self._inputs = inputs
+        self._all_inputs = inputs | architecture.step_inputs(inputs)
+        self._called: Callable[..., Any] = model
+
+    def compile(self) -> None:
+        """Have the model called through torch.compile from now on, for these shapes alone."""
+        self._called = torch.compile(self._model, dynamic=False)
+
+    def call(self, pass_: str) -> Call:
+        """What is timed: `step` or `forward`."""
+        return self._step if pass_ == "step" else self._forward
+
+    def clear(self) -> None:
+        """Have no gradients."""
+        self._model.zero_grad(set_to_none=True)
+
+    def outcome(self) -> Outcome:
+        """Of one training step."""
+        loss = float(self._step())
+        outcome = Outcome(loss, self._gradient_norm())
+        self.clear()
+        return outcome
+
+    def graph(self, pass_: str) -> "Graph":
+        """The pass as a CUDA graph."""
+        return Graph(self.call(pass_), self.clear)
+
+    def graphed_outcome(self, graph: "Graph") -> Outcome:
+        """Of one replay of the training step's graph."""
+        loss = float(graph.replay())
+        return Outcome(loss, self._gradient_norm())
+
+    def _step(self) -> Tensor:
+        self.clear()
+        loss = self._loss(self._called(**self._all_inputs))
+        loss.backward()
+        return loss.detach()
+
+    def _forward(self) -> Any:
+        with torch.no_grad():
+            return self._called(**self._inputs)
+
+    def _gradient_norm(self) -> float:
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        return float(torch.stack([gradient.float().norm() for gradient in gradients]).norm())
+
+
+class Graph:
+    """A call captured as a CUDA graph, with all that it allocates.
+
+    Args:
+        clear: what frees the gradients that other calls left, before capturing.
+    """
+
+    def __init__(self, call: Call, clear: Callable[[], None]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_BEFORE_CAPTURE):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        clear()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._result = call()
+
+    def replay(self) -> Any:
+        """Replay it; its result, in place."""
+        self._graph.replay()
+        return self._result

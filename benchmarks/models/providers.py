@@ -1,0 +1,76 @@
+"""Whose norms a model has: what each provider makes of one that has torch's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import fusednorm
+from torch import nn
+
+
+class NothingToReplaceError(ValueError):
+    """A provider replaced no module, so that its times would be torch's."""
+
+
+def as_built(model: nn.Module) -> None:
+    """torch: nothing is done."""
+
+
+def patched(model: nn.Module) -> None:
+    """fusednorm: `fusednorm.patch`, on whatever it takes.
+
+    Raises:
+        NothingToReplaceError: it took nothing.
+    """
+    library: Any = fusednorm
+    report = library.patch(model)
+    if not any("forward" in vars(module) for module in model.modules()):
+        raise NothingToReplaceError(f"fusednorm.patch replaced nothing: {report}")
+
+
+def with_liger(model: nn.Module) -> None:
+    """Liger: its modules in place of LayerNorms and RMSNorms, with the parameters that these have.
+
+    Raises:
+        NothingToReplaceError: there are none.
+    """
+    if not sum(_replace_children(module) for module in list(model.modules())):
+        raise NothingToReplaceError("the model has no LayerNorm and no RMSNorm")
+
+
+def _replace_children(module: nn.Module) -> int:
+    """How many of its own children were replaced."""
+    count = 0
+    for name, child in list(module.named_children()):
+        replacement = _liger_module(child)
+        if replacement is not None:
+            setattr(module, name, replacement)
+            count += 1
+    return count
+
+
+def _liger_module(module: nn.Module) -> nn.Module | None:
+    from liger_kernel.transformers.layer_norm import LigerLayerNorm
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.ndim != 1:
+        return None
+    replacement: nn.Module
+    if type(module) is nn.LayerNorm and module.bias is not None:
+        replacement = LigerLayerNorm(len(weight), module.eps, bias=True)
+        replacement.bias = module.bias
+    elif type(module).__name__ in ("LlamaRMSNorm", "RMSNorm"):
+        eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+        replacement = LigerRMSNorm(len(weight), eps)
+    else:
+        return None
+    replacement.weight = weight
+    return replacement
+
+
+PROVIDERS: dict[str, Callable[[nn.Module], None]] = {
+    "torch": as_built,
+    "fusednorm": patched,
+    "liger": with_liger,
+}
+"""By the name that stands in the CSV; torch's results are what others are compared with."""

@@ -1,0 +1,214 @@
+"""The suite `models`: milliseconds of a training step and of a forward pass, for torch, fusednorm and Liger.
+
+All providers have the same weights and inputs.  Loss and norm of the gradients of each are compared with torch's
+before anything is timed; one that differs by more than rounding explains has a row without times.  `max_error` is
+the larger relative difference of the two.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from fusednorm.launch import replay
+
+from benchmarks.harness import records
+from benchmarks.harness.suite import Note, Row
+from benchmarks.harness.timing import Quantiles, synchronize
+from benchmarks.harness.warm import compile_alone, name_cache
+from benchmarks.harness.workers import run_in_workers
+from benchmarks.models.architectures import ARCHITECTURES
+from benchmarks.models.cells import CELLS, ModelCell
+from benchmarks.models.passes import Outcome, Passes
+from benchmarks.models.providers import PROVIDERS, NothingToReplaceError
+from benchmarks.models.timing import timed_in_turn
+
+REFERENCE = "torch"
+
+TOLERANCE = Outcome(loss=0.01, gradient_norm=0.05)
+"""Relative differences that rounding to bfloat16 through a whole model explains."""
+
+COMPILED = ("torch", "fusednorm")
+"""Whose models are compiled."""
+
+_MOST_COMPILERS = 6
+"""Whole models are compiled ahead at a time: each has its own in the device's memory."""
+
+_SHARE_OF_COMPILING = 0.3
+"""Of the time that there is."""
+
+
+class ModelSuite:
+    """Every cell once, its providers in turn.
+
+    Args:
+        device: where models lie.
+    """
+
+    providers = tuple(PROVIDERS)
+    seconds = 270.0
+    cells: Sequence[ModelCell] = CELLS
+
+    def __init__(self, device: str = "cuda") -> None:
+        self._device = device
+        self._noted = False
+        self._ahead: Callable[[], object] | None = None
+
+    def warm(self, cells: Sequence[ModelCell], providers: Iterable[str], seconds: float) -> None:
+        """Have what torch.compile makes compiled in parallel once the first cell needs it, not before."""
+        compiled = [cell for cell in cells if "compile" in cell.variants]
+        work = [(cell, name) for cell in compiled for name in providers if name in COMPILED]
+        workers = min(_MOST_COMPILERS, max(1, (os.cpu_count() or 2) - 2))
+        self._ahead = lambda: run_in_workers(run_once, work, workers, seconds * _SHARE_OF_COMPILING)
+
+    def rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+        """Rows of every provider that can be timed; `note` hears of failures."""
+        if "compile" in cell.variants:
+            name_cache()
+            torch.compiler.reset()
+            if self._ahead is not None:
+                _free()
+                self._ahead()
+                self._ahead = None
+        try:
+            yield from self._rows(cell, providers, note)
+        except Exception as error:
+            note(f"{cell.name}: {_said(error)}")
+        finally:
+            _free()
+
+    def _rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+        made: dict[str, Passes] = {}
+        errors: dict[str, float] = {}
+        of_torch = self._passes(cell, REFERENCE)
+        reference = of_torch.outcome()
+        for name in providers:
+            if cell.variants == ("compile",) and name not in COMPILED:
+                continue
+            _free()  # Of what the one before left where it failed.
+            try:
+                passes = of_torch if name == REFERENCE else self._passes(cell, name)
+                if "compile" in cell.variants:
+                    passes.compile()
+                outcome = passes.outcome()
+                self._note_extension(name, note)
+            except NothingToReplaceError as error:
+                note(f"{name}: {cell.name}: {error}")
+                continue
+            except Exception as error:
+                note(f"{name}: {cell.name}: {_said(error)}")
+                continue
+            errors[name] = outcome.error(reference)
+            if agrees(outcome, reference):
+                made[name] = passes
+            else:
+                note(f"{name}: {cell.name}: {outcome} is not torch's {reference}")
+                yield from _wrong(cell, name, errors[name])
+        for variant in cell.variants:
+            for pass_ in cell.passes:
+                times: Mapping[str, Quantiles | None]
+                if variant == "graph":
+                    times = _graphed(made, pass_, reference, cell, note)
+                else:
+                    times = _timed(made, pass_, cell, note)
+                for name, time_ms in times.items():
+                    yield records.row(cell.figure(pass_, variant), name, time_ms, errors[name])
+
+    def _note_extension(self, provider: str, note: Note) -> None:
+        """Say once that ours are timed without the host extension, if so."""
+        if provider == records.OURS and replay.in_use() is None and not self._noted:
+            note("fusednorm is timed without its host extension: python -m fusednorm.host compiles it")
+            self._noted = True
+
+    def _passes(self, cell: ModelCell, provider: str) -> Passes:
+        return passes_of(cell, provider, self._device)
+
+
+def passes_of(cell: ModelCell, provider: str, device: str) -> Passes:
+    """The passes of a cell's model with a provider's norms: weights and inputs are the same every time."""
+    architecture = ARCHITECTURES[cell.architecture]
+    model = architecture.made(cell.shape, device)
+    PROVIDERS[provider](model)
+    torch.manual_seed(1)
+    return Passes(model, architecture, architecture.forward_inputs(cell.shape, device))
+
+
+def agrees(outcome: Outcome, reference: Outcome) -> bool:
+    """Whether rounding explains what differs."""
+    return all(
+        abs(a - b) <= tolerance * abs(b) for a, b, tolerance in zip(outcome, reference, TOLERANCE, strict=True)
+    )
+
+
+def _wrong(cell: ModelCell, provider: str, error: float) -> Iterator[Row]:
+    for variant in cell.variants:
+        for pass_ in cell.passes:
+            yield records.row(cell.figure(pass_, variant), provider, None, error)
+
+
+def _timed(made: dict[str, Passes], pass_: str, cell: ModelCell, note: Note) -> dict[str, Quantiles]:
+    """Of those whose pass runs, in turn."""
+    calls = {}
+    for name, passes in made.items():
+        try:
+            passes.call(pass_)()
+            synchronize()
+        except Exception as error:
+            note(f"{name}: {cell.name}: {pass_}: {_said(error)}")
+        else:
+            calls[name] = passes.call(pass_)
+    times = timed_in_turn(calls)
+    for passes in made.values():
+        passes.clear()
+    return times
+
+
+def _graphed(
+    made: dict[str, Passes], pass_: str, reference: Outcome, cell: ModelCell, note: Note
+) -> dict[str, Quantiles | None]:
+    """One after the other, since each graph keeps all that its pass allocates; None for one that computes wrong."""
+    times: dict[str, Quantiles | None] = {}
+    for name, passes in made.items():
+        try:
+            times[name] = _graph_time(passes, pass_, reference)
+        except Exception as error:
+            note(f"{name}: {cell.name}: graph of {pass_}: {_said(error)}")
+        else:
+            if times[name] is None:
+                note(f"{name}: {cell.name}: graph of {pass_}: other results than torch's")
+        passes.clear()
+        _free()
+    return times
+
+
+def _graph_time(passes: Passes, pass_: str, reference: Outcome) -> Quantiles | None:
+    """Of replays, or None where they compute something else."""
+    graph = passes.graph(pass_)
+    if pass_ == "step" and not agrees(passes.graphed_outcome(graph), reference):
+        return None
+    return timed_in_turn({pass_: graph.replay})[pass_]
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _free() -> None:
+    """Give the device's memory back; an error of the device that lasts is raised here and ends the run."""
+    synchronize()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_once(item: tuple[ModelCell, str]) -> None:
+    """Compile one provider's model and run what the cell times, which fills the caches on disk."""
+    compile_alone()
+    cell, provider = item
+    torch.compiler.reset()
+    passes = passes_of(cell, provider, "cuda" if torch.cuda.is_available() else "cpu")
+    passes.compile()
+    for pass_ in cell.passes:
+        passes.call(pass_)()
+    del passes
+    _free()

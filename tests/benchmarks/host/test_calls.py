@@ -1,0 +1,61 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from fusednorm.launch import replay
+
+from benchmarks.harness.oracle import Oracle
+from benchmarks.host.calls import PROVIDERS, NoExtensionError, call_of, settings
+from benchmarks.host.cells import CELLS, FORWARD_BACKWARD
+from benchmarks.workload.problem import Problem, Run, Tensors
+
+NEEDS_GPU = {("torch", "rms_norm", "backward")}
+"""torch has no operator for it elsewhere."""
+
+
+def shortened(cell, device):
+    """What the interpreter does in moments; the cell itself on a GPU."""
+    if device == "cuda":
+        return cell
+    return replace(cell, shape=(2, 8, 3, 5) if cell.groups else (6, 64), groups=4 if cell.groups else 0)
+
+
+@pytest.mark.parametrize("provider", ["torch", "fusednorm_python"])
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_what_is_timed_is_right_the_second_time_too(cell, provider, device):
+    if (provider, cell.op, cell.pass_) in NEEDS_GPU and device == "cpu":
+        pytest.skip("torch has this operator on GPUs only")
+    tensors, small = Tensors(device), shortened(cell, device)
+    exact = Oracle(Problem(replace(small, pass_=small.pass_.removeprefix("forward_")), tensors))
+    made = call_of(provider, Problem(small, tensors))
+    for _ in range(2):
+        assert exact.error(Run(lambda: tuple(t.detach() for t in made.results(made.call())))) < 0.1
+
+
+def test_liger_is_left_out_of_groups_that_lie_channels_last(problem):
+    of = {"op": "group_norm", "shape": (2, 8, 3, 5), "groups": 4, "layout": "nhwc"}
+    assert call_of("liger", problem(**of)) is None
+    assert call_of("liger", problem(**of | {"pass_": FORWARD_BACKWARD, "variant": "silu"})) is None
+
+
+def test_the_extension_is_put_aside_and_put_back(monkeypatch):
+    monkeypatch.setattr(replay, "_load", None)
+    extension = type("Extension", (), {"define_pass": lambda self, *follows: 0})()
+    for each in replay._PASSES:
+        monkeypatch.setattr(each, "number", each.number)
+    monkeypatch.setattr(replay, "_extension", extension)
+    with settings("fusednorm_python"):
+        assert replay.in_use() is None
+    assert replay.in_use() is extension
+    with settings("fusednorm"):
+        assert replay.in_use() is extension
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the extension may be there")
+def test_without_the_extension_nothing_is_timed_in_its_name():
+    with pytest.raises(NoExtensionError, match=r"python -m fusednorm.host"), settings("fusednorm"):
+        pytest.fail("entered")
+
+
+def test_torch_is_timed_first():
+    assert PROVIDERS[0] == "torch"

@@ -1,0 +1,57 @@
+"""A model that a CPU runs in moments, and a `fusednorm.patch` that needs no kernel."""
+
+import fusednorm
+import pytest
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from benchmarks.models import architectures, suite, timing
+from benchmarks.models.architectures import Architecture
+
+TINY = Architecture(
+    # torch 2.13 for CPUs dies in the backward of a channels-last GroupNorm whose x asks for no gradient.
+    lambda shape: nn.Sequential(nn.Conv2d(shape[1], shape[1], 1), nn.GroupNorm(4, shape[1])),
+    architectures._images("input", channels_last=True),
+    architectures._nothing,
+    architectures._mean_square,
+    channels_last=True,
+)
+
+
+def patch(model, eps=None):
+    """Replace the forward of every GroupNorm by the same."""
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.forward = lambda x, norm=module: F.group_norm(
+                x, norm.num_groups, norm.weight, norm.bias, norm.eps if eps is None else eps
+            )
+    return "a report"
+
+
+@pytest.fixture
+def patching(monkeypatch):
+    """Set what `fusednorm.patch` is."""
+
+    def put(replacement):
+        monkeypatch.setattr(fusednorm, "patch", replacement, raising=False)
+
+    put(patch)
+    return put
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The architecture `blocks` on a CPU, two short rounds of timing, and graphs that only call."""
+    monkeypatch.setitem(architectures.ARCHITECTURES, "blocks", TINY)
+    monkeypatch.setattr("gc.collect", lambda: 0)  # of all that tests have imported it takes long
+    monkeypatch.setattr(suite, "name_cache", lambda: None)
+    monkeypatch.setattr(timing, "ROUNDS", 2)
+    monkeypatch.setattr(timing, "CALLS", 1)
+
+    class FakeGraph:
+        def __init__(self, call, clear):
+            clear()
+            self.replay = call
+
+    monkeypatch.setattr("benchmarks.models.passes.Graph", FakeGraph)
+    return suite.ModelSuite(device="cpu")
