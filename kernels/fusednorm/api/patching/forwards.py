@@ -45,7 +45,9 @@ class PatchedForward:
         if module is None:
             module = self.module
         x = inputs[0] if len(inputs) == 1 and not named else self._only_input(inputs, named)
-        if may_be_taken(x):
+        kind = type(x)
+        is_known = kind is Tensor or kind is Parameter or is_plain(x)
+        if is_known and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu):
             try:
                 return self.compute(module, x)
             except KernelInputError:
@@ -97,13 +99,14 @@ class LayerNormForward(PatchedForward):
     """torch.nn.LayerNorm's."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
-        weight, bias, shape = module.weight, module.bias, module.normalized_shape
-        _check_plain(weight, bias)
+        weight, bias = _affine(module)
+        shape = module.normalized_shape
         if _any_autocast() and casts_to_float32(x):
             x = x.float()
         if len(shape) == 1 and weight is not None:
-            return layer_norm(_walkable(x), weight, bias, module.eps)
-        rows = _walkable(rows_of(x, shape))
+            return layer_norm(x if x.is_contiguous() else _walkable(x), weight, bias, module.eps)
+        # With one axis of several made one, or without a weight to tell by whether x fits.
+        rows = rows_of(x, shape).contiguous()
         y = layer_norm(rows, one_axis("weight", weight, shape), one_axis("bias", bias, shape), module.eps)
         return y.view(x.shape)
 
@@ -112,15 +115,14 @@ class RMSNormForward(PatchedForward):
     """torch.nn.RMSNorm's."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
-        weight, shape, eps = module.weight, module.normalized_shape, module.eps
-        _check_plain(weight)
+        weight, shape, eps = _weight(module), module.normalized_shape, module.eps
         if _any_autocast() and casts_to_float32(x):
             x = x.float()
         if eps is None:
             eps = machine_epsilon(x)
         if len(shape) == 1 and weight is not None:
-            return rms_norm(_walkable(x), weight, eps)
-        y = rms_norm(_walkable(rows_of(x, shape)), one_axis("weight", weight, shape), eps)
+            return rms_norm(x if x.is_contiguous() else _walkable(x), weight, eps)
+        y = rms_norm(rows_of(x, shape).contiguous(), one_axis("weight", weight, shape), eps)
         return y.view(x.shape)
 
 
@@ -136,8 +138,7 @@ class GroupNormForward(PatchedForward):
         shift: Tensor | None = None,
     ) -> Tensor:
         """act(y * (1 + scale) + shift); the name of an activation and [N, C], as `group_norm` takes them."""
-        weight, bias = module.weight, module.bias
-        _check_plain(weight, bias)
+        weight, bias = _affine(module)
         if _any_autocast() and casts_to_float32(x):
             x = x.float()
         if not (x.is_contiguous() or _is_of_images(x) or in_layout(x, True)):
@@ -176,8 +177,9 @@ class ObservedRMSNormForward(PatchedForward):
         self.autocast_dtypes = autocast_dtypes
 
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        _check_plain(weight)
+        weight = _weight(module)
+        if weight is None:
+            raise KernelInputError("weight must be a tensor, got None")
         is_cast = _any_autocast() and casts_to_float32(x)
         dtype = (self.autocast_dtypes if is_cast else self.dtypes).get((x.dtype, weight.dtype))
         if dtype is None:
@@ -186,7 +188,8 @@ class ObservedRMSNormForward(PatchedForward):
         if dtype is not x.dtype:
             x = x.float()
         eps = getattr(module, self.eps_name)
-        return rms_norm(_walkable(x), weight, eps, weight_offset=self.weight_offset).to(dtype)
+        y = rms_norm(x if x.is_contiguous() else _walkable(x), weight, eps, weight_offset=self.weight_offset)
+        return y if y.dtype is dtype else y.to(dtype)
 
 
 def may_be_taken(x: Any) -> bool:
@@ -202,11 +205,27 @@ def is_plain(x: Any) -> bool:
     return isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
 
 
-def _check_plain(*parameters: Tensor | None) -> None:
-    """Raises KernelInputError for a parameter that has become one of another kind since it was patched."""
-    for parameter in parameters:
-        if parameter is not None and not is_plain(parameter):
-            raise KernelInputError(f"parameters must be plain tensors, got {type(parameter).__name__}")
+def _weight(module: nn.Module) -> Tensor | None:
+    """A module's weight as it is at this call.
+
+    Raises:
+        KernelInputError: it has become a tensor of another kind since the module was patched.
+    """
+    parameters = module._parameters
+    # A module's own look-up of an attribute takes as long as all else here; parametrised modules need it.
+    weight: Any = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
+    if type(weight) is not Parameter and weight is not None and not is_plain(weight):
+        raise KernelInputError(f"weight must be a plain tensor, got {type(weight).__name__}")
+    return weight
+
+
+def _affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias, as `_weight` has the one."""
+    parameters = module._parameters
+    bias: Any = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
+    if type(bias) is not Parameter and bias is not None and not is_plain(bias):
+        raise KernelInputError(f"bias must be a plain tensor, got {type(bias).__name__}")
+    return _weight(module), bias
 
 
 def casts_to_float32(x: Tensor) -> bool:
@@ -220,9 +239,7 @@ def _is_of_images(x: Tensor) -> bool:
 
 
 def _walkable(x: Tensor) -> Tensor:
-    """x [..., cols], or a copy where the kernels do not take its strides."""
-    if x.is_contiguous():
-        return x
+    """x [..., cols] as the kernels take it, which need a copy for some strides."""
     # How views succeed is not for Dynamo to see.
     if not is_compiling() and x.stride(-1) == 1 and (has_common_stride(x) or _has_common_tokens(x)):
         return x
