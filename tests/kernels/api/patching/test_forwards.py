@@ -10,8 +10,10 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api.patching import forwards
+from fusednorm.checks import as_heads, as_rows
 from torch import nn
 from torch.func import functional_call
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.api.norm_calls import Dispatched
@@ -262,6 +264,25 @@ def test_what_torch_takes_is_taken(case, device):
     torch.testing.assert_close(y, want, **TOLERANCE)
 
 
+STRIDED = [case for case, (norm, _) in AS_THEY_COME.items() if not isinstance(norm, nn.GroupNorm)]
+
+
+@pytest.mark.parametrize("case", STRIDED)
+def test_kernels_get_rows_that_they_take(case, monkeypatch):
+    """On a CPU any strides are taken."""
+    norm, make = AS_THEY_COME[case]
+    norm, x, seen = copy.deepcopy(norm), make(), []
+    for name in ("layer_norm", "rms_norm"):
+        monkeypatch.setattr(forwards, name, lambda x, *arguments: seen.append(x) or x.contiguous())
+    fusednorm.patch(norm)
+    norm(x)
+    for rows in seen:
+        as_heads("x", rows) if rows.dim() > 2 else as_rows("x", rows)
+    assert len(seen) == (x.dtype != torch.float64)
+    copied = seen and seen[0].data_ptr() != x.data_ptr()
+    assert bool(copied) == (case in ("transposed", "several axes, permuted", "heads before tokens"))
+
+
 def test_a_model_that_became_float64_is_computed_by_torch(x):
     norm = varied(nn.LayerNorm(8))
     fusednorm.patch(norm)
@@ -270,6 +291,19 @@ def test_a_model_that_became_float64_is_computed_by_torch(x):
         y = norm(x.cpu().double())
     assert not seen.names
     torch.testing.assert_close(y, nn.functional.layer_norm(x.cpu().double(), (8,), norm.weight, norm.bias))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameters_that_became_of_another_kind_are_left_to_torch(name, device, x):
+    norm = varied(nn.LayerNorm(8)).to(device)
+    want = norm(x)
+    fusednorm.patch(norm)
+    parameter = getattr(norm, name).detach()
+    setattr(norm, name, nn.Parameter(TwoTensor(parameter, parameter.clone())))
+    with Dispatched() as seen:
+        y = norm(x)
+    assert not seen.names
+    torch.testing.assert_close(y.a, want)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 8), LlamaRMSNorm(8)])
@@ -331,6 +365,15 @@ def under_cudas_autocast(monkeypatch):
     """As it looks to a patched forward, also where there is no CUDA."""
     monkeypatch.setattr(forwards, "_any_autocast", lambda: True)
     monkeypatch.setattr(forwards, "casts_to_float32", lambda x: True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_wider_result_is_not_rounded_to_the_dtype_of_x(kind, device):
+    norm = varied(KINDS[kind](64)).to(device)
+    x = torch.randn(3, 64, device=device, dtype=torch.bfloat16)
+    fusednorm.patch(norm)
+    want = nn.functional.rms_norm(x.double(), (64,), norm.weight.double(), 1e-6)
+    torch.testing.assert_close(norm(x).double(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", TORCH_KINDS)

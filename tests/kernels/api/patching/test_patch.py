@@ -3,12 +3,15 @@
 import copy
 import gc
 import inspect
+import re
 import weakref
+from pathlib import Path
 
 import fusednorm
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_module, distribute_tensor
 
 from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import (
@@ -175,22 +178,18 @@ def test_left_alone_with_a_reason(case):
 
 
 def test_a_distributed_parameter_is_left_alone(tmp_path):
-    distributed = pytest.importorskip("torch.distributed.tensor")
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         norm = nn.LayerNorm(8)
-        norm.weight = nn.Parameter(distributed.distribute_tensor(norm.weight.data, mesh))
+        norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, mesh))
         assert fusednorm.patch(norm).skipped == {"": "its weight is a DTensor"}
         # One that becomes such afterwards is computed as before.
-        norm = nn.LayerNorm(8)
+        norm, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8, bias=False)), torch.randn(4, 8)
+        want = norm(x)
         fusednorm.patch(norm)
-        norm.weight, norm.bias = (
-            nn.Parameter(distributed.distribute_tensor(p.data, mesh)) for p in (norm.weight, norm.bias)
-        )
-        x = torch.randn(4, 8)
-        y = norm(distributed.distribute_tensor(x, mesh))
-        torch.testing.assert_close(y.to_local(), nn.LayerNorm(8)(x))
+        distribute_module(norm, mesh)
+        torch.testing.assert_close(norm(distribute_tensor(x, mesh)).to_local(), want)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -253,3 +252,10 @@ def test_the_report_is_for_people():
         "on the CPU: 7 of the patched; torch computes them there, and nothing is gained"
     )
     assert str(fusednorm.patch(nn.Linear(2, 2))) == "patched 0, skipped 0"
+
+
+def test_the_example_of_the_documentation_is_true(capsys):
+    text = (Path(__file__).parents[4] / "docs" / "patching.md").read_text()
+    (code,), (output,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
+    exec(code, {})
+    assert capsys.readouterr().out == output
