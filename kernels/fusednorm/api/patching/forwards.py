@@ -205,7 +205,7 @@ def is_plain(x: Any) -> bool:
     return isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
 
 
-def _weight(module: nn.Module) -> Tensor | None:
+def _weight(module: Any) -> Tensor | None:
     """A module's weight as it is at this call.
 
     Raises:
@@ -213,16 +213,16 @@ def _weight(module: nn.Module) -> Tensor | None:
     """
     parameters = module._parameters
     # A module's own look-up of an attribute takes as long as all else here; parametrised modules need it.
-    weight: Any = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
+    weight: Tensor | None = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
     if type(weight) is not Parameter and weight is not None and not is_plain(weight):
         raise KernelInputError(f"weight must be a plain tensor, got {type(weight).__name__}")
     return weight
 
 
-def _affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+def _affine(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias, as `_weight` has the one."""
     parameters = module._parameters
-    bias: Any = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
+    bias: Tensor | None = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
     if type(bias) is not Parameter and bias is not None and not is_plain(bias):
         raise KernelInputError(f"bias must be a plain tensor, got {type(bias).__name__}")
     return _weight(module), bias
