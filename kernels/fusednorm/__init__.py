@@ -4,9 +4,10 @@ Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
 applies several LayerNorms in one pass; `fusednorm.reference.chain` has it in plain torch.  Differentiable:
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
-`LayerNorm`, `RMSNorm`, `GroupNorm`.  `warmup` compiles ahead what rows of a length need,
-`warmup_group_norm` what samples of a shape need.  `allow_waiting` switches off kernels whose programs wait for one
-another; `require_batch_invariance` keeps a sample's bits the same in any company.
+`LayerNorm`, `RMSNorm`, `GroupNorm`; `patch` brings the norms of a whole model to the kernels, `unpatch` takes it
+back.  `warmup` compiles ahead what rows of a length need, `warmup_group_norm` what samples of a shape need.
+`allow_waiting` switches off kernels whose programs wait for one another; `require_batch_invariance` keeps a
+sample's bits the same in any company.
 
 Where Triton is not installed there are only the types and errors, `fusednorm.reference` and `fusednorm.traffic`.
 """
@@ -35,6 +36,8 @@ if find_spec("triton") is not None:
         rms_norm_forward,
     )
     from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
+    from fusednorm.api.patching.patch import patch, unpatch
+    from fusednorm.api.patching.report import PatchReport
     from fusednorm.api.warming import warmup, warmup_group_norm
     from fusednorm.policy.batch_invariance import require_batch_invariance
     from fusednorm.policy.waiting import allow_waiting
@@ -46,6 +49,7 @@ __all__ = [
     "GroupNorm",
     "KernelInputError",
     "LayerNorm",
+    "PatchReport",
     "RMSNorm",
     "UnsupportedShapeError",
     "add_group_norm",
@@ -59,10 +63,12 @@ __all__ = [
     "layer_norm_backward",
     "layer_norm_chain",
     "layer_norm_forward",
+    "patch",
     "require_batch_invariance",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
+    "unpatch",
     "warmup",
     "warmup_group_norm",
 ]

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
+from fusednorm.api.normalized_shape import machine_epsilon, one_axis, rows_of
 from fusednorm.checks import check_weight_offset
-from fusednorm.errors import KernelInputError
-from fusednorm.reference.checks import check_float
 
 
 def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
@@ -16,38 +14,6 @@ def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
     if weight_offset:
         text += f", weight_offset={weight_offset}"
     return text if activation == "none" else f"{text}, activation={activation!r}"
-
-
-def _rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    """x [..., *normalized_shape] with those axes as one.
-
-    Raises:
-        KernelInputError: x has another shape, or there are no such axes.
-    """
-    axes = len(normalized_shape)
-    if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
-        raise KernelInputError(
-            f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
-        )
-    return x.flatten(-axes)
-
-
-def _flat(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
-    """A parameter [*normalized_shape] with those axes as one, or None.
-
-    Raises:
-        KernelInputError: it has another shape.
-    """
-    if parameter is None:
-        return None
-    if tuple(parameter.shape) != tuple(normalized_shape):
-        raise KernelInputError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
-    return parameter.flatten()
-
-
-def _machine_epsilon(x: Tensor) -> float:
-    check_float("x", x)
-    return torch.finfo(x.dtype).eps
 
 
 class LayerNorm(nn.LayerNorm):
@@ -82,9 +48,9 @@ class LayerNorm(nn.LayerNorm):
         # Most are of one axis; then the function sees by weight whether x fits.
         is_whole = len(shape) == 1 and weight is not None
         y = layer_norm(
-            x if is_whole else _rows(x, shape),
-            weight if is_whole else _flat("weight", weight, shape),
-            bias if is_whole else _flat("bias", bias, shape),
+            x if is_whole else rows_of(x, shape),
+            weight if is_whole else one_axis("weight", weight, shape),
+            bias if is_whole else one_axis("bias", bias, shape),
             self.eps,
             weight_offset=self.weight_offset,
             activation=self.activation,
@@ -127,9 +93,9 @@ class RMSNorm(nn.RMSNorm):
         weight, shape = self.weight, self.normalized_shape
         is_whole = len(shape) == 1 and weight is not None
         y = rms_norm(
-            x if is_whole else _rows(x, shape),
-            weight if is_whole else _flat("weight", weight, shape),
-            _machine_epsilon(x) if self.eps is None else self.eps,
+            x if is_whole else rows_of(x, shape),
+            weight if is_whole else one_axis("weight", weight, shape),
+            machine_epsilon(x) if self.eps is None else self.eps,
             weight_offset=self.weight_offset,
             activation=self.activation,
         )

@@ -1,0 +1,198 @@
+"""A GroupNorm and the activation behind it as one, in modules whose own code says that one follows the other.
+
+The norm and the activation stay what they are to everyone else who calls them: it is the forward of the module
+around them that takes both at once.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusednorm.api.patching.forwards import GroupNormForward, PatchedForward, may_be_taken
+from fusednorm.api.patching.recognise import NotRecognisedError, Recognised, check_not_replaced, input_name
+from fusednorm.errors import KernelInputError
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name by which kernels know a module of torch's, or None."""
+    kind = type(module)
+    if kind is nn.SiLU:
+        return "silu"
+    if kind is nn.ReLU:
+        return "relu"
+    if kind is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return None
+
+
+class SequentialForward(PatchedForward):
+    """torch.nn.Sequential's, which calls its modules one after another."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        module: Any = self.module
+        x = inputs[0] if len(inputs) == 1 and not named else self._only_input(inputs, named)
+        if x is None:
+            return type(module).forward(module, *inputs, **named)
+        layers, place = list(module), 0
+        while place < len(layers):
+            layer, *following = layers[place : place + 2]
+            y = normalised_and_activated(layer, following[0], x) if following else None
+            x, taken = (layer(x), 1) if y is None else (y, 2)
+            place += taken
+        return x
+
+
+class ResnetBlockForward(PatchedForward):
+    """That of diffusers' ResnetBlock2D which neither samples up nor down."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        module: Any = self.module
+        if not named and 1 <= len(inputs) <= 2:
+            y = self.compute(module, *inputs)
+            if y is not None:
+                return y
+        return type(module).forward(module, *inputs, **named)
+
+    def compute(self, module: Any, x: Tensor, temb: Tensor | None = None) -> Any:
+        """The block's y of x [N, C, H, W] and temb [N, T]; None where its norms are not to be fused."""
+        if (temb is None) != (module.time_emb_proj is None):
+            return None
+        norm1, norm2, activation = module.norm1, module.norm2, module.nonlinearity
+        hidden = normalised_and_activated(norm1, activation, x)
+        # The second may be fused where the first is, save for a scale and shift that it does not take.
+        if hidden is None or not _may_be_fused(norm2, activation):
+            return None
+        hidden = module.conv1(hidden)
+        scale = shift = None
+        if temb is not None:
+            temb = module.time_emb_proj(temb if module.skip_time_act else activation(temb))
+            if module.time_embedding_norm == "scale_shift":
+                scale, shift = temb.chunk(2, dim=1)
+            else:
+                hidden = hidden + temb[:, :, None, None]
+        activated = normalised_and_activated(norm2, activation, hidden, scale, shift)
+        if activated is None:
+            z = norm2(hidden)
+            if scale is not None and shift is not None:
+                z = z * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
+            activated = activation(z)
+        hidden = module.conv2(module.dropout(activated))
+        if module.conv_shortcut is not None:
+            x = module.conv_shortcut(x)
+        return (x + hidden) / module.output_scale_factor
+
+
+def normalised_and_activated(
+    norm: Any, activation: nn.Module, x: Any, scale: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor | None:
+    """activation(norm(x) * (1 + scale) + shift) in one pass; None where that is not to be had."""
+    if not (_may_be_fused(norm, activation) and may_be_taken(x)):
+        return None
+    try:
+        y: Tensor = norm.forward.compute(norm, x, activation_of(activation), scale, shift)
+    except KernelInputError:
+        return None
+    return y
+
+
+def recognise_block(module: nn.Module) -> Recognised | None:
+    """A module around patched GroupNorms, each to be taken with its activation; None if it is none.
+
+    Raises:
+        NotRecognisedError: it is one that is left alone.
+    """
+    if type(module).forward is nn.Sequential.forward:
+        return _sequential(module)
+    if type(module).__name__ == "ResnetBlock2D" and hasattr(module, "norm1") and hasattr(module, "nonlinearity"):
+        return _resnet_block(module)
+    return None
+
+
+def _sequential(module: Any) -> Recognised | None:
+    layers = list(module)
+    pairs = [
+        activation_of(activation)
+        for norm, activation in pairwise(layers)
+        if type(norm.forward) is GroupNormForward and activation_of(activation) is not None
+    ]
+    if not pairs:
+        return None
+    check_not_replaced(module)
+    described = ", ".join(f"group_norm with {name}" for name in pairs)
+    return Recognised(f"{described} in a Sequential", SequentialForward(module, input_name(module)))
+
+
+def _resnet_block(module: Any) -> Recognised:
+    check_not_replaced(module)
+    if getattr(module, "upsample", None) is not None or getattr(module, "downsample", None) is not None:
+        raise NotRecognisedError("it samples up or down: its norms are taken alone")
+    name = activation_of(module.nonlinearity)
+    if name is None or not all(type(norm.forward) is GroupNormForward for norm in (module.norm1, module.norm2)):
+        raise NotRecognisedError(
+            "its norms and nonlinearity are not GroupNorms and an activation to be taken as one"
+        )
+    forward = ResnetBlockForward(module, input_name(module))
+    try:
+        is_as_known = _computes_as_known(module)
+    # The forward of another version of the class.
+    except Exception as error:
+        raise NotRecognisedError(f"a small one of its kind raised {type(error).__name__}") from error
+    if not is_as_known:
+        raise NotRecognisedError("a small one of its kind computes something else")
+    return Recognised(f"twice group_norm with {name} in a ResnetBlock2D", forward)
+
+
+def _computes_as_known(module: Any) -> bool:
+    """Whether a copy with few channels does on random samples what `ResnetBlockForward` does."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        small = _small_copy(module)
+        x = torch.randn(2, 4, 3, 3, device="cpu", dtype=torch.float32)
+        temb = None if module.time_emb_proj is None else torch.randn(2, 5, device="cpu", dtype=torch.float32)
+        want = type(small).forward(small, x, temb)
+        got = ResnetBlockForward(small, "").compute(small, x, temb)
+    return got is not None and got.shape == want.shape and torch.allclose(got, want, 1e-4, 1e-4)
+
+
+def _small_copy(module: Any) -> Any:
+    out = 4 if module.conv_shortcut is None else 6
+    on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    layers: dict[str, nn.Module | None] = {
+        "norm1": nn.GroupNorm(2, 4, module.norm1.eps, **on_cpu),
+        "norm2": nn.GroupNorm(2, out, module.norm2.eps, **on_cpu),
+        "conv1": nn.Conv2d(4, out, 3, padding=1, **on_cpu),
+        "conv2": nn.Conv2d(out, out, 3, padding=1, **on_cpu),
+        "dropout": nn.Dropout(0.0),
+    }
+    if module.conv_shortcut is not None:
+        layers["conv_shortcut"] = nn.Conv2d(4, out, 1, **on_cpu)
+    if module.time_emb_proj is not None:
+        width = 2 * out if module.time_embedding_norm == "scale_shift" else out
+        layers["time_emb_proj"] = nn.Linear(5, width, **on_cpu)
+    for name in ("norm1", "norm2"):
+        norm: Any = layers[name]
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        norm.forward = GroupNormForward(norm, "input")
+    small = object.__new__(type(module))
+    small.__dict__.update(module.__dict__, _modules={**module._modules, **layers})
+    return small
+
+
+def _may_be_fused(norm: Any, activation: nn.Module) -> bool:
+    """Whether a patched GroupNorm and an activation stand there, and nobody watches either."""
+    if not isinstance(norm, nn.Module) or type(norm.forward) is not GroupNormForward:
+        return False
+    return activation_of(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or nn.modules.module._has_any_global_hook()
+    )

@@ -1,0 +1,60 @@
+"""`patch` and `unpatch`: a whole model in one line."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from fusednorm.api.patching.blocks import recognise_block
+from fusednorm.api.patching.forwards import PatchedForward
+from fusednorm.api.patching.recognise import NotRecognisedError, recognise_norm
+from fusednorm.api.patching.report import PatchReport
+
+
+def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None) -> PatchReport:
+    """Compute the norms of a model by this library's kernels, from now on and in place.
+
+    What is replaced is `forward` of single modules.  Classes, parameters and their names, state_dict and hooks
+    stay, and so does what a call returns, its dtype under autocast included; a float16 or bfloat16 result is
+    rounded once.  A call that the kernels do not take, such as one in float64, goes to the forward of the module's
+    class.  Copies by `copy.deepcopy` and by pickle are patched as well.
+
+    Patched are torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; timm's that do the
+    same in a forward of their own; and RMSNorms as transformers writes them, with a weight [cols] and an eps, whose
+    results on a little random data on the CPU are those of `rms_norm`, with a `weight_offset` of 0 or 1.  A
+    GroupNorm and the SiLU, ReLU or GELU after it are one pass in a Sequential and in diffusers' ResnetBlock2D, as
+    long as neither has hooks.
+
+    Args:
+        model: on any device; nothing is moved, and parameters are not changed.
+        only: takes the path and the module of what could be patched, a norm or a block around norms, and says
+            whether it is to be.
+
+    Returns:
+        PatchReport: by path, what was patched, and what was left alone and why; `str` of it is for people.
+    """
+    patched: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    modules = list(model.named_modules())
+    # Blocks last: which pairs they take as one depends on the norms that are patched.
+    for recognise_one in (recognise_norm, recognise_block):
+        for path, module in modules:
+            try:
+                found = recognise_one(module)
+                if found is None:
+                    continue
+                if only is not None and not only(path, module):
+                    raise NotRecognisedError("left out by `only`")
+            except NotRecognisedError as reason:
+                skipped[path] = str(reason)
+                continue
+            module.forward = found.forward
+            patched[path] = found.description
+    on_cpu = sum(any(parameter.is_cpu for parameter in dict(modules)[path].parameters()) for path in patched)
+    return PatchReport(patched, skipped, on_cpu)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Take back everything that `patch` did to a model and the modules in it."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), PatchedForward):
+            del module.forward

@@ -1,0 +1,149 @@
+"""What a norm computes, seen by calling its class's forward on a little random data on the CPU.
+
+The module itself is not called: a shallow copy of it is, with random parameters, without its hooks.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fusednorm.checks import FLOAT_DTYPES
+
+_SEED = 7
+_TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
+"""Relative and absolute.  A module may round x_hat before it multiplies, and the offset's sum: each half an ulp."""
+
+Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
+"""y in float32 of x, the module's parameters by name, all float32, and eps."""
+
+
+def rms_norm_formula(weight_offset: float) -> Formula:
+    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
+
+    def formula(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (parameters["weight"] + weight_offset)
+
+    return formula
+
+
+def layer_norm_formula(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
+    """torch's layer_norm over the last axis."""
+    return functional.layer_norm(x, x.shape[-1:], parameters.get("weight"), parameters.get("bias"), eps)
+
+
+def group_norm_formula(num_groups: int) -> Formula:
+    """torch's group_norm."""
+
+    def formula(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
+        return functional.group_norm(x, num_groups, parameters.get("weight"), parameters.get("bias"), eps)
+
+    return formula
+
+
+class Probe:
+    """Calls the forward of a module's class.
+
+    Args:
+        module: a norm without submodules.
+        shape: of x, the samples first.
+        eps: what the formula adds: x has samples whose squares are about as small as that.
+    """
+
+    def __init__(self, module: nn.Module, shape: tuple[int, ...], eps: float) -> None:
+        self._module = module
+        self._eps = eps
+        self._generator = torch.Generator("cpu").manual_seed(_SEED)
+        scales = torch.tensor([1.0, 30.0, math.sqrt(eps)], device="cpu").repeat(shape[0])[: shape[0]]
+        self._x = self._random(shape) * scales.reshape(-1, *(1 for _ in shape[1:]))
+        self._parameters = {
+            name: self._random(tuple(p.shape)) for name, p in module._parameters.items() if p is not None
+        }
+
+    def __call__(self, x_dtype: torch.dtype, parameter_dtype: torch.dtype) -> Any:
+        """What the forward returns.
+
+        Raises:
+            Exception: whatever the forward does.
+        """
+        copied = object.__new__(type(self._module))
+        parameters: dict[str, nn.Parameter | None] = dict.fromkeys(self._module._parameters)
+        for name, values in self._parameters.items():
+            parameters[name] = nn.Parameter(values.to(parameter_dtype), requires_grad=False)
+        copied.__dict__.update(self._module.__dict__, _parameters=parameters)
+        with torch.no_grad():
+            return type(copied).forward(copied, self._x.to(x_dtype))
+
+    def matches(self, formula: Formula) -> bool:
+        """Whether float32 and bfloat16 come out as the formula says, to within a rounding of intermediates."""
+        return all(self._matches(formula, dtype) for dtype in _TOLERANCES)
+
+    def dtypes(self) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
+        """The dtype of y by those of x and of the parameters; without those that the forward refuses."""
+        found = {}
+        for x_dtype in FLOAT_DTYPES:
+            for parameter_dtype in FLOAT_DTYPES:
+                try:
+                    found[x_dtype, parameter_dtype] = self(x_dtype, parameter_dtype).dtype
+                except RuntimeError:
+                    continue
+        return found
+
+    def autocast_dtypes(self) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
+        """The same as under CUDA's autocast, which is not there on the CPU: what it casts is cast."""
+        with _CudaAutocast():
+            return self.dtypes()
+
+    def _matches(self, formula: Formula, dtype: torch.dtype) -> bool:
+        y = self(dtype, dtype)
+        rounded = {name: values.to(dtype).float() for name, values in self._parameters.items()}
+        want = formula(self._x.to(dtype).float(), rounded, self._eps)
+        if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != want.shape:
+            return False
+        relative, absolute = _TOLERANCES[dtype]
+        return torch.allclose(y.float(), want, relative, absolute)
+
+    def _random(self, shape: Iterable[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=self._generator, device="cpu", dtype=torch.float32)
+
+
+_CAST = (
+    functional.layer_norm,
+    torch.layer_norm,
+    torch.native_layer_norm,
+    functional.rms_norm,
+    torch.rms_norm,
+    functional.group_norm,
+    torch.group_norm,
+    functional.normalize,
+    torch.norm,
+    Tensor.norm,
+    torch.linalg.vector_norm,
+    torch.pow,
+    Tensor.pow,
+    Tensor.__pow__,
+    torch.rsqrt,
+    Tensor.rsqrt,
+    torch.reciprocal,
+    Tensor.reciprocal,
+)
+"""Of the functions whose arguments CUDA's autocast casts to float32, those that norms are written with."""
+
+
+class _CudaAutocast(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _CAST:
+            args = tuple(map(_widened, args))
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES else value

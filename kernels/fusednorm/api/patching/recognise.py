@@ -1,0 +1,207 @@
+"""Which norm a module is, by its class or by what it computes; or why it is left alone."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fusednorm.api.patching.forwards import (
+    GroupNormForward,
+    LayerNormForward,
+    ObservedRMSNormForward,
+    PatchedForward,
+    RMSNormForward,
+)
+from fusednorm.api.patching.probe import (
+    Formula,
+    Probe,
+    group_norm_formula,
+    layer_norm_formula,
+    rms_norm_formula,
+)
+from fusednorm.checks import FLOAT_DTYPES, MAX_COLS, checked_eps
+from fusednorm.errors import KernelInputError
+
+_EPS_NAMES = ("variance_epsilon", "eps")
+_PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(None))
+"""Types of what a norm's class may keep in an instance besides its parameters."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+TIMM = {
+    "timm.layers.norm.LayerNorm": nn.LayerNorm,
+    "timm.layers.norm.GroupNorm": nn.GroupNorm,
+    "timm.layers.norm.GroupNorm1": nn.GroupNorm,
+}
+"""Classes of timm that call torch's function in a forward of their own, and what they derive from."""
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A module that can be patched.
+
+    Attributes:
+        description: what it is computed as.
+        forward: what stands for its forward.
+    """
+
+    description: str
+    forward: PatchedForward
+
+
+class NotRecognisedError(Exception):
+    """The module is left alone; the message says why."""
+
+
+def recognise_norm(module: nn.Module) -> Recognised | None:
+    """The norm that a module is; None if it does not look like one.
+
+    Raises:
+        NotRecognisedError: it is none that the kernels compute, or not to be touched.
+    """
+    if not _looks_like_norm(module):
+        return None
+    check_not_replaced(module)
+    kind = type(module)
+    if kind.__module__.startswith("fusednorm."):
+        raise NotRecognisedError("on these kernels already")
+    for torch_class, recognise_one in _OF_TORCH.items():
+        if kind.forward is torch_class.forward:
+            return recognise_one(module)
+    if getattr(module, "_fast_norm", False):
+        raise NotRecognisedError("timm's fast norm is switched on, which autocast treats otherwise")
+    of_timm = TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
+    if of_timm is not None and isinstance(module, of_timm):
+        return _of_timm(module, of_timm)
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
+        raise NotRecognisedError(f"{kind.__name__} has a forward of its own")
+    return _by_behaviour(module)
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    """Whether a report must say something of a module: a norm by its class's name, or one of torch's."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
+        return True
+    return "norm" in type(module).__name__.lower() and not module._modules
+
+
+def check_not_replaced(module: nn.Module) -> None:
+    """Raises NotRecognisedError for a module whose forward is not its class's."""
+    if "forward" in module.__dict__:
+        patched = isinstance(module.__dict__["forward"], PatchedForward)
+        raise NotRecognisedError("patched already" if patched else "its forward is replaced by another")
+
+
+def _layer_norm(module: Any) -> Recognised:
+    _check_shapes(module, tuple(module.normalized_shape))
+    _check_eps(module.eps)
+    return Recognised("layer_norm", LayerNormForward(module, input_name(module)))
+
+
+def _rms_norm(module: Any) -> Recognised:
+    _check_shapes(module, tuple(module.normalized_shape))
+    if module.eps is not None:
+        _check_eps(module.eps)
+    return Recognised("rms_norm", RMSNormForward(module, input_name(module)))
+
+
+def _group_norm(module: Any) -> Recognised:
+    _check_shapes(module, (module.num_channels,))
+    _check_eps(module.eps)
+    return Recognised("group_norm", GroupNormForward(module, input_name(module)))
+
+
+_OF_TORCH: dict[type[nn.Module], Callable[[Any], Recognised]] = {
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GroupNorm: _group_norm,
+}
+
+
+def _of_timm(module: Any, base: type[nn.Module]) -> Recognised:
+    found = _OF_TORCH[base](module)
+    if base is nn.GroupNorm:
+        shape, formula = (3, module.num_channels, 2, 2), group_norm_formula(module.num_groups)
+    else:
+        if len(module.normalized_shape) != 1:
+            raise NotRecognisedError(f"normalized_shape {list(module.normalized_shape)} is of several axes")
+        shape, formula = (3, 2, *module.normalized_shape), layer_norm_formula
+    if not _agrees(Probe(module, shape, module.eps), formula):
+        raise NotRecognisedError(f"{type(module).__name__} computes something else than {found.description}")
+    return found
+
+
+def _by_behaviour(module: Any) -> Recognised:
+    name = type(module).__name__
+    weight, eps_name = module._parameters.get("weight"), _eps_name(module)
+    others = [key for key, parameter in module._parameters.items() if parameter is not None and key != "weight"]
+    if weight is None or weight.dim() != 1 or eps_name is None or others or module._buffers:
+        raise NotRecognisedError(f"no kernel for {name}")
+    for key, value in vars(module).items():
+        if key not in _OF_EVERY_MODULE and not isinstance(value, _PLAIN):
+            raise NotRecognisedError(f"{name} keeps {key}, of which nothing is known")
+    eps = getattr(module, eps_name)
+    _check_eps(eps)
+    _check_parameter("weight", weight, tuple(weight.shape))
+    probe = Probe(module, (3, 2, weight.shape[0]), eps)
+    for offset in (0.0, 1.0):
+        if _agrees(probe, rms_norm_formula(offset)):
+            forward = ObservedRMSNormForward(
+                module, input_name(module), eps_name, offset, probe.dtypes(), probe.autocast_dtypes()
+            )
+            described = "rms_norm, weight_offset=1" if offset else "rms_norm"
+            return Recognised(f"{described}, as {name} has it", forward)
+    raise NotRecognisedError(f"{name} computes nothing that a kernel does")
+
+
+def _agrees(probe: Probe, formula: Formula) -> bool:
+    try:
+        return probe.matches(formula)
+    # The forward of a class of which nothing is known.
+    except Exception as error:
+        raise NotRecognisedError(f"its forward of a few random samples raised {type(error).__name__}") from error
+
+
+def _eps_name(module: nn.Module) -> str | None:
+    return next((name for name in _EPS_NAMES if isinstance(module.__dict__.get(name), float)), None)
+
+
+def input_name(module: nn.Module) -> str:
+    """Of the first parameter of the forward of a module's class."""
+    return list(inspect.signature(type(module).forward).parameters)[1]
+
+
+def _check_eps(eps: float) -> None:
+    try:
+        checked_eps(eps)
+    except KernelInputError as error:
+        raise NotRecognisedError(str(error)) from error
+
+
+def _check_shapes(module: Any, shape: tuple[int, ...]) -> None:
+    """Raises NotRecognisedError for a shape or parameters that no kernel takes."""
+    size = torch.Size(shape).numel()
+    if not shape or not 0 < size <= MAX_COLS:
+        raise NotRecognisedError(f"no kernel takes normalized_shape {list(shape)}")
+    for name in ("weight", "bias"):
+        _check_parameter(name, getattr(module, name, None), shape)
+
+
+def _check_parameter(name: str, parameter: Any, shape: tuple[int, ...]) -> None:
+    if parameter is None:
+        return
+    kind = type(parameter)
+    if kind is not Parameter and kind is not Tensor:
+        raise NotRecognisedError(f"its {name} is a {kind.__name__}")
+    if parameter.is_meta:
+        raise NotRecognisedError(f"its {name} is on the meta device, without values")
+    if parameter.device.type not in ("cuda", "cpu"):
+        raise NotRecognisedError(f"no kernel for {parameter.device.type}")
+    if not parameter.numel() or tuple(parameter.shape) != shape or not parameter.untyped_storage().size():
+        raise NotRecognisedError(f"its {name} is sharded: {list(parameter.shape)} of {list(shape)} are here")
+    if parameter.dtype not in FLOAT_DTYPES:
+        raise NotRecognisedError(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")

@@ -1,0 +1,187 @@
+"""Norms as model libraries write them, and tiny models of them."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+
+class LlamaRMSNorm(nn.Module):
+    """x_hat is rounded to x's dtype before it is multiplied; the result is what torch promotes to."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        wide = hidden_states.to(torch.float32)
+        mean_square = wide.pow(2).mean(-1, keepdim=True)
+        return self.weight * (wide * torch.rsqrt(mean_square + self.variance_epsilon)).to(dtype)
+
+
+class T5LayerNorm(nn.Module):
+    """An RMSNorm by another name; a low weight's dtype is the result's."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        mean_square = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(mean_square + self.variance_epsilon)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class GemmaRMSNorm(nn.Module):
+    """The weight is kept around zero, and everything is float32 until the end."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class FunctionalRMSNorm(nn.Module):
+    """By torch's function, which autocast knows."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.normalized_shape = (size,)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class UnscaledSquareNorm(nn.Module):
+    """Looks like an RMSNorm, and is none: eps stands outside of the root."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    """May be called with a gate."""
+
+    def forward(self, hidden_states, gate=None):
+        y = super().forward(hidden_states)
+        return y if gate is None else y * F.silu(gate)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Over the channels of [N, C, H, W]."""
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+class InheritingLayerNorm(nn.LayerNorm):
+    """A class of its own with torch's forward."""
+
+
+def timm_layer_norm(forward=None):
+    """timm's class, which is known by its name; with another forward, a later version of it."""
+
+    def as_timm(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    body = {"__module__": "timm.layers.norm", "__qualname__": "LayerNorm", "forward": forward or as_timm}
+    return type("LayerNorm", (nn.LayerNorm,), body)
+
+
+def timm_group_norm():
+    """The same; its constructor takes the groups second."""
+
+    def constructed(self, num_channels, num_groups=32):
+        nn.GroupNorm.__init__(self, num_groups, num_channels)
+
+    def forward(self, x):
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    body = {
+        "__module__": "timm.layers.norm",
+        "__qualname__": "GroupNorm",
+        "__init__": constructed,
+        "forward": forward,
+    }
+    return type("GroupNorm", (nn.GroupNorm,), body)
+
+
+class ResnetBlock2D(nn.Module):
+    """As diffusers names and uses its parts."""
+
+    def __init__(self, channels=4, out=6, temb=5, embedding="default", activation=None, factor=1.5):
+        super().__init__()
+        self.time_embedding_norm, self.skip_time_act, self.output_scale_factor = embedding, False, factor
+        self.norm1 = nn.GroupNorm(2, channels, eps=1e-6)
+        self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
+        width = 2 * out if embedding == "scale_shift" else out
+        self.time_emb_proj = None if temb is None else nn.Linear(temb, width)
+        self.norm2 = nn.GroupNorm(2, out, eps=1e-6)
+        self.dropout = nn.Dropout(0.0)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
+        self.nonlinearity = activation or nn.SiLU()
+        self.upsample = self.downsample = None
+        self.conv_shortcut = None if channels == out else nn.Conv2d(channels, out, 1)
+
+    def forward(self, input_tensor, temb, *args, **kwargs):
+        hidden = self.conv1(self.nonlinearity(self.norm1(input_tensor)))
+        if self.upsample is not None:
+            input_tensor, hidden = self.upsample(input_tensor), self.upsample(hidden)
+        if self.time_emb_proj is not None:
+            temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))[:, :, None, None]
+        if self.time_embedding_norm == "scale_shift":
+            scale, shift = torch.chunk(temb, 2, dim=1)
+            hidden = self.norm2(hidden) * (1 + scale) + shift
+        else:
+            hidden = self.norm2(hidden if temb is None else hidden + temb)
+        hidden = self.conv2(self.dropout(self.nonlinearity(hidden)))
+        if self.conv_shortcut is not None:
+            input_tensor = self.conv_shortcut(input_tensor)
+        return (input_tensor + hidden) / self.output_scale_factor
+
+
+class Mixed(nn.Module):
+    """x [N, 4, 8] through a norm of every kind, a shared one and one with tied parameters among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LayerNorm(8)
+        self.llama = LlamaRMSNorm(8)
+        self.gemma = GemmaRMSNorm(8)
+        self.rms = nn.RMSNorm((4, 8))
+        self.again = self.first
+        self.tied = nn.LayerNorm(8)
+        self.tied.weight = self.first.weight
+        self.net = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(), nn.Linear(8, 8), nn.GroupNorm(4, 4))
+        varied(self)
+
+    def forward(self, x):
+        for layer in (self.first, self.llama, self.gemma, self.rms, self.again, self.tied, self.net):
+            x = x + layer(x)
+        return x
+
+
+def varied(module):
+    """A module with random parameters."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module

@@ -1,0 +1,220 @@
+"""A GroupNorm and the activation behind it are one pass where the code of the module around them says so."""
+
+import copy
+import pickle
+
+import fusednorm
+import pytest
+import torch
+from torch import nn
+
+from tests.kernels.api.norm_calls import Dispatched
+from tests.kernels.api.patching.norms import ResnetBlock2D, varied
+
+ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "silu, in place": nn.SiLU(inplace=True),
+    "relu": nn.ReLU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU("tanh"),
+}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+class Calls(Dispatched):
+    """Notes the activations that the library's operators fuse, and torch's own that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.separate = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fusednorm" and not function.name().endswith("backward"):
+            self.fused.append(args[9])
+        elif function.name().split("::")[1].rstrip("_") in ("silu", "relu", "gelu"):
+            self.separate.append(function.name())
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def calls(module, *inputs):
+    with Calls() as seen, torch.no_grad():
+        module(*inputs)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def precise_convolutions(monkeypatch):
+    """A GPU's would round norms that differ by a bit to different numbers."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(2, 4, 3, 5, device=device)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_in_a_sequence_both_are_one_pass(activation, x):
+    net = varied(nn.Sequential(nn.GroupNorm(2, 4), copy.deepcopy(ACTIVATIONS[activation]), nn.Conv2d(4, 4, 1)))
+    net = net.to(x.device)
+    want = net(x)
+    name = activation.split(",")[0]
+    assert fusednorm.patch(net).patched == {"0": "group_norm", "": f"group_norm with {name} in a Sequential"}
+    torch.testing.assert_close(net(x), want, **TOLERANCE)
+    seen = calls(net, x)
+    assert (seen.fused, seen.separate) == ([name], [])
+
+
+def test_gradients_of_a_sequence(x):
+    net = varied(nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 4, 1))).to(x.device)
+    patched = copy.deepcopy(net)
+    fusednorm.patch(patched)
+    for each in (net, patched):
+        each(x).square().sum().backward()
+    for want, got in zip(net.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, **TOLERANCE)
+
+
+def test_who_calls_the_parts_gets_the_parts(x):
+    """As code does that takes a sequence for a list, or the activation of one for others."""
+    net = varied(nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())).to(x.device)
+    alone = net[0](x)
+    fusednorm.patch(net)
+    torch.testing.assert_close(net[0](x), alone, **TOLERANCE)
+    torch.testing.assert_close(net[:1](x), alone, **TOLERANCE)
+    assert torch.equal(net[1](x), nn.functional.silu(x))
+
+
+def test_whoever_watches_a_part_sees_what_it_returns(x):
+    net = varied(nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())).to(x.device)
+    alone, want = net[0](x), net(x)
+    fusednorm.patch(net)
+    seen = []
+    handle = net[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    torch.testing.assert_close(net(x), want, **TOLERANCE)
+    torch.testing.assert_close(seen, [alone], **TOLERANCE)
+    handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    net(x)
+    assert seen[1:] == [nn.GroupNorm, nn.SiLU, nn.Sequential]
+    handle.remove()
+    assert calls(net, x).fused == ["silu"]
+
+
+def test_a_sequence_that_changes_is_computed_as_it_is(x):
+    net = varied(nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(), nn.GroupNorm(2, 4), nn.ReLU())).to(x.device)
+    fusednorm.patch(net)
+    net[1] = nn.Sigmoid()
+    net.append(nn.Tanh())
+    fusednorm.unpatch(net[2])
+    want_of = copy.deepcopy(net)
+    fusednorm.unpatch(want_of)
+    torch.testing.assert_close(net(x), want_of(x), **TOLERANCE)
+    assert calls(net, x).fused == ["none"]
+
+
+def test_what_kernels_do_not_take_goes_through_one_by_one(x):
+    net = varied(nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())).to(x.device)
+    fusednorm.patch(net)
+    want_of = copy.deepcopy(net)
+    fusednorm.unpatch(want_of)
+    assert torch.equal(net.double()(x.double()), want_of.double()(x.double()))
+    assert net.float()(x[:, :, :0]).shape == (2, 4, 0, 5)
+    with pytest.raises(TypeError):
+        net(x, x)
+    torch.testing.assert_close(net(input=x), want_of.float()(x), **TOLERANCE)
+    assert fusednorm.patch(nn.Sequential()).patched == {}
+
+
+@pytest.mark.parametrize("embedding", ["default", "scale_shift"])
+@pytest.mark.parametrize("same_channels", [False, True])
+def test_residual_blocks(embedding, same_channels, x):
+    block = varied(ResnetBlock2D(out=4 if same_channels else 6, embedding=embedding)).to(x.device)
+    temb = torch.randn(2, 5, device=x.device)
+    want = block(x, temb)
+    state = torch.get_rng_state()
+    assert fusednorm.patch(block).patched == {
+        "norm1": "group_norm",
+        "norm2": "group_norm",
+        "": "twice group_norm with silu in a ResnetBlock2D",
+    }
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(block(x, temb), want, **TOLERANCE)
+    seen = calls(block, x, temb)
+    # That of the embedding is left.
+    assert (seen.fused, len(seen.separate)) == (["silu", "silu"], 1)
+    for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        torch.testing.assert_close(copied(x, temb), want, **TOLERANCE)
+        assert copied.norm1.weight is not block.norm1.weight
+    fusednorm.unpatch(block)
+    assert torch.equal(block(x, temb), want)
+
+
+def test_residual_blocks_without_an_embedding_or_with_hooks(x):
+    block = varied(ResnetBlock2D(temb=None)).to(x.device)
+    want = block(x, None)
+    fusednorm.patch(block)
+    torch.testing.assert_close(block(x, None), want, **TOLERANCE)
+    torch.testing.assert_close(block(x, temb=None), want, **TOLERANCE)
+    assert calls(block, x, None).fused == ["silu", "silu"]
+    seen = []
+    block.norm2.register_forward_hook(lambda *_: seen.append("norm2"))
+    torch.testing.assert_close(block(x, None), want, **TOLERANCE)
+    assert seen == ["norm2"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_residual_blocks_compile_whole(backend, x):
+    block = varied(ResnetBlock2D(embedding="scale_shift")).to(x.device)
+    temb = torch.randn(2, 5, device=x.device)
+    want = block(x, temb)
+    fusednorm.patch(block)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x, temb), want, **TOLERANCE)
+    program = torch.export.export(block, (x, temb))
+    torch.testing.assert_close(program.module()(x, temb), want, **TOLERANCE)
+
+
+def sampling():
+    block = ResnetBlock2D()
+    block.upsample = nn.Upsample(scale_factor=2)
+    return block
+
+
+def otherwise():
+    class Later(ResnetBlock2D):
+        def forward(self, input_tensor, temb):
+            return super().forward(input_tensor, temb) + 1
+
+    Later.__name__ = "ResnetBlock2D"
+    return Later()
+
+
+def raising():
+    class Later(ResnetBlock2D):
+        def forward(self, input_tensor, temb, mask):
+            return super().forward(input_tensor, temb) * mask
+
+    Later.__name__ = "ResnetBlock2D"
+    return Later()
+
+
+LEFT_ALONE = {
+    "sampling": (sampling, "it samples up or down: its norms are taken alone"),
+    "otherwise": (otherwise, "a small one of its kind computes something else"),
+    "raising": (raising, "a small one of its kind raised TypeError"),
+    "activation": (
+        lambda: ResnetBlock2D(activation=nn.Mish()),
+        "its norms and nonlinearity are not GroupNorms and an activation to be taken as one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_blocks_that_are_left_alone(case):
+    make, reason = LEFT_ALONE[case]
+    block = make()
+    report = fusednorm.patch(block)
+    assert report.patched == {"norm1": "group_norm", "norm2": "group_norm"}
+    assert report.skipped == {"": reason}

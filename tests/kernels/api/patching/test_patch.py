@@ -1,0 +1,261 @@
+"""Which modules of a model are patched, what is told of them, and that everything can be taken back."""
+
+import copy
+import gc
+import inspect
+import re
+import weakref
+from pathlib import Path
+
+import fusednorm
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_module, distribute_tensor
+
+from tests.kernels.api.norm_calls import Dispatched
+from tests.kernels.api.patching.norms import (
+    GemmaRMSNorm,
+    InheritingLayerNorm,
+    LayerNorm2d,
+    LlamaRMSNorm,
+    Mixed,
+    varied,
+)
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(2, 4, 8, device=device)
+
+
+def operators(model, *inputs):
+    """The library's operators that a call of the model dispatches, by their short names."""
+    with Dispatched() as seen:
+        model(*inputs)
+    return [name.removeprefix("fusednorm::") for name in seen.names]
+
+
+def attributes(model):
+    return [dict(vars(module)) for module in model.modules()]
+
+
+def test_every_norm_goes_to_the_kernels_and_nothing_else_changes(device, x):
+    model = Mixed().to(device)
+    want, names = model(x), list(model.state_dict())
+    kinds = [type(module) for module in model.modules()]
+    report = fusednorm.patch(model)
+    assert dict(report.patched) == {
+        "first": "layer_norm",
+        "llama": "rms_norm, as LlamaRMSNorm has it",
+        "gemma": "rms_norm, weight_offset=1, as GemmaRMSNorm has it",
+        "rms": "rms_norm",
+        "tied": "layer_norm",
+        "net.0": "group_norm",
+        "net.3": "group_norm",
+        "net": "group_norm with silu in a Sequential",
+    }
+    assert not report.skipped
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-4)
+    assert operators(model, x) == [
+        "layer_norm",
+        "rms_norm",
+        "rms_norm",
+        "rms_norm",
+        "layer_norm",
+        "layer_norm",
+        "group_norm",
+        "group_norm",
+    ]
+    assert list(model.state_dict()) == names
+    assert [type(module) for module in model.modules()] == kinds
+    assert repr(model) == repr(Mixed())
+
+
+def test_gradients_are_those_of_the_model(device, x):
+    model = Mixed().to(device)
+    patched = copy.deepcopy(model)
+    fusednorm.patch(patched)
+    for each in (model, patched):
+        each(x).square().sum().backward()
+    for (name, want), got in zip(model.named_parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_unpatching_leaves_nothing_behind(device, x):
+    model = Mixed().to(device)
+    want, before = model(x), attributes(model)
+    fusednorm.patch(model)
+    assert attributes(model) != before
+    fusednorm.unpatch(model)
+    assert attributes(model) == before
+    assert torch.equal(model(x), want)
+    assert not operators(model, x)
+    fusednorm.unpatch(model)
+
+
+def test_a_second_patch_changes_nothing(x, device):
+    model = Mixed().to(device)
+    first = fusednorm.patch(model)
+    before = attributes(model)
+    second = fusednorm.patch(model)
+    assert second.patched == {}
+    assert second.skipped == dict.fromkeys(first.patched, "patched already")
+    assert attributes(model) == before
+    fusednorm.unpatch(model)
+    assert not operators(model, x)
+
+
+def test_only_some_may_be_patched(device, x):
+    model = Mixed().to(device)
+    report = fusednorm.patch(model, only=lambda path, module: path == "gemma" or isinstance(module, nn.LayerNorm))
+    assert set(report.patched) == {"first", "gemma", "tied"}
+    assert report.skipped == dict.fromkeys(["llama", "rms", "net.0", "net.3"], "left out by `only`")
+    assert operators(model, x) == ["layer_norm", "rms_norm", "layer_norm", "layer_norm"]
+
+
+def test_a_norm_alone_is_a_model(device, x):
+    norm = nn.LayerNorm(8, device=device)
+    assert fusednorm.patch(norm).patched == {"": "layer_norm"}
+    assert operators(norm, x) == ["layer_norm"]
+
+
+def without_values(norm):
+    return norm.to("meta")
+
+
+def replaced(norm):
+    norm.forward = norm.forward
+    return norm
+
+
+def with_weight(norm, weight):
+    norm.weight = weight
+    return norm
+
+
+class Tagged(nn.Parameter):
+    """A parameter of a kind of its own."""
+
+
+def emptied(norm):
+    norm.weight.untyped_storage().resize_(0)
+    return norm
+
+
+SKIPPED = {
+    "no values": (without_values(nn.LayerNorm(8)), "its weight is on the meta device, without values"),
+    "wide": (nn.GroupNorm(2, 4).double(), "its weight is float64"),
+    "narrow": (LlamaRMSNorm(8).to(torch.float8_e4m3fn), "its weight is float8_e4m3fn"),
+    "no axis": (nn.LayerNorm(()), "no kernel takes normalized_shape []"),
+    "no element": (nn.RMSNorm((4, 0)), "no kernel takes normalized_shape [4, 0]"),
+    "no eps": (nn.LayerNorm(8, eps=0.0), "eps must be positive and finite, got 0.0"),
+    "own forward": (LayerNorm2d(8), "LayerNorm2d has a forward of its own"),
+    "ours": (fusednorm.GroupNorm(2, 4), "on these kernels already"),
+    "replaced": (replaced(nn.LayerNorm(8)), "its forward is replaced by another"),
+    "subclass": (with_weight(nn.LayerNorm(8), Tagged(torch.ones(8))), "its weight is a Tagged"),
+    "flat": (
+        with_weight(nn.LayerNorm(8), nn.Parameter(torch.ones(0))),
+        "its weight is sharded: [0] of [8] are here",
+    ),
+    "part": (
+        with_weight(GemmaRMSNorm(8), nn.Parameter(torch.ones(0))),
+        "its weight is sharded: [0] of [0] are here",
+    ),
+    "freed": (emptied(nn.RMSNorm(8)), "its weight is sharded: [8] of [8] are here"),
+    "batch": (nn.BatchNorm1d(8), "no kernel for BatchNorm1d"),
+}
+
+
+@pytest.mark.parametrize("case", SKIPPED)
+def test_left_alone_with_a_reason(case):
+    norm, reason = SKIPPED[case]
+    model = nn.Sequential(norm, nn.Linear(8, 8))
+    before = attributes(model)
+    report = fusednorm.patch(model)
+    assert (report.patched, report.skipped) == ({}, {"0": reason})
+    assert attributes(model) == before
+
+
+def test_a_distributed_parameter_is_left_alone(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        norm = nn.LayerNorm(8)
+        norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, mesh))
+        assert fusednorm.patch(norm).skipped == {"": "its weight is a DTensor"}
+        # One that becomes such afterwards is computed as before.
+        norm, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8, bias=False)), torch.randn(4, 8)
+        want = norm(x)
+        fusednorm.patch(norm)
+        distribute_module(norm, mesh)
+        torch.testing.assert_close(norm(distribute_tensor(x, mesh)).to_local(), want)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_class_that_inherits_the_forward_is_patched(device, x):
+    norm = InheritingLayerNorm(8, device=device)
+    assert fusednorm.patch(norm).patched == {"": "layer_norm"}
+    assert isinstance(norm, InheritingLayerNorm)
+    torch.testing.assert_close(norm(x), nn.LayerNorm(8, device=device)(x))
+
+
+def test_a_model_is_freed_without_the_garbage_collector(device):
+    model = Mixed().to(device)
+    fusednorm.patch(model)
+    alive = weakref.ref(model.first.weight)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_forward_without_its_module_says_so(x):
+    norm = nn.LayerNorm(8)
+    fusednorm.patch(norm)
+    shallow = copy.copy(norm)
+    torch.testing.assert_close(shallow(x.cpu()), norm(x.cpu()))
+    del norm
+    with pytest.raises(ReferenceError, match=r"copy patched modules by copy\.deepcopy"):
+        shallow(x.cpu())
+
+
+def test_what_a_forward_takes_is_still_told(device, x):
+    norm = varied(LlamaRMSNorm(8)).to(device)
+    signature = inspect.signature(norm.forward)
+    fusednorm.patch(norm)
+    assert inspect.signature(norm.forward) == signature
+    torch.testing.assert_close(norm(hidden_states=x), norm(x))
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        norm(x=x)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        norm()
+
+
+def test_the_report_is_for_people():
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList(nn.LayerNorm(8) for _ in range(5)),
+            "head": nn.Sequential(nn.GroupNorm(2, 4), nn.GELU("tanh")),
+            "stem": nn.BatchNorm2d(4),
+        }
+    )
+    assert str(fusednorm.patch(model)) == (
+        "patched 7, skipped 1\n"
+        "patched    5  layer_norm: layers.0, layers.1, layers.2 and 2 more\n"
+        "patched    1  group_norm: head.0\n"
+        "patched    1  group_norm with gelu_tanh in a Sequential: head\n"
+        "skipped    1  no kernel for BatchNorm2d: stem\n"
+        "on the CPU: 7 of the patched; torch computes them there, and nothing is gained"
+    )
+    assert str(fusednorm.patch(nn.Linear(2, 2))) == "patched 0, skipped 0"
+
+
+def test_the_example_of_the_documentation_is_true(capsys):
+    text = (Path(__file__).parents[4] / "docs" / "patching.md").read_text()
+    (code,), (output,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
+    exec(code, {})
+    assert capsys.readouterr().out == output

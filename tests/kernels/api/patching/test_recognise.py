@@ -1,0 +1,139 @@
+"""Which classes of other libraries are norms that the kernels compute, seen by what they compute."""
+
+import fusednorm
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from tests.kernels.api.patching.norms import (
+    FunctionalRMSNorm,
+    GemmaRMSNorm,
+    LlamaRMSNorm,
+    T5LayerNorm,
+    UnscaledSquareNorm,
+    timm_group_norm,
+    timm_layer_norm,
+    varied,
+)
+
+RMS_NORMS = [LlamaRMSNorm, T5LayerNorm, GemmaRMSNorm, FunctionalRMSNorm]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", RMS_NORMS)
+def test_rms_norms_are_known_by_their_results(kind, dtype, device):
+    norm = varied(kind(64)).to(device, dtype)
+    offset = ", weight_offset=1" if kind is GemmaRMSNorm else ""
+    x = torch.randn(4, 64, device=device, dtype=dtype)
+    want = norm(x)
+    assert fusednorm.patch(norm).patched == {"": f"rms_norm{offset}, as {kind.__name__} has it"}
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(norm(x), want, rtol=tolerance, atol=tolerance)
+
+
+def test_an_offset_is_added_in_float32(device):
+    """1 + 2^-10 is 1 in bfloat16: gradients of small weights would be taken at another point."""
+    norm = GemmaRMSNorm(4).to(device, torch.bfloat16)
+    fusednorm.patch(norm)
+    with torch.no_grad():
+        norm.weight.fill_(2.0**-10)
+    y = norm(torch.ones(1, 4, device=device))
+    torch.testing.assert_close(y, torch.full_like(y, 1 + 2.0**-10), rtol=1e-6, atol=0)
+
+
+class RaisingNorm(LlamaRMSNorm):
+    """Takes no samples of the probe's shape."""
+
+    def forward(self, x):
+        batch, cols = x.shape
+        return x.reshape(batch, cols)
+
+
+class NormalisingNorm(LlamaRMSNorm):
+    """Subtracts the mean."""
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], self.weight, None, self.variance_epsilon)
+
+
+class MultiplyingNorm(LlamaRMSNorm):
+    """An RMSNorm at its initial weight alone."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight
+
+
+class HalvingNorm(LlamaRMSNorm):
+    """Right in float32, and far off in bfloat16."""
+
+    def forward(self, x):
+        return super().forward(x) if x.dtype is torch.float32 else super().forward(x) / 2
+
+
+class RememberingNorm(LlamaRMSNorm):
+    """With something in it that calls may change."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.seen = torch.zeros(1)
+
+
+class BiasedNorm(LlamaRMSNorm):
+    """With a parameter that no formula has."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.offset = nn.Parameter(torch.zeros(size))
+
+
+NONE = {
+    UnscaledSquareNorm: "UnscaledSquareNorm computes nothing that a kernel does",
+    NormalisingNorm: "NormalisingNorm computes nothing that a kernel does",
+    MultiplyingNorm: "MultiplyingNorm computes nothing that a kernel does",
+    HalvingNorm: "HalvingNorm computes nothing that a kernel does",
+    RaisingNorm: "its forward of a few random samples raised ValueError",
+    RememberingNorm: "RememberingNorm keeps seen, of which nothing is known",
+    BiasedNorm: "no kernel for BiasedNorm",
+}
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_what_only_looks_like_one_is_left_alone(kind):
+    report = fusednorm.patch(kind(8))
+    assert report.patched == {}
+    assert report.skipped == {"": NONE[kind]}
+
+
+def test_timms_norms_are_known_by_name_and_results(device):
+    for norm, x in (
+        (timm_layer_norm()(8), torch.randn(3, 8)),
+        (timm_group_norm()(4, num_groups=2), torch.randn(3, 4, 5)),
+    ):
+        norm, x = varied(norm).to(device), x.to(device)
+        want = norm(x)
+        assert set(fusednorm.patch(norm).patched) == {""}
+        torch.testing.assert_close(norm(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_version_of_timm_that_computes_something_else_is_left_alone():
+    norm = timm_layer_norm(lambda self, x: 2 * nn.LayerNorm.forward(self, x))(8)
+    assert fusednorm.patch(norm).skipped == {"": "LayerNorm computes something else than layer_norm"}
+
+
+def test_timms_fast_norm_is_left_alone():
+    norm = timm_layer_norm()(8)
+    norm._fast_norm = True
+    assert fusednorm.patch(norm).skipped == {"": "timm's fast norm is switched on, which autocast treats otherwise"}
+
+
+def test_looking_draws_no_random_numbers_and_calls_no_hooks(device):
+    norm = varied(LlamaRMSNorm(8)).to(device)
+    weight = norm.weight.detach().clone()
+    norm.register_forward_hook(lambda *_: pytest.fail("called"))
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        assert fusednorm.patch(norm).patched
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(norm.weight, weight)
+    assert norm.weight.grad is None
