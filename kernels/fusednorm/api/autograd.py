@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from fusednorm import cpu
 from fusednorm.api import operators
 from fusednorm.cpu import plain
-from fusednorm.device import HAS_TRITON
+from fusednorm.device import HAS_TRITON, INTERPRETED
 from fusednorm.results import Forward
 
 if HAS_TRITON:
@@ -165,10 +165,9 @@ def _apply(
         _define(extension, *known)
     observed = _is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
-    if x.is_cpu and not observed and activation == "none" and not dropout and residual is None:
-        norm = (
-            None if weight_offset else _of_torch(op, x, weight, bias, num_groups, eps, differentiated, scale, shift)
-        )
+    if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None:
+        has_options = weight_offset or dropout or operators._library(op, x) is not cpu
+        norm = None if has_options else _of_torch(op, x, weight, bias, num_groups, eps, differentiated)
         if norm is not None:
             return norm, None
     settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
@@ -201,15 +200,13 @@ def _of_torch(
     num_groups: int,
     eps: float,
     differentiated: bool,
-    scale: Tensor | None,
-    shift: Tensor | None,
 ) -> Tensor | None:
     """A norm without options of a CPU tensor by torch's own function, or None where that is not as good."""
-    if op == "rms_norm" or scale is not None or shift is not None or operators._library(op, x) is not cpu:
-        return None
-    if op == "group_norm":
-        return plain.group_norm(x, num_groups, weight, bias, eps, differentiated)
-    return plain.layer_norm(x, weight, bias, eps, differentiated)
+    if op == "layer_norm":
+        return plain.layer_norm(x, weight, bias, eps, differentiated)
+    if op == "rms_norm":
+        return plain.rms_norm(x, weight, eps, differentiated)
+    return plain.group_norm(x, num_groups, weight, bias, eps, differentiated)
 
 
 def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
@@ -218,6 +215,8 @@ def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> 
     if dropout or seed or not HAS_TRITON:
         return None
     x, weight, bias, residual, scale, shift = inputs
+    if x.is_cpu and not INTERPRETED:
+        return None
     options = _forward_options(op, *known, stats=stats)
     if op == "group_norm":
         return group_norm_passes.FORWARD.again((x, residual, weight, bias, scale, shift), options)

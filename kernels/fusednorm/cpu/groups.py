@@ -46,14 +46,14 @@ def takes(
 def is_channels_last_of_torch(x: Tensor) -> bool:
     """Whether torch has a kernel for x's layout, where it is not contiguous."""
     # torch sees by the strides which layout an axis of one element is in, and not always as this library does.
-    if x.dim() not in (4, 5) or 1 in x.shape:
+    if x.dim() not in (4, 5) or 1 in x.shape[1:]:
         return False
     return x.is_contiguous(memory_format=_channels_last(x))
 
 
 def is_far_from_zero(mean: Tensor, rstd: Tensor) -> bool:
     """Whether a channels-last group's mean is so far from zero that torch's variance cancels, or is no number."""
-    farthest = float(torch.linalg.vector_norm(mean * rstd, math.inf))
+    farthest = float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), math.inf))
     return not farthest <= _FARTHEST_MEAN
 
 

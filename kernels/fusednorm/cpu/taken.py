@@ -14,9 +14,7 @@ Shape = tuple[int, ...]
 def are_floats(shape: Shape, *tensors: Tensor | None) -> bool:
     """Whether the tensors are float32 or 16-bit, of that shape and on the CPU; None is nothing to ask about."""
     for tensor in tensors:
-        if tensor is not None and not (
-            tensor.dtype in FLOAT_DTYPES and tensor.is_cpu and tensor.shape == shape and not tensor.is_neg()
-        ):
+        if tensor is not None and not (tensor.dtype in FLOAT_DTYPES and tensor.is_cpu and tensor.shape == shape):
             return False
     return True
 
