@@ -1,4 +1,4 @@
-"""Fused LayerNorm, RMSNorm and GroupNorm kernels, forward and backward, in Triton.
+"""Fused LayerNorm, RMSNorm and GroupNorm, forward and backward: Triton kernels, and torch's norms on a CPU.
 
 Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the same for `rms_norm` and
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
@@ -9,24 +9,31 @@ back.  `warmup` compiles ahead what rows of a length need, `warmup_group_norm` w
 `allow_waiting` switches off kernels whose programs wait for one another; `require_batch_invariance` keeps a
 sample's bits the same in any company.
 
-Where Triton is not installed there are only the types and errors, `fusednorm.reference` and `fusednorm.traffic`.
+Differentiable functions and modules take CPU tensors, too, with or without Triton.  Where Triton is not installed
+the launchers and warm-ups raise ModuleNotFoundError when they are called.
 """
 
-from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+from fusednorm.api.autograd import (
+    Added,
+    add_group_norm,
+    add_layer_norm,
+    add_rms_norm,
+    group_norm,
+    layer_norm,
+    rms_norm,
+)
+from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
+from fusednorm.api.patching.patch import patch, unpatch
+from fusednorm.api.patching.report import PatchReport
+from fusednorm.device import HAS_TRITON
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
+from fusednorm.policy.batch_invariance import require_batch_invariance
+from fusednorm.policy.waiting import allow_waiting
 from fusednorm.results import Backward, Forward
 
-if find_spec("triton") is not None:
-    from fusednorm.api.autograd import (
-        Added,
-        add_group_norm,
-        add_layer_norm,
-        add_rms_norm,
-        group_norm,
-        layer_norm,
-        rms_norm,
-    )
+if TYPE_CHECKING or HAS_TRITON:
     from fusednorm.api.chain import layer_norm_chain
     from fusednorm.api.group_norm import group_norm_backward, group_norm_forward
     from fusednorm.api.layer_norm import (
@@ -35,12 +42,19 @@ if find_spec("triton") is not None:
         rms_norm_backward,
         rms_norm_forward,
     )
-    from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
-    from fusednorm.api.patching.patch import patch, unpatch
-    from fusednorm.api.patching.report import PatchReport
     from fusednorm.api.warming import warmup, warmup_group_norm
-    from fusednorm.policy.batch_invariance import require_batch_invariance
-    from fusednorm.policy.waiting import allow_waiting
+else:
+    from fusednorm.api.absent import (
+        group_norm_backward,
+        group_norm_forward,
+        layer_norm_backward,
+        layer_norm_chain,
+        layer_norm_forward,
+        rms_norm_backward,
+        rms_norm_forward,
+        warmup,
+        warmup_group_norm,
+    )
 
 __all__ = [
     "Added",

@@ -8,11 +8,18 @@ import torch
 try:
     from triton import knobs
 except ModuleNotFoundError:
-    # `fusednorm.reference` runs without.
-    INTERPRETED = False
+    HAS_TRITON = INTERPRETED = False
 else:
-    INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import)."""
+    HAS_TRITON, INTERPRETED = True, bool(knobs.runtime.interpret)
+"""Whether Triton is installed, without which there are no kernels; and whether kernels run in its interpreter, on
+CPU tensors (TRITON_INTERPRET=1 at import)."""
+
+
+def needs_triton(what: str) -> ModuleNotFoundError:
+    """The error of a call that runs kernels where Triton is not installed."""
+    return ModuleNotFoundError(
+        f"{what} runs Triton kernels, and Triton is not installed: install the package triton", name="triton"
+    )
 
 
 @cache

@@ -2,7 +2,7 @@
 
 Whoever traces, transforms or watches torch's calls sees the operators of `operators`.  Where nobody does, they
 would cost the host several times what the passes do: a call goes to its pass at once, through a
-`torch.autograd.Function` where it is differentiated.
+`torch.autograd.Function` where it is differentiated.  A plain norm of CPU tensors is torch's own function.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,18 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from fusednorm.api import group_norm as group_norm_passes
-from fusednorm.api import layer_norm as layer_norm_passes
+from fusednorm import cpu
 from fusednorm.api import operators
-from fusednorm.launch.native import loaded
-from fusednorm.launch.prepared import undisturbed
-from fusednorm.launch.replay import MAX_KINDS, in_use, policy, use_when_needed
+from fusednorm.cpu import plain
+from fusednorm.device import HAS_TRITON, INTERPRETED
 from fusednorm.results import Forward
+
+if HAS_TRITON:
+    from fusednorm.api import group_norm as group_norm_passes
+    from fusednorm.api import layer_norm as layer_norm_passes
+    from fusednorm.launch.native import loaded
+    from fusednorm.launch.prepared import undisturbed
+    from fusednorm.launch.replay import MAX_KINDS, in_use, policy, use_when_needed
 
 
 class Added(NamedTuple):
@@ -148,7 +153,8 @@ def _apply(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    extension = None if dropout or seed is not None or is_compiling() else in_use()
+    is_repeatable = HAS_TRITON and not (dropout or seed is not None or is_compiling())
+    extension = in_use() if is_repeatable else None
     if extension is not None and undisturbed():
         known = op, num_groups, eps, weight_offset, activation
         made: tuple[Tensor, Any] | None = extension.differentiable(
@@ -159,6 +165,11 @@ def _apply(
         _define(extension, *known)
     observed = _is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
+    if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None:
+        has_options = weight_offset or dropout or operators._library(op, x) is not cpu
+        norm = None if has_options else _of_torch(op, x, weight, bias, num_groups, eps, differentiated)
+        if norm is not None:
+            return norm, None
     settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
     if not (observed or differentiated):
         again = _again(op, (x, weight, bias, residual, scale, shift), settings, stats=False)
@@ -181,12 +192,31 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 """x, weight, bias, residual, scale and shift."""
 
 
+def _of_torch(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    differentiated: bool,
+) -> Tensor | None:
+    """A norm without options of a CPU tensor by torch's own function, or None where that is not as good."""
+    if op == "layer_norm":
+        return plain.layer_norm(x, weight, bias, eps, differentiated)
+    if op == "rms_norm":
+        return plain.rms_norm(x, weight, eps, differentiated)
+    return plain.group_norm(x, num_groups, weight, bias, eps, differentiated)
+
+
 def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
     """The result of a call with nothing new about it, or None: see `launch.replay`."""
     *known, dropout, seed = settings
-    if dropout or seed:
+    if dropout or seed or not HAS_TRITON:
         return None
     x, weight, bias, residual, scale, shift = inputs
+    if x.is_cpu and not INTERPRETED:
+        return None
     options = _forward_options(op, *known, stats=stats)
     if op == "group_norm":
         return group_norm_passes.FORWARD.again((x, residual, weight, bias, scale, shift), options)
@@ -305,4 +335,5 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return False
 
 
-use_when_needed(partial(loaded, _backward, MAX_KINDS))
+if HAS_TRITON:
+    use_when_needed(partial(loaded, _backward, MAX_KINDS))

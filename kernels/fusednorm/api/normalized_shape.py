@@ -41,4 +41,5 @@ def machine_epsilon(x: Tensor) -> float:
         KernelInputError: x is no float.
     """
     check_float("x", x)
-    return torch.finfo(x.dtype).eps
+    # Of the type that torch computes in, which for float16 and bfloat16 is float32.
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps

@@ -1,7 +1,7 @@
 """`torch.library` operators with fakes and derivatives: what torch.compile, export and others who trace torch see.
 
 `fusednorm::<op>` and `fusednorm::<op>_backward` for `layer_norm`, `rms_norm` and `group_norm` stay whole in a
-traced graph.  CUDA tensors go to the kernels, CPU tensors to `reference`, float64 included; so they do in
+traced graph.  CUDA tensors go to the kernels, CPU tensors to `fusednorm.cpu`, float64 included; so they do in
 `run_forward` and `run_backward`, which the operators wrap and `autograd` calls where nobody watches.
 """
 
@@ -12,14 +12,17 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm import reference
-from fusednorm.api import group_norm as group_norm_passes
-from fusednorm.api import layer_norm as layer_norm_passes
+from fusednorm import cpu, reference
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
+from fusednorm.device import HAS_TRITON, needs_triton
 from fusednorm.errors import KernelInputError
 from fusednorm.layouts import in_layout, laid_out
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward, Forward
+
+if HAS_TRITON:
+    from fusednorm.api import group_norm as group_norm_passes
+    from fusednorm.api import layer_norm as layer_norm_passes
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
@@ -154,9 +157,15 @@ def gradients(
 
 
 def _library(op: str, x: Tensor) -> Any:
-    """The module that computes `op` where x is."""
+    """The module that computes `op` where x is.
+
+    Raises:
+        ModuleNotFoundError: that would be kernels, and Triton is not installed.
+    """
     if x.device.type == "cpu":
-        return reference
+        return cpu
+    if not HAS_TRITON:
+        raise needs_triton(f"{op} of a tensor on {x.device}")
     return group_norm_passes if op == "group_norm" else layer_norm_passes
 
 

@@ -21,6 +21,9 @@ from fusednorm.checks import FLOAT_DTYPES, as_heads, has_common_stride
 from fusednorm.errors import KernelInputError
 from fusednorm.layouts import in_layout
 
+AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
+"""Whether CUDA's autocast knows rms_norm, as newer versions of torch have it."""
+
 _any_autocast = torch._C._is_any_autocast_enabled
 
 _MAX_COLS_OF_HEADS = 8192
@@ -116,7 +119,7 @@ class RMSNormForward(PatchedForward):
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         weight, shape, eps = _weight(module), module.normalized_shape, module.eps
-        if _any_autocast() and casts_to_float32(x):
+        if AUTOCASTS_RMS_NORM and _any_autocast() and casts_to_float32(x):
             x = x.float()
         if eps is None:
             eps = machine_epsilon(x)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fusednorm.api.patching.forwards import AUTOCASTS_RMS_NORM
 from fusednorm.checks import FLOAT_DTYPES
 
 _SEED = 7
@@ -115,8 +116,7 @@ _CAST = (
     functional.layer_norm,
     torch.layer_norm,
     torch.native_layer_norm,
-    functional.rms_norm,
-    torch.rms_norm,
+    *((functional.rms_norm, torch.rms_norm) if AUTOCASTS_RMS_NORM else ()),
     functional.group_norm,
     torch.group_norm,
     functional.normalize,

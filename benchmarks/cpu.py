@@ -1,0 +1,159 @@
+"""Modules on CPU tensors against torch's own, forward and forward with backward, on one thread.
+
+    python -m benchmarks.cpu --out benchmarks/results/cpu.csv
+    python -m benchmarks.cpu --table benchmarks/results/cpu.csv
+
+Rounds alternate between the two, and a round's processor time over its calls is one sample, so that neither what
+else the machine does nor its clock is held against one of them.  The CSV has medians, of both times and of the
+quotients of rounds that followed one another; `--table` prints it as Markdown.
+"""
+
+import argparse
+import csv
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import fusednorm
+import torch
+from torch import Tensor, nn
+
+SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+"""Bytes of x."""
+
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "group_norm channels-last")
+COLUMNS = ("op", "dtype", "bytes", "shape", "pass", "fusednorm_us", "torch_us", "ratio", "torch", "cpu")
+
+_COLS, _CHANNELS, _GROUPS = 1024, 64, 32
+_ROUND_S = 2e-3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--out", type=Path, help="CSV file to write")
+    way.add_argument("--table", type=Path, metavar="CSV", help="print such a file as Markdown")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each cell (default: 0.5)")
+    arguments = parser.parse_args()
+    if arguments.table:
+        with arguments.table.open(newline="") as file:
+            print(*table(list(csv.DictReader(file))), sep="\n")
+        return
+    torch.set_num_threads(1)
+    with arguments.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for row in rows(arguments.seconds):
+            writer.writerow(row)
+            file.flush()
+            print(*row.values())
+
+
+def rows(seconds: float) -> Iterator[dict[str, object]]:
+    """A row for each operation, dtype, size and pass."""
+    for op in OPERATIONS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for nbytes in SIZES:
+                ours, theirs, x = _modules(op, dtype, nbytes)
+                dy = torch.randn_like(x)
+                calls = [_forward(ours, x), _forward(theirs, x)], [_both(ours, x, dy), _both(theirs, x, dy)]
+                for pass_, pair in zip(("forward", "forward+backward"), calls, strict=True):
+                    mine, other, ratio = alternately(pair[0], pair[1], seconds)
+                    yield {
+                        "op": op,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "bytes": nbytes,
+                        "shape": "x".join(map(str, x.shape)),
+                        "pass": pass_,
+                        "fusednorm_us": f"{mine * 1e6:.1f}",
+                        "torch_us": f"{other * 1e6:.1f}",
+                        "ratio": f"{ratio:.2f}",
+                        "torch": torch.__version__,
+                        "cpu": _processor(),
+                    }
+
+
+def table(records: list[dict[str, str]]) -> Iterator[str]:
+    """Lines of Markdown: a line for each operation, dtype and pass, a column for each size."""
+    sizes = list(dict.fromkeys(record["bytes"] for record in records))
+    yield f"| | type | pass | {' | '.join(_size(int(size)) for size in sizes)} |"
+    yield "| --- " * (3 + len(sizes)) + "|"
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        cell = f"{record['ratio']} ({record['fusednorm_us']} / {record['torch_us']})"
+        lines.setdefault((record["op"], record["dtype"], record["pass"]), []).append(cell)
+    for of_line, cells in lines.items():
+        yield f"| {' | '.join((*of_line, *cells))} |"
+
+
+def alternately(
+    first: Callable[[], object], second: Callable[[], object], seconds: float
+) -> tuple[float, float, float]:
+    """Median processor seconds of a call of each, in rounds that take turns, and the median quotient of these."""
+    calls = first, second
+    counts: list[int] = []
+    samples: tuple[list[float], list[float]] = [], []
+    for call in calls:
+        call()
+        counts.append(max(1, int(_ROUND_S / _timed(call, 3))))
+    end = time.process_time() + seconds
+    while time.process_time() < end or len(samples[0]) < 5:
+        for call, count, of_call in zip(calls, counts, samples, strict=True):
+            of_call.append(_timed(call, count))
+    quotients = [one / other for one, other in zip(*samples, strict=True)]
+    return median(samples[0]), median(samples[1]), median(quotients)
+
+
+def _timed(call: Callable[[], object], count: int) -> float:
+    began = time.process_time()
+    for _ in range(count):
+        call()
+    return (time.process_time() - began) / count
+
+
+def _modules(op: str, dtype: torch.dtype, nbytes: int) -> tuple[nn.Module, nn.Module, Tensor]:
+    """Ours, torch's and x."""
+    elements = nbytes // dtype.itemsize
+    pair: tuple[nn.Module, nn.Module]
+    if op == "layer_norm":
+        pair = fusednorm.LayerNorm(_COLS, dtype=dtype), nn.LayerNorm(_COLS, dtype=dtype)
+    elif op == "rms_norm":
+        pair = fusednorm.RMSNorm(_COLS, dtype=dtype), nn.RMSNorm(_COLS, dtype=dtype)
+    else:
+        pair = (
+            fusednorm.GroupNorm(_GROUPS, _CHANNELS, dtype=dtype),
+            nn.GroupNorm(_GROUPS, _CHANNELS, dtype=dtype),
+        )
+        positions = min(elements // _CHANNELS, 1024)
+        side = 2 ** (positions.bit_length() // 2)
+        shape = elements // (_CHANNELS * positions), _CHANNELS, positions // side, side
+        layout = torch.channels_last if op.endswith("last") else torch.contiguous_format
+        return *pair, torch.randn(shape, dtype=dtype).contiguous(memory_format=layout)
+    return *pair, torch.randn(elements // _COLS, _COLS, dtype=dtype)
+
+
+def _forward(module: nn.Module, x: Tensor) -> Callable[[], object]:
+    return torch.no_grad()(lambda: module(x))
+
+
+def _both(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
+    leaves = x.clone().requires_grad_(), *module.parameters()
+    return lambda: torch.autograd.grad(module(leaves[0]), leaves, dy)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes // 2**10} KiB"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The activations and their derivatives by torch's kernels, in float32."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+
+
+def activated(z: Tensor, activation: str) -> Tensor:
+    """act(z); z itself where there is no activation."""
+    match activation:
+        case "relu":
+            return torch.relu(z)
+        case "silu":
+            return F.silu(z)
+        case "gelu":
+            return F.gelu(z)
+        case "gelu_tanh":
+            return F.gelu(z, approximate="tanh")
+    return z
+
+
+def through_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    """dy * act'(z), the gradient of z."""
+    match activation:
+        case "relu":
+            gradient: Tensor = _ATEN.threshold_backward(dy, z, 0)
+        case "silu":
+            gradient = _ATEN.silu_backward(dy, z)
+        case "gelu":
+            gradient = _ATEN.gelu_backward(dy, z)
+        case "gelu_tanh":
+            gradient = _ATEN.gelu_backward(dy, z, approximate="tanh")
+        case _:
+            gradient = dy
+    return gradient

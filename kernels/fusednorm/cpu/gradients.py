@@ -1,0 +1,87 @@
+"""Gradients of rows, computed in float32 piece by piece."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fusednorm.cpu.taken import summed
+from fusednorm.results import Backward
+
+_PIECE = 2**17
+"""Elements that are widened at a time: about what stays in the cache while it is computed with."""
+
+
+class Gradients:
+    """What a backward pass returns; 16-bit tensors and sums are widened, computed with and narrowed by pieces."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        dresidual_out: Tensor | None,
+    ) -> None:
+        self._x, self._weight, self._bias = x, weight, bias
+        cols = x.shape[-1]
+        self._rows = x.reshape(-1, cols)
+        self._residual = None if residual is None else residual.reshape(-1, cols)
+        self._outside = None if dresidual_out is None else dresidual_out.reshape(-1, cols)
+        self._dx: Tensor | None = None
+        self._dresidual: Tensor | None = None
+        self._has_own_dresidual = residual is not None and residual.dtype != x.dtype
+        self._dweight: Tensor | None = None
+        self._dbias: Tensor | None = None
+        self._piece = slice(0)
+
+    def pieces(self, dy: Tensor, mean: Tensor, rstd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """h and dy, [rows, cols], mean and rstd, [rows, 1], all float32, of some rows after others."""
+        count, cols = self._rows.shape
+        gradient, centre, inverse = dy.reshape(-1, cols), mean.reshape(-1, 1), rstd.reshape(-1, 1)
+        is_wide = self._x.dtype == dy.dtype == torch.float32 and self._residual is None
+        at_once = count if is_wide else max(1, _PIECE // cols)
+        if count <= at_once:
+            self._piece = slice(0, count)
+            yield summed(self._rows, self._residual), gradient.float(), centre, inverse
+            return
+        self._dx = torch.empty(self._rows.shape, dtype=self._x.dtype)
+        if self._has_own_dresidual and self._residual is not None:
+            self._dresidual = torch.empty(self._rows.shape, dtype=self._residual.dtype)
+        for start in range(0, count, at_once):
+            self._piece = piece = slice(start, start + at_once)
+            h = summed(self._rows[piece], None if self._residual is None else self._residual[piece])
+            yield h, gradient[piece].float(), centre[piece], inverse[piece]
+
+    def write(self, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None) -> None:
+        """Take the gradients of the piece that came last."""
+        piece = self._piece
+        if self._outside is not None:
+            dx = dx.add_(self._outside[piece])
+        if self._dx is None:
+            self._dx = dx.to(self._x.dtype)
+            if self._has_own_dresidual and self._residual is not None:
+                self._dresidual = dx.to(self._residual.dtype)
+        else:
+            self._dx[piece] = dx
+            if self._dresidual is not None:
+                self._dresidual[piece] = dx
+        self._dweight = _added(self._dweight, dweight if self._weight is not None else None)
+        self._dbias = _added(self._dbias, dbias if self._bias is not None else None)
+
+    def result(self) -> Backward:
+        x, dx, dresidual = self._x, self._dx, self._dresidual
+        assert dx is not None
+        dx = dx.view(x.shape)
+        if self._residual is not None:
+            dresidual = dx if dresidual is None else dresidual.view(x.shape)
+        return Backward(dx, _as(self._dweight, self._weight), _as(self._dbias, self._bias), dresidual)
+
+
+def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None or more is None else total.add_(more)
+
+
+def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """The gradient in its parameter's dtype, or None where there is no parameter."""
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

@@ -1,0 +1,179 @@
+"""GroupNorm by torch's kernels, contiguous and channels-last."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm import reference
+from fusednorm.cpu.epilogue import activated, through_activation
+from fusednorm.cpu.taken import are_floats, are_plain, summed, wide
+from fusednorm.layouts import in_layout, laid_out
+from fusednorm.results import Backward, Forward
+
+_FARTHEST_MEAN = 2.0
+"""Standard deviations of a channels-last group; torch's variance loses 1 + their square in accuracy."""
+
+_backward_of_torch: Any = torch.ops.aten.native_group_norm_backward
+
+
+def takes(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    activation: str,
+    dropout: float,
+) -> bool:
+    """Whether torch's kernels may compute this call: see `fusednorm.cpu`."""
+    shape = x.shape
+    return (
+        are_plain(eps, activation, dropout)
+        and len(shape) > 1
+        and type(num_groups) is int
+        and num_groups > 0
+        and shape[1] % num_groups == 0
+        and are_floats(shape, x, residual)
+        and are_floats(shape[1:2], weight, bias)
+        and x.numel() > 0
+        and (x.is_contiguous() or is_channels_last_of_torch(x))
+    )
+
+
+def is_channels_last_of_torch(x: Tensor) -> bool:
+    """Whether torch has a kernel for x's layout, where it is not contiguous."""
+    # torch sees by the strides which layout an axis of one element is in, and not always as this library does.
+    if x.dim() not in (4, 5) or 1 in x.shape[1:]:
+        return False
+    return x.is_contiguous(memory_format=_channels_last(x))
+
+
+def is_far_from_zero(mean: Tensor, rstd: Tensor) -> bool:
+    """Whether a channels-last group's mean is so far from zero that torch's variance cancels, or is no number."""
+    farthest = float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), math.inf))
+    return not farthest <= _FARTHEST_MEAN
+
+
+def group_norm_forward(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    stats: bool = False,
+) -> Forward:
+    """See `fusednorm.reference.group_norm_forward`."""
+    options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
+    computed = None
+    is_taken = takes(x, num_groups, weight, bias, residual, **options) and scale is shift is None
+    if is_taken:
+        is_wide = activation != "none" or residual is not None
+        h = _in_view(summed(x, _like(x, residual)) if is_wide else x, x)
+        computed = _normalised(h, num_groups, weight, bias, eps)
+    if computed is None:
+        more: dict[str, Any] = {"residual": residual, "scale": scale, "shift": shift, "seed": seed, "stats": stats}
+        return reference.group_norm_forward(x, num_groups, weight, bias, **options, **more)
+    z, mean, rstd = computed
+    return Forward(
+        activated(z, activation).to(x.dtype).view(x.shape),
+        mean if stats else None,
+        rstd if stats else None,
+        None if residual is None else h.to(x.dtype).view(x.shape),
+    )
+
+
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Backward:
+    """See `fusednorm.reference.group_norm_backward`; statistics must have come, or the reference takes them."""
+    options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
+    is_taken = (
+        takes(x, num_groups, weight, bias, residual, **options)
+        and are_floats(x.shape, dy, dresidual_out)
+        and are_floats((x.shape[0], num_groups), mean, rstd)
+        and scale is shift is None
+    )
+    if (
+        not is_taken
+        or mean is None
+        or rstd is None
+        or mean.dtype != torch.float32
+        or rstd.dtype != torch.float32
+        or (not x.is_contiguous() and is_far_from_zero(mean, rstd))
+    ):
+        sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
+        sums |= {"scale": scale, "shift": shift, "seed": seed}
+        return reference.group_norm_backward(
+            dy, x, num_groups, weight, bias, mean=mean, rstd=rstd, **options, **sums
+        )
+    is_wide = activation != "none" or residual is not None or dy.dtype != x.dtype or dresidual_out is not None
+    h = _in_view(summed(x, _like(x, residual)) if is_wide else x, x)
+    gradient = _in_view(_like(x, dy.float() if is_wide else dy), x)
+    n, c, positions = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    # torch has no gradient of a bias without a weight, and would have the statistics in a 16-bit x's dtype.
+    factor = torch.ones(c) if weight is None else wide(weight)
+    if activation != "none":
+        z = torch.native_group_norm(h, factor, wide(bias), n, c, positions, num_groups, eps)[0]
+        gradient = through_activation(gradient, z, activation)
+    needed = [True, weight is not None, bias is not None]
+    dx, dweight, dbias = _backward_of_torch(gradient, h, mean, rstd, factor, n, c, positions, num_groups, needed)
+    if dresidual_out is not None:
+        dx = dx.add_(_in_view(_like(x, dresidual_out), x))
+    dx = dx.to(x.dtype).view(x.shape)
+    return Backward(
+        dx,
+        None if weight is None else dweight.to(weight.dtype),
+        None if bias is None else dbias.to(bias.dtype),
+        None if residual is None else dx,
+    )
+
+
+def _normalised(
+    h: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The norm of h, mean and rstd [N, num_groups] float32; None where the variance cancels."""
+    n, c = h.shape[:2]
+    # With parameters in float32 statistics are float32, too.
+    factor = torch.ones(c) if weight is bias is None and h.dtype != torch.float32 else wide(weight)
+    z, mean, rstd = torch.native_group_norm(h, factor, wide(bias), n, c, math.prod(h.shape[2:]), num_groups, eps)
+    return None if not h.is_contiguous() and is_far_from_zero(mean, rstd) else (z, mean, rstd)
+
+
+def _in_view(tensor: Tensor, x: Tensor) -> Tensor:
+    """[N, C, positions] of a contiguous x, so that torch takes it for no other; a channels-last one as it is."""
+    return tensor.view(x.shape[0], x.shape[1], -1) if x.is_contiguous() else tensor
+
+
+def _like(x: Tensor, tensor: Any) -> Any:
+    """A companion of x in x's layout, or None."""
+    channels_last = not x.is_contiguous()
+    return tensor if tensor is None or in_layout(tensor, channels_last) else laid_out(tensor, channels_last)
+
+
+def _channels_last(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d

@@ -1,0 +1,64 @@
+"""Norms without options, by torch's differentiable functions: its derivatives and no step of Python between."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import FLOAT_DTYPES
+from fusednorm.cpu import groups, rows
+from fusednorm.cpu.taken import are_floats, wide
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool) -> Tensor | None:
+    """LayerNorm over the last axis, or None where torch's is not as good.
+
+    Args:
+        x: [..., cols].
+        weight, bias: [cols], or None.
+        eps: added to the variance.
+        trains: whether the result is to be differentiated: torch sums gradients of parameters in x's dtype.
+    """
+    dtype = x.dtype
+    if dtype not in FLOAT_DTYPES or (trains and dtype != torch.float32):
+        return None
+    cols = x.shape[-1:]
+    if not (type(eps) is float and 0.0 < eps < math.inf and cols and x.numel() and are_floats(cols, weight, bias)):
+        return None
+    return torch.layer_norm(x, cols, wide(weight), wide(bias), eps, False)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> Tensor | None:
+    """RMSNorm over the last axis, or None where it is to be differentiated: torch has no derivative of its own."""
+    return None if trains else rows.rms_norm_forward(x, weight, eps=eps).y
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
+) -> Tensor | None:
+    """GroupNorm of [N, C, *spatial], or None where torch's is not as good.
+
+    Args:
+        x: contiguous or channels-last.
+        num_groups: divides C.
+        weight, bias: [C], or None.
+        eps: added to the variance.
+        trains: whether the result is to be differentiated: torch has no gradient of a bias without a weight, and
+            without one it keeps statistics in x's dtype.
+    """
+    if trains and weight is None and (bias is not None or x.dtype != torch.float32):
+        return None
+    if not groups.takes(x, num_groups, weight, bias, None, eps, "none", 0.0):
+        return None
+    weight, bias = wide(weight), wide(bias)
+    if x.is_contiguous():
+        # torch might take these for channels-last.
+        if x.dim() > 3 and 1 in x.shape[1:]:
+            return None
+        return torch.group_norm(x, num_groups, weight, bias, eps, False)
+    # torch writes to the gradient of a channels-last x even where it has none, and crashes.
+    if trains and not x.requires_grad:
+        return None
+    n, c = x.shape[:2]
+    y, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, math.prod(x.shape[2:]), num_groups, eps)
+    return None if groups.is_far_from_zero(mean, rstd) else y

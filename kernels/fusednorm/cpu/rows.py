@@ -1,0 +1,213 @@
+"""LayerNorm and RMSNorm of rows by torch's kernels."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm import reference
+from fusednorm.cpu.epilogue import activated, through_activation
+from fusednorm.cpu.gradients import Gradients
+from fusednorm.cpu.taken import are_floats, are_plain, is_offset, summed, wide
+from fusednorm.results import Backward, Forward
+
+_LONGEST = 2**16
+"""Columns of an RMSNorm row: torch adds up their squares in a few float32 sums, of ever more terms each."""
+
+_backward_of_torch: Any = torch.ops.aten.native_layer_norm_backward
+
+
+def takes(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    activation: str,
+    dropout: float,
+) -> bool:
+    """Whether torch's kernels compute this call: see `fusednorm.cpu`."""
+    shape = x.shape
+    return (
+        are_plain(eps, activation, dropout)
+        and are_floats(shape, x, residual)
+        and are_floats(shape[-1:], weight, bias)
+        and is_offset(weight_offset, weight)
+        and bool(shape)
+        and x.numel() > 0
+    )
+
+
+def layer_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    stats: bool = False,
+) -> Forward:
+    """See `fusednorm.reference.layer_norm_forward`."""
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    if not takes(x, weight, bias, residual, dropout=dropout, **options):
+        more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
+        return reference.layer_norm_forward(x, weight, bias, **options, **more)
+    cols, factor, shift = x.shape[-1:], _factor(weight, weight_offset), wide(bias)
+    if x.dtype == torch.float32 or activation != "none" or residual is not None:
+        h = summed(x, residual)
+    else:
+        h = x
+        # Parameters in float32 make torch give statistics in float32.
+        if stats and factor is None and shift is None:
+            factor = torch.ones(cols)
+    y, mean, rstd = torch.native_layer_norm(h, cols, factor, shift, eps)
+    return Forward(
+        activated(y, activation).to(x.dtype),
+        mean.view(x.shape[:-1]) if stats else None,
+        rstd.view(x.shape[:-1]) if stats else None,
+        None if residual is None else _returned(h, residual),
+    )
+
+
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+    stats: bool = False,
+) -> Forward:
+    """See `fusednorm.reference.rms_norm_forward`."""
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    if x.ndim == 0 or x.shape[-1] > _LONGEST or not takes(x, weight, None, residual, dropout=dropout, **options):
+        more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
+        return reference.rms_norm_forward(x, weight, **options, **more)
+    h = summed(x, residual)
+    cols = x.shape[-1]
+    norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
+    rstd = torch.addcmul(_scalar(eps), norm, norm, value=1.0 / cols).rsqrt_()
+    factor = _factor(weight, weight_offset)
+    y = (h * rstd).contiguous()
+    if factor is not None:
+        y.mul_(factor)
+    return Forward(
+        activated(y, activation).to(x.dtype),
+        None,
+        rstd.view(x.shape[:-1]) if stats else None,
+        None if residual is None else _returned(h, residual),
+    )
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Backward:
+    """See `fusednorm.reference.layer_norm_backward`; statistics must have come, or the reference takes them."""
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    of_x = x.shape[:-1]
+    is_taken = (
+        takes(x, weight, bias, residual, dropout=dropout, **options)
+        and are_floats(x.shape, dy, dresidual_out)
+        and _are_statistics(of_x, mean, rstd)
+    )
+    if not is_taken or mean is None or rstd is None:
+        sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
+        sums |= {"dropout": dropout, "seed": seed}
+        return reference.layer_norm_backward(dy, x, weight, bias, mean=mean, rstd=rstd, **options, **sums)
+    gradients = Gradients(x, weight, bias, residual, dresidual_out)
+    factor, shift = _factor(weight, weight_offset), wide(bias)
+    cols, needed = x.shape[-1:], [True, weight is not None, bias is not None]
+    for piece in gradients.pieces(dy, mean, rstd):
+        h, gradient, centre, inverse = piece
+        if activation != "none":
+            z = torch.native_layer_norm(h, cols, factor, shift, eps)[0]
+            gradient = through_activation(gradient, z, activation)
+        gradients.write(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
+    return gradients.result()
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    rstd: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    activation: str = "none",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Backward:
+    """See `fusednorm.reference.rms_norm_backward`; rstd must have come, or the reference takes it.
+
+    dx is LayerNorm's about a mean of zero, which is less by rstd * mean(g): that is added again.
+    """
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    is_taken = (
+        takes(x, weight, None, residual, dropout=dropout, **options)
+        and x.shape[-1] <= _LONGEST
+        and are_floats(x.shape, dy, dresidual_out)
+        and _are_statistics(x.shape[:-1], rstd)
+    )
+    if not is_taken or rstd is None:
+        sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
+        sums |= {"dropout": dropout, "seed": seed}
+        return reference.rms_norm_backward(dy, x, weight, rstd=rstd, **options, **sums)
+    gradients = Gradients(x, weight, None, residual, dresidual_out)
+    factor = _factor(weight, weight_offset)
+    cols, needed = x.shape[-1:], [True, weight is not None, False]
+    of_mean = torch.full(cols, 1.0 / cols[0]) if factor is None else factor * (1.0 / cols[0])
+    for piece in gradients.pieces(dy, torch.zeros_like(rstd), rstd):
+        h, gradient, zero, inverse = piece
+        if activation != "none":
+            z = h * inverse if factor is None else (h * inverse).mul_(factor)
+            gradient = through_activation(gradient, z, activation)
+        dx, dweight, _ = _backward_of_torch(gradient, h, cols, zero, inverse, factor, None, needed)
+        dx.add_(torch.mv(gradient, of_mean).unsqueeze_(-1).mul_(inverse))
+        gradients.write(dx, dweight, None)
+    return gradients.result()
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float) -> Tensor:
+    """A float32 tensor of one number, to be added to and never changed."""
+    return torch.tensor(value)
+
+
+def _are_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool:
+    return all(s is not None and s.dtype == torch.float32 and s.is_cpu and s.shape == shape for s in statistics)
+
+
+def _factor(weight: Tensor | None, weight_offset: float) -> Tensor | None:
+    """What x_hat is multiplied by, float32."""
+    factor = wide(weight)
+    return factor + weight_offset if factor is not None and weight_offset else factor
+
+
+def _returned(h: Tensor, residual: Tensor) -> Tensor:
+    """The sum as the functions return it: in the residual's dtype, contiguous."""
+    return h.to(residual.dtype).contiguous()

@@ -1,0 +1,48 @@
+"""Which calls torch's norms take; the others are for the reference, which also says what is wrong with them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusednorm.activations import ACTIVATIONS
+from fusednorm.checks import FLOAT_DTYPES
+
+Shape = tuple[int, ...]
+
+
+def are_floats(shape: Shape, *tensors: Tensor | None) -> bool:
+    """Whether the tensors are float32 or 16-bit, of that shape and on the CPU; None is nothing to ask about."""
+    for tensor in tensors:
+        if tensor is not None and not (tensor.dtype in FLOAT_DTYPES and tensor.is_cpu and tensor.shape == shape):
+            return False
+    return True
+
+
+def are_plain(eps: float, activation: str, dropout: float) -> bool:
+    """Whether eps and activation are such as the functions take, and there is no dropout."""
+    return (
+        type(eps) is float
+        and 0.0 < eps < math.inf
+        and isinstance(activation, str)
+        and activation in ACTIVATIONS
+        and not dropout
+    )
+
+
+def is_offset(weight_offset: float, weight: Tensor | None) -> bool:
+    """Whether weight_offset is 0, or 1 with a weight to be added to."""
+    return weight_offset == 0.0 or (weight_offset == 1.0 and weight is not None)
+
+
+def wide(tensor: Tensor | None) -> Tensor | None:
+    """In float32: a tensor that is already is not copied."""
+    return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
+
+
+def summed(x: Tensor, residual: Tensor | None) -> Tensor:
+    """x + residual, or x alone, in float32."""
+    if residual is None:
+        return x.float()
+    # Of two 16-bit tensors torch would round the sum.
+    return torch.add(x.float(), residual)

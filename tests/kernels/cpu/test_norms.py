@@ -1,0 +1,290 @@
+"""Norms of CPU tensors against the float64 oracle, in every option, dtype and layout; and which kernels ran."""
+
+import fusednorm
+import pytest
+import torch
+from fusednorm import cpu, reference
+from fusednorm.activations import ACTIVATIONS
+from torch import Tensor
+
+from tests.kernels.accuracy import assert_close_to_oracle
+from tests.kernels.cpu.calls import OPS, Kernels, call, exact, of_rows, tensors
+
+FORWARD = {
+    "layer_norm": "native_layer_norm",
+    "rms_norm": "linalg_vector_norm",
+    "group_norm": "native_group_norm",
+    "channels_last": "native_group_norm",
+}
+BACKWARD = {op: "native_layer_norm_backward" if of_rows(op) else "native_group_norm_backward" for op in OPS}
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float16),
+]
+
+
+def check(op, x, weight, bias, residual, dy, rounded=None, **options):
+    """Results and gradients of a call, no further from the oracle than the reference in float32."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, residual)]
+    results = call(op, *leaves, **options)
+    dsum = None if residual is None else torch.randn_like(residual)
+    wanted = exact(op, x, weight, bias, residual, dy, dsum, **options)
+    given = [leaf for leaf in leaves if leaf is not None]
+    gradients = dict(
+        zip(map(id, given), torch.autograd.grad(results, given, [dy, dsum][: len(results)]), strict=True)
+    )
+    found = [*results, *[None] * (2 - len(results)), *(gradients.get(id(leaf)) for leaf in leaves)]
+    with torch.no_grad():
+        plain = call(op, x, weight, bias, residual, **options)
+    for got, again in zip(results, plain, strict=True):
+        torch.testing.assert_close(again, got.detach(), rtol=1e-6, atol=1e-6)
+    names = ("y", "sum", "dx", "dweight", "dbias", "dresidual")
+    for name, got, want in zip(names, found, wanted, strict=True):
+        assert (got is None) == (want is None), name
+        if got is None:
+            continue
+        # What a sum of some hundred terms loses in float32; a result's own dtype is one ulp.
+        noise = 2e-5 if name in ("dweight", "dbias") else 4e-6
+        if rounded is not None and name in ("dresidual",):
+            want = want.to(rounded).double()
+        assert_close_to_oracle(got, want, want, name, noise=noise)
+    return results
+
+
+@pytest.mark.parametrize(("dtype", "parameter_dtype"), DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_dtypes(op, dtype, parameter_dtype):
+    x, weight, bias, _, dy = tensors(op, dtype, parameter_dtype)
+    (y,) = check(op, x, weight, bias, None, dy)
+    assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_options_around_the_norm(op, with_residual, activation):
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias, residual, dy = tensors(op, dtype, torch.float32)
+        results = check(op, x, weight, bias, residual if with_residual else None, dy, activation=activation)
+        if with_residual:
+            assert torch.equal(results[1], (x.float() + residual.float()).to(dtype))
+
+
+@pytest.mark.parametrize("given", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_parameter_may_be_missing(op, given, dtype):
+    x, weight, bias, _, dy = tensors(op, dtype, torch.float32)
+    weight, bias = weight if given[0] else None, bias if given[1] else None
+    check(op, x, weight, bias, None, dy)
+    check(op, x, weight, bias, None, dy, activation="silu")
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_weight_around_zero_is_offset_in_float32(op):
+    x, _, bias, residual, dy = tensors(op, torch.bfloat16)
+    weight = torch.full((96,), 2.0**-9, dtype=torch.bfloat16)  # 1 + 2^-9 is 1 in bfloat16.
+    check(op, x, weight, bias, residual, dy, weight_offset=1.0)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_wide_residual_stays_wide(op):
+    x, weight, bias, _, dy = tensors(op, torch.bfloat16)
+    stream = torch.randn(x.shape)
+    results = check(op, x, weight, bias, stream, dy)
+    assert torch.equal(results[1], x.float() + stream)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_many_rows_are_added_up_in_float32(op, dtype):
+    # In bfloat16 a sum of so many ones stops at 256.
+    x = torch.randn(3000, 64).to(dtype)
+    weight = torch.ones(64, dtype=torch.float32, requires_grad=True)
+    dy = torch.sign(x) + 0.25
+    y = call(op, x, weight, None)[0]
+    (dweight,) = torch.autograd.grad(y, weight, dy.to(dtype))
+    want = exact(op, x, weight.detach(), None, None, dy.to(dtype))[3]
+    torch.testing.assert_close(dweight.double(), want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_pieces_of_rows_are_one_result(op, monkeypatch):
+    monkeypatch.setattr("fusednorm.cpu.gradients._PIECE", 1000)
+    x, weight, bias, _, dy = tensors(op, torch.bfloat16, torch.float32)
+    check(op, x, weight, bias, torch.randn(x.shape), dy, activation="gelu")
+    check(op, x, weight, bias, None, dy)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_strides_of_rows_do_not_matter(op):
+    x, weight, bias, residual, dy = (None if t is None else t for t in tensors(op))
+    columns, sparse = x.t().contiguous().t(), torch.stack([residual, dy], -1)
+    for some, other in ((columns, sparse[..., 0]), (x.repeat(1, 2)[:, 96:], residual)):
+        y, total = check(op, some, weight, bias, other, dy)
+        assert y.is_contiguous()
+        assert total.is_contiguous()
+        (y,) = check(op, some, weight, bias, None, sparse[..., 1])
+        assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 5), (2, 8), (2, 8, 3, 4), (1, 8, 3, 4), (2, 8, 1, 1), (2, 8, 2, 3, 4)])
+@pytest.mark.parametrize("last", [False, True])
+def test_groups_keep_their_layout(shape, last):
+    def lay(t):
+        return t.movedim(1, -1).contiguous().movedim(-1, 1) if last else t
+
+    x, residual, dy = (lay(torch.randn(shape)) for _ in range(3))
+    weight, bias = torch.randn(2, 8)
+    for options in ({}, {"activation": "silu"}):
+        (y,) = check("group_norm", x, weight, bias, None, dy, **options)
+        assert lay(y.detach()).stride() == y.stride()
+    for of_residual, of_y in ((residual.contiguous(), dy), (residual, dy.contiguous())):
+        check("group_norm", x, weight, bias, of_residual, of_y)
+
+
+@pytest.mark.parametrize("mean", [3.0, 1e3, 1e5])
+@pytest.mark.parametrize("op", OPS)
+def test_a_mean_far_from_zero_does_not_cancel(op, mean):
+    x, weight, bias, _, dy = tensors(op, mean=mean)
+    leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias)]
+    (y,) = call(op, *leaves)
+    given = [leaf for leaf in leaves if leaf is not None]
+    found = y, *torch.autograd.grad(y, given, dy)
+    y, _, dx, dweight, dbias, _ = exact(op, *(None if t is None else t.detach() for t in leaves), None, dy)
+    for got, want in zip(found, (t for t in (y, dx, dweight, dbias) if t is not None), strict=True):
+        # What rounding the mean itself to float32 does.
+        tolerance = 2 * (1 + mean) * torch.finfo(torch.float32).eps * (1 if of_rows(op) else 20)
+        assert (got.double() - want).abs().max() <= tolerance * want.abs().max().clamp_min(1.0)
+
+
+def test_channels_last_groups_far_from_zero_are_not_torchs():
+    near, far = (tensors("channels_last", mean=mean)[0] for mean in (0.0, 30.0))
+    for x, name in ((near, "native_group_norm"), (far, "mean")):
+        with Kernels() as seen:
+            result = cpu.group_norm_forward(x, 2, stats=True)
+        assert name in seen.names
+        assert ("mean" in seen.names) == (x is far)
+        with Kernels() as seen:
+            cpu.group_norm_backward(x, x, 2, mean=result.mean, rstd=result.rstd)
+        assert ("native_group_norm_backward" in seen.names) == (x is near)
+
+
+def test_a_nan_stays_in_its_group():
+    for op in ("group_norm", "channels_last"):
+        x = tensors(op)[0]
+        x[1, 2, 3, 3] = float("nan")
+        (y,) = call(op, x, None, None)
+        assert y[1, :4].isnan().all()
+        assert y[1, 4:].isfinite().all()
+        assert y[[0, 2]].isfinite().all()
+
+
+class Nodes:
+    """Which nodes of autograd a result came through."""
+
+    def __init__(self, y: Tensor):
+        self.names, todo = set(), [y.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None:
+                self.names.add(node.name())
+                todo += [following for following, _ in node.next_functions]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "rms_norm"])
+def test_a_plain_norm_is_torchs_own_function(op):
+    x, weight, bias, residual, _ = tensors(op)
+    x.requires_grad_()
+    own = "NativeLayerNormBackward0" if of_rows(op) else "NativeGroupNormBackward0"
+    assert own in Nodes(call(op, x, weight, bias)[0]).names
+    assert own in Nodes(call(op, x, weight.bfloat16(), bias)[0]).names
+    for more in ({"residual": residual}, {"activation": "silu"}, {"dropout": 0.5}):
+        assert "_NormBackward" in Nodes(call(op, x, weight, bias, **more)[0]).names
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+@pytest.mark.parametrize("op", OPS)
+def test_one_tensor_alone_may_be_trained(op, trained):
+    x, weight, bias, _, dy = tensors(op)
+    given = [x, weight, bias]
+    if given[trained] is None:
+        return
+    leaf = given[trained].requires_grad_()
+    (gradient,) = torch.autograd.grad(call(op, x, weight, bias)[0], leaf, dy)
+    want = exact(op, x.detach(), weight.detach(), None if bias is None else bias.detach(), None, dy)[2 + trained]
+    torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"residual": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_torchs_kernels_run(op, dtype, options):
+    x, weight, bias, residual, dy = tensors(op, dtype)
+    weight.requires_grad_()
+    options = options | ({"residual": residual} if "residual" in options else {})
+    # Not a mode: it would be shown the operators.
+    with torch.autograd.profiler.profile() as profile:
+        call(op, x, weight, bias, **options)[0].backward(dy)
+    names = {event.name.removeprefix("aten::") for event in profile.function_events}
+    assert {FORWARD[op], BACKWARD[op]} <= names
+    assert not names & {"mean", "var", "pow"}
+
+
+REFERENCE = {
+    "dropout": ("layer_norm", (4, 6), {"dropout": 0.5, "seed": 1}),
+    "float64": ("layer_norm", (4, 6), {"dtype": torch.float64}),
+    "heads": ("layer_norm", (4, 2, 6), {"weight": torch.ones(2, 6)}),
+    "long rows": ("rms_norm", (1, 2**16 + 1), {}),
+    "scale": ("group_norm", (4, 6, 3), {"scale": torch.ones(4, 6)}),
+    "shift": ("group_norm", (4, 6, 3), {"shift": torch.ones(4, 6)}),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_what_the_reference_computes(name, monkeypatch):
+    op, shape, options = REFERENCE[name]
+    x = torch.randn(shape, dtype=options.pop("dtype", torch.float32)) if "dtype" in options else torch.randn(shape)
+    asked = []
+    original = getattr(reference, f"{op}_forward")
+    monkeypatch.setattr(reference, f"{op}_forward", lambda *a, **k: asked.append(1) or original(*a, **k))
+    groups = (2,) if op == "group_norm" else ()
+    getattr(fusednorm, op)(x, *groups, **options)
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])
+def test_what_is_wrong_is_said_as_everywhere(op):
+    x, weight, bias, residual, _ = tensors(op)
+    wrong = (
+        ({"eps": 0.0}, "eps must be positive"),
+        ({"activation": "tanh"}, "activation must be"),
+        ({"weight": weight[1:]}, r"weight must be \["),
+        ({"weight": weight.long()}, "weight must be float32"),
+        ({"weight": weight.to("meta")}, "weight must be on x's device"),
+        ({"x": x.long()}, "x must be float32"),
+        ({"residual": residual[:1]}, "residual must have x's shape"),
+    )
+    for change, message in wrong:
+        with pytest.raises(fusednorm.KernelInputError, match=message):
+            call(op, **{"x": x, "weight": weight, "bias": bias} | change)
+    with pytest.raises(fusednorm.KernelInputError, match="x must"):
+        call(op, x[:, :0], None, None)
+    assert call(op, x[:0], weight, bias)[0].shape == (0, *x.shape[1:])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_plain_norms_are_differentiated_twice(op):
+    x, weight, bias, _, dy = tensors(op)
+    twice = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [t.to(dtype).detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+        y = call(op, leaves[0], leaves[1], leaves[2] if bias is not None else None)[0]
+        first = torch.autograd.grad(y.sin().sum(), leaves, dy.new_ones((), dtype=dtype), create_graph=True)
+        twice.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    for got, want in zip(*twice, strict=True):
+        assert (got.double() - want).norm() <= 1e-4 * want.norm()
