@@ -166,7 +166,7 @@ def _apply(
     observed = _is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
     if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None:
-        has_options = weight_offset or dropout or operators._library(op, x) is not cpu
+        has_options = weight_offset != 0.0 or dropout != 0.0 or operators._library(op, x) is not cpu
         norm = None if has_options else _of_torch(op, x, weight, bias, num_groups, eps, differentiated)
         if norm is not None:
             return norm, None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusednorm.checks import FLOAT_DTYPES
 from fusednorm.cpu import groups, rows
-from fusednorm.cpu.taken import are_floats, wide
+from fusednorm.cpu.taken import are_floats, is_epsilon, wide
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool) -> Tensor | None:
@@ -23,7 +23,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if dtype not in FLOAT_DTYPES or (trains and dtype != torch.float32):
         return None
     cols = x.shape[-1:]
-    if not (type(eps) is float and 0.0 < eps < math.inf and cols and x.numel() and are_floats(cols, weight, bias)):
+    # The gradient of a row of one value is 0, and torch's what rounding leaves times rstd.
+    if not (is_epsilon(eps) and cols and cols[0] > 1 and x.numel() and are_floats(cols, weight, bias)):
         return None
     return torch.layer_norm(x, cols, wide(weight), wide(bias), eps, False)
 

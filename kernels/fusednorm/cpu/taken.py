@@ -19,15 +19,19 @@ def are_floats(shape: Shape, *tensors: Tensor | None) -> bool:
     return True
 
 
+def is_epsilon(eps: float) -> bool:
+    """Whether a number may be added to a variance."""
+    return type(eps) in (float, int) and 0.0 < eps < math.inf
+
+
+def is_zero(dropout: float) -> bool:
+    """Whether a probability is 0, and a number."""
+    return type(dropout) in (float, int) and dropout == 0.0
+
+
 def are_plain(eps: float, activation: str, dropout: float) -> bool:
     """Whether eps and activation are such as the functions take, and there is no dropout."""
-    return (
-        type(eps) is float
-        and 0.0 < eps < math.inf
-        and isinstance(activation, str)
-        and activation in ACTIVATIONS
-        and not dropout
-    )
+    return is_epsilon(eps) and isinstance(activation, str) and activation in ACTIVATIONS and is_zero(dropout)
 
 
 def is_offset(weight_offset: float, weight: Tensor | None) -> bool:
