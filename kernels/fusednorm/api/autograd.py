@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
 from fusednorm import cpu
 from fusednorm.api import operators
+from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.cpu import plain
 from fusednorm.device import HAS_TRITON, INTERPRETED
 from fusednorm.results import Forward
@@ -163,8 +162,8 @@ def _apply(
         if made is not None:
             return made
         _define(extension, *known)
-    observed = _is_observed(x, weight, bias, residual, scale, shift)
-    differentiated = not observed and _is_differentiated(x, weight, bias, residual, scale, shift)
+    observed = is_observed(x, weight, bias, residual, scale, shift)
+    differentiated = not observed and is_differentiated(x, weight, bias, residual, scale, shift)
     if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None:
         has_options = weight_offset != 0.0 or dropout != 0.0 or operators._library(op, x) is not cpu
         norm = None if has_options else _of_torch(op, x, weight, bias, num_groups, eps, differentiated)
@@ -265,7 +264,7 @@ def _backward(
 
 def _backward_of(op: str, *tensors: Tensor | None) -> Callable[..., Any]:
     """What computes the backward pass over these tensors."""
-    if _is_observed(*tensors) or torch.is_grad_enabled():
+    if is_observed(*tensors) or torch.is_grad_enabled():
         run: Callable[..., Any] = getattr(torch.ops.fusednorm, f"{op}_backward")
         return run
     return partial(operators.run_backward, op)
@@ -303,36 +302,6 @@ class _Norm(torch.autograd.Function):
 
 # `apply` less its care for functorch, of which there is none where this is called.
 _apply_norm: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_functorch_transform = torch._C._functorch.peek_interpreter_stack
-_tracing_state = torch._C._get_tracing_state
-
-
-def _is_observed(*tensors: Tensor | None) -> bool:
-    """Whether somebody traces, transforms or watches the call, or a tensor is of a kind that does so itself."""
-    # First: while Dynamo traces, the others are not for it to see.
-    if is_compiling() or _dispatch_modes() or _function_modes() or _functorch_transform() or _tracing_state():
-        return True
-    # Tangents would be lost on the way around the dispatcher.
-    if forward_ad._current_level >= 0:
-        return True
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        # What is lazily negated is made good on the way through the dispatcher.
-        if (type(tensor) is not Tensor and type(tensor) is not Parameter) or tensor.is_neg():
-            return True
-    return False
-
-
-def _is_differentiated(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
 
 
 if HAS_TRITON:

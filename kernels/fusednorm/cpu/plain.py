@@ -23,7 +23,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if dtype not in FLOAT_DTYPES or (trains and dtype != torch.float32):
         return None
     cols = x.shape[-1:]
-    # The gradient of a row of one value is 0, and torch's what rounding leaves times rstd.
+    # Rows of one value: see `rows.takes`.
     if not (is_epsilon(eps) and cols and cols[0] > 1 and x.numel() and are_floats(cols, weight, bias)):
         return None
     return torch.layer_norm(x, cols, wide(weight), wide(bias), eps, False)

@@ -28,7 +28,10 @@ def takes(
     activation: str,
     dropout: float,
 ) -> bool:
-    """Whether torch's kernels compute this call: see `fusednorm.cpu`."""
+    """Whether torch's kernels compute this call: see `fusednorm.cpu`.
+
+    Not rows of one value: their gradient is 0, and torch's what rounding leaves times rstd.
+    """
     shape = x.shape
     return (
         are_plain(eps, activation, dropout)
@@ -36,6 +39,7 @@ def takes(
         and are_floats(shape[-1:], weight, bias)
         and is_offset(weight_offset, weight)
         and bool(shape)
+        and shape[-1] > 1
         and x.numel() > 0
     )
 
