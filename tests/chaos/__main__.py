@@ -118,7 +118,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6, help="that a disturbance lasts")
     parser.add_argument("--only", choices=DISTURBANCES, help="this disturbance and no other")
     given = parser.parse_args()
-    server = launch_server(["--devices", given.devices, "--max-layers", "100", "--hang-s", "10"], {})
+    # As users start it: workers are known by their command.
+    server = launch_server(
+        ["--devices", given.devices, "--max-layers", "100", "--hang-s", "10"], {}, preloaded=False
+    )
     try:
         server.wait_until_ready()
         return disturb(server, given)
