@@ -37,6 +37,13 @@ class PatchedForward:
         input_name: of the tensor that is normalised, among that forward's parameters.
     """
 
+    is_traced = False
+    """Whether compilers see the library's operator, not the forward of the module's class.
+
+    What they make of a LayerNorm or an RMSNorm they fuse with what stands around it: a compiled step with ours was
+    0.99 to 1.34 of its time.  GroupNorm reads its samples twice there: with ours a step took 0.69 to 0.96.
+    """
+
     def __init__(self, module: nn.Module, input_name: str) -> None:
         self._module = ref(module)
         self.input_name = input_name
@@ -50,7 +57,8 @@ class PatchedForward:
         x = inputs[0] if len(inputs) == 1 and not named else self._only_input(inputs, named)
         kind = type(x)
         is_known = kind is Tensor or kind is Parameter or is_plain(x)
-        if is_known and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu):
+        is_taken = is_known and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
+        if is_taken and (self.is_traced or not is_compiling()):
             try:
                 return self.compute(module, x)
             except KernelInputError:
@@ -131,6 +139,8 @@ class RMSNormForward(PatchedForward):
 
 class GroupNormForward(PatchedForward):
     """torch.nn.GroupNorm's."""
+
+    is_traced = True
 
     def compute(
         self,
