@@ -65,7 +65,9 @@ print(json.dumps(reports))
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
-    reports = compile_elsewhere(COMPILE, dtype, json.dumps(SHAPES))
+    # Half as many elements a vector, and otherwise the same algorithms.
+    shapes = SHAPES if dtype == "float16" else SHAPES[2:5]
+    reports = compile_elsewhere(COMPILE, dtype, json.dumps(shapes))
     assert len(reports) > 15
     for kernel, options, _, spilled, registers, widest in reports:
         what = f"{kernel} {options}: {registers} registers, {spilled} bytes spilled, widest accesses {widest}"
