@@ -10,7 +10,8 @@ and layout in how many cells, and where least and most.
 """
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from itertools import groupby
 from pathlib import Path
 
@@ -70,10 +71,10 @@ def _table(rows: list[Row]) -> Iterator[str]:
     yield f"| {'N' if is_sweep else 'shape'} | {' | '.join(f'{column} | best peer' for column in columns)} |"
     yield "| --- " * (1 + 2 * len(columns)) + "|"
     for label in sorted(lines, key=int) if is_sweep else lines:
-        yield f"| {label} | {' | '.join(_pair(lines[label].get(column, [])) for column in columns)} |"
+        yield f"| {label} | {' | '.join(pair(lines[label].get(column, [])) for column in columns)} |"
 
 
-def _pair(rows: list[Row]) -> str:
+def pair(rows: Sequence[Mapping[str, str]]) -> str:
     """Ours | the best of the others, both of its file if that has ours."""
     ours = next((row["of_copy"] for row in rows if row["provider"] == OURS), None)
     peers = [row for row in rows if row["provider"] not in (OURS, "copy")]
@@ -140,7 +141,7 @@ def _column(row: Row) -> str:
 
 
 def _microseconds(row: Row) -> str:
-    return f"{float(row['ms_p50']) * 1e3:.1f}"
+    return str((Decimal(row["ms_p50"]) * 1000).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 import csv
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,11 @@ COLUMNS = (
     *("op", "pass", "variant", "shape", "dtype", "layout", "provider"),
     *("ms_p20", "ms_p50", "ms_p80", "gbps", "of_copy", "max_error"),
 )
+
+CELL = ("op", "pass", "variant", "shape", "dtype", "layout")
+"""The columns that say what was timed, of which every provider has a row."""
+
+_cell: Callable[[Mapping[str, str]], tuple[str, ...]] = itemgetter(*CELL)
 
 OURS = "fusednorm"
 
@@ -109,19 +115,19 @@ def is_sweep(record: Mapping[str, str]) -> bool:
 def read(paths: Iterable[Path]) -> list[dict[str, str]]:
     """The rows of several files; where two have the same provider of the same cell, the first holds.
 
-    Each row has one column more, `ours`: the fraction of a copy that fusednorm reached in the same file and cell,
-    empty where the file does not have it.
+    In one file the last such row holds, for what is measured again is appended.  Each row has one column more,
+    `ours`: the fraction of a copy that fusednorm reached in the same file and cell, empty where the file has none.
     """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for path in paths:
-        with path.open(newline="") as file:
-            of_file = list(csv.DictReader(file))
-        ours = {_cell(record): record["of_copy"] for record in of_file if record["provider"] == OURS}
-        for record in of_file:
-            cell = _cell(record)
-            rows.setdefault((*cell, record["provider"]), record | {"ours": ours.get(cell, "")})
+        of_file = {(*_cell(record), record["provider"]): record for record in plain(path)}
+        ours = {_cell(record): record["of_copy"] for record in of_file.values() if record["provider"] == OURS}
+        for key, record in of_file.items():
+            rows.setdefault(key, record | {"ours": ours.get(_cell(record), "")})
     return list(rows.values())
 
 
-def _cell(record: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(record[column] for column in ("op", "pass", "variant", "shape", "dtype", "layout"))
+def plain(path: Path) -> list[dict[str, str]]:
+    """The rows of any CSV as they stand there."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,24 @@
+"""Renders the figures of documents again, after a CSV in `benchmarks/results` or a template has changed.
+
+    python -m benchmarks.report
+
+The text is in `benchmarks/report/templates`: Jinja, with the queries of `benchmarks.report.figures` where a figure
+stands.  `benchmarks.report.documents` lists the documents and says which part of each is rendered.
+"""
+
+from benchmarks.report.documents import DOCUMENTS, ROOT, Renderer
+
+
+def main() -> None:
+    renderer = Renderer()
+    for name in DOCUMENTS:
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        after = renderer.document(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(name)
+
+
+if __name__ == "__main__":
+    main()

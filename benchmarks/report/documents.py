@@ -1,0 +1,116 @@
+"""Which documents have rendered parts, and how such a part comes from its template.
+
+A part stands between two comments, which name its template:
+
+    <!-- figures: models.md -->
+    <!-- end of figures -->
+
+Templates are Jinja: `{{ … }}` holds a query of `benchmarks.report.figures`, and no figure stands anywhere else
+(`benchmarks.report.literal`).  Paragraphs are wrapped after rendering, since a query is longer than its figure.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from benchmarks import table
+from benchmarks.harness import records
+from benchmarks.report import figures
+
+ROOT = Path(__file__).parents[2]
+TEMPLATES = Path(__file__).parent / "templates"
+
+DOCUMENTS = (
+    "README.md",
+    "docs/patching.md",
+    "docs/performance.md",
+    "benchmarks/results/group_norm.md",
+    "benchmarks/results/h100.md",
+    "benchmarks/results/layer_norm.md",
+    "benchmarks/results/models.md",
+)
+"""From the root of the repository."""
+
+PART = re.compile(
+    r"(?P<begin><!-- figures: (?P<template>\S+) [^\n]*-->\n)(?P<text>.*?)(?P<end><!-- end of figures -->\n)",
+    re.DOTALL,
+)
+
+_WIDTH = 120
+_NOT_PROSE = re.compile(r"\||#|!\[|<!--|    |```|$")
+_ITEM = re.compile(r"( *- )(.*)", re.DOTALL)
+
+
+class Renderer:
+    """Renders templates, whose queries read CSVs once."""
+
+    def __init__(self) -> None:
+        # Not HTML: what is rendered is Markdown of this repository.
+        self._environment = Environment(
+            loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        self._environment.globals.update(
+            csv=figures.csv,
+            standing=figures.standing,
+            apart=figures.apart,
+            pair=lambda rows: table.pair(rows.rows),
+            tables=_tables,
+            ratios=_ratios,
+            by_hand=by_hand,
+        )
+        for shown in (figures.one, figures.middle, figures.least, figures.most, figures.span, figures.around):
+            self._environment.filters[shown.__name__] = shown
+
+    def document(self, text: str) -> str:
+        """A document's text with every part rendered anew."""
+        return PART.sub(lambda part: f"{part['begin']}\n{self.template(part['template'])}\n{part['end']}", text)
+
+    def template(self, name: str) -> str:
+        """A template rendered, its paragraphs wrapped."""
+        return wrapped(self._environment.get_template(name).render())
+
+
+def by_hand(command: str, commit: str, caller: Callable[[], str]) -> str:
+    """A passage whose figures have no CSV, and says so: `{% call by_hand("a command", "a commit") %}`."""
+    return f"{caller().rstrip()} (By hand, in no CSV: {command}, commit {commit}.)\n"
+
+
+def wrapped(markdown: str) -> str:
+    """Markdown whose paragraphs and items fill lines of 120; tables, headings, code and comments as they are."""
+    return "\n".join(_wrapped_blocks(markdown)).strip("\n") + "\n"
+
+
+def _wrapped_blocks(markdown: str) -> Iterator[str]:
+    prose: list[str] = []
+    for line in [*markdown.split("\n"), ""]:
+        ends = _NOT_PROSE.match(line) is not None
+        if prose and (ends or _ITEM.match(line)):
+            yield _filled(" ".join(part.strip() for part in prose[1:]), prose[0])
+            prose = []
+        if ends:
+            yield line
+        else:
+            prose.append(line)
+
+
+def _filled(rest: str, first: str) -> str:
+    item = _ITEM.match(first)
+    indent = " " * len(item[1]) if item else ""
+    return textwrap.fill(
+        f"{first.rstrip()} {rest}".rstrip(),
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _tables(*names: str) -> str:
+    return "\n".join(table.tables(records.read(figures.RESULTS / name for name in names)))
+
+
+def _ratios(provider: str, *names: str) -> str:
+    return "\n".join(table.ratios(records.read(figures.RESULTS / name for name in names), provider))

@@ -1,0 +1,248 @@
+"""Queries of benchmarks' CSVs: the vocabulary of the templates.
+
+    {% set models = csv("models.csv").where(pass="step", variant="eager") %}
+    {{ models.where(layout="vit").ratio("ms_p50", "fusednorm", "torch") | span(3) }}
+
+A query that finds nothing, or several values where one is meant, is an error: no figure is silently of other rows.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness import records
+from benchmarks.harness.records import CELL, OURS
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+Row = Mapping[str, str]
+Values = tuple[Decimal, ...]
+
+_cell: Callable[[Row], tuple[str, ...]] = itemgetter(*CELL)
+
+
+class FigureError(ValueError):
+    """A query finds something else than meant: no rows, several values, or runs that do not belong together."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one CSV or of several, and where they come from."""
+
+    source: str
+    rows: tuple[Row, ...]
+
+    def where(self, **columns: str | int | Iterable[str | int]) -> "Rows":
+        """Those whose columns have the given values, or one of them where several are given."""
+        kept = self.rows
+        for name, values in columns.items():
+            texts = _texts(values)
+            kept = tuple(row for row in kept if row[name] in texts)
+        return self._only(kept, columns)
+
+    def like(self, **patterns: str) -> "Rows":
+        """Those whose columns match the given regular expressions from end to end."""
+        kept = self.rows
+        for name, pattern in patterns.items():
+            matches = re.compile(pattern).fullmatch
+            kept = tuple(row for row in kept if matches(row[name]))
+        return self._only(kept, patterns)
+
+    def between(self, column: str, least: int, most: int) -> "Rows":
+        """Those whose whole number in a column lies between two, both included."""
+        return self._only(
+            (row for row in self.rows if row[column] and least <= int(row[column]) <= most), (column, least, most)
+        )
+
+    def of(self, column: str) -> Values:
+        """The numbers of a column."""
+        return tuple(Decimal(row[column]) for row in self.rows)
+
+    def said(self, column: str) -> str:
+        """The different values of a column, in order: "d52019e and 4381d9f"."""
+        *others, last = dict.fromkeys(row[column] for row in self.rows)
+        return f"{', '.join(others)} and {last}" if others else last
+
+    def ratio(self, column: str, provider: str, over: str) -> Values:
+        """A provider's number over another's in each cell that both got right.
+
+        Raises:
+            FigureError: no cell has both, or two commits meet in one.
+        """
+        return tuple(
+            Decimal(upper[column]) / Decimal(lower[column]) for upper, lower in self._pairs(provider, over)
+        )
+
+    def slower(self, column: str, provider: str, over: str) -> "Rows":
+        """A provider's rows whose number is greater than another's in the same cell."""
+        return self._only(
+            (
+                upper
+                for upper, lower in self._pairs(provider, over)
+                if Decimal(upper[column]) > Decimal(lower[column])
+            ),
+            f"{provider} slower than {over}",
+        )
+
+    def medians(self, column: str, by: str, upper: str, lower: str) -> Values:
+        """The median of the rows that say `upper` in the column `by`, over that of those that say `lower`."""
+        first, second = (median(self.where(**{by: value}).of(column)) for value in (upper, lower))
+        return (first / second,)
+
+    def among(self, others: "Rows") -> "Rows":
+        """Those of cells that other rows have, too."""
+        cells = {_cell(row) for row in others.rows}
+        return self._only((row for row in self.rows if _cell(row) in cells), f"cells of {others.source}")
+
+    def cells(self) -> list[dict[str, Row]]:
+        """Rows by provider, cell by cell; of two rows of one provider the later holds."""
+        found: dict[tuple[str, ...], dict[str, Row]] = {}
+        for row in self.rows:
+            found.setdefault(_cell(row), {})[row["provider"]] = row
+        return list(found.values())
+
+    def _pairs(self, provider: str, over: str) -> list[tuple[Row, Row]]:
+        """The rows of two providers in each cell that both got right, both of one run."""
+        pairs = [
+            (of_cell[provider], of_cell[over])
+            for of_cell in self.cells()
+            if all(name in of_cell and of_cell[name]["ms_p50"] for name in (provider, over))
+        ]
+        if not pairs:
+            raise FigureError(f"{self.source}: no cell has both {provider} and {over}")
+        for upper, lower in pairs:
+            if upper["commit"] != lower["commit"]:
+                cell = " ".join(_cell(upper))
+                raise FigureError(f"{self.source}: {provider} and {over} are of two commits in {cell}")
+        return pairs
+
+    def _only(self, rows: Iterable[Row], query: object) -> "Rows":
+        kept = tuple(rows)
+        if not kept:
+            raise FigureError(f"{self.source} has no row of {query}")
+        return Rows(self.source, kept)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How ours stands beside the best of the others, cell by cell.
+
+    Attributes:
+        ahead: how far ours is ahead, as fractions of a copy, of the cells where no peer is faster.
+        behind: how far ours is behind, by the name of the faster peer.
+        alone: cells where no peer was right.
+    """
+
+    ahead: Values
+    behind: Mapping[str, Values]
+    alone: int
+
+    @property
+    def compared(self) -> int:
+        """Cells that have a peer."""
+        return len(self.ahead) + self.lost
+
+    @property
+    def lost(self) -> int:
+        """Cells where a peer is faster."""
+        return sum(map(len, self.behind.values()))
+
+
+def standing(rows: Rows) -> Standing:
+    """Ours against the best peer of each cell; ours of the peer's own file where that has it."""
+    ahead: list[Decimal] = []
+    behind: dict[str, list[Decimal]] = {}
+    alone = 0
+    for of_cell in rows.cells():
+        peers = [row for name, row in of_cell.items() if name not in (OURS, "copy") and row["of_copy"]]
+        best = max(peers, key=lambda row: Decimal(row["of_copy"]), default=None)
+        if best is None:
+            alone += 1
+            continue
+        lead = Decimal(best["ours"] or of_cell[OURS]["of_copy"]) - Decimal(best["of_copy"])
+        (ahead if lead >= 0 else behind.setdefault(best["provider"], [])).append(abs(lead))
+    return Standing(tuple(ahead), {name: tuple(values) for name, values in behind.items()}, alone)
+
+
+def apart(one: Rows, other: Rows, column: str = "of_copy") -> Values:
+    """How far ours of the first file is above ours of the second, in each cell that both have."""
+    first, second = (
+        {_cell(row): Decimal(row[column]) for row in rows.where(provider=OURS).rows} for rows in (one, other)
+    )
+    differences = tuple(value - second[cell] for cell, value in first.items() if cell in second)
+    if not differences:
+        raise FigureError(f"{one.source} and {other.source} have no cell of ours in common")
+    return differences
+
+
+@cache
+def csv(*names: str) -> Rows:
+    """The rows of files in `benchmarks/results`, as `records.read` joins them.
+
+    Rows of row lengths have two columns more: `cols`, and `sweep`, "1" where x has 256 MiB.
+    """
+    paths = [RESULTS / name for name in names]
+    if len(names) == 1 and "provider" not in (rows := records.plain(paths[0]))[0]:
+        return Rows(names[0], tuple(rows))
+    return Rows(" ".join(names), tuple(_with_length(row) for row in records.read(paths)))
+
+
+def one(values: Values, digits: int = 2, scale: float = 1) -> str:
+    """The only value."""
+    if len(values) != 1:
+        raise FigureError(f"one value was meant, not {len(values)}")
+    return _text(values[0], digits, scale)
+
+
+def middle(values: Values, digits: int = 2, scale: float = 1) -> str:
+    """The median."""
+    return _text(median(_some(values)), digits, scale)
+
+
+def least(values: Values, digits: int = 2, scale: float = 1) -> str:
+    """The least value."""
+    return _text(min(_some(values)), digits, scale)
+
+
+def most(values: Values, digits: int = 2, scale: float = 1) -> str:
+    """The greatest value."""
+    return _text(max(_some(values)), digits, scale)
+
+
+def span(values: Values, digits: int = 2, scale: float = 1) -> str:
+    """From the least to the greatest; one figure where both are written alike."""
+    ends = dict.fromkeys((least(values, digits, scale), most(values, digits, scale)))
+    return " to ".join(ends)
+
+
+def around(values: Values, digits: int = 2, scale: float = 1) -> str:
+    """The median and, behind it, the least and the greatest where they are written otherwise."""
+    inner, ends = middle(values, digits, scale), span(values, digits, scale)
+    return inner if ends == inner else f"{inner} ({ends})"
+
+
+def _some(values: Values) -> Values:
+    if not values:
+        raise FigureError("there is no value")
+    return values
+
+
+def _text(value: Decimal, digits: int, scale: float) -> str:
+    """Rounded as on paper, half away from zero, since the CSV's own digits are decimal."""
+    return f"{(value * Decimal(str(scale))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
+
+
+def _texts(values: str | int | Iterable[str | int]) -> frozenset[str]:
+    several = [values] if isinstance(values, str | int) else values
+    return frozenset(map(str, several))
+
+
+def _with_length(row: dict[str, str]) -> Row:
+    if row["layout"] != "rows":
+        return row | {"cols": "", "sweep": ""}
+    return row | {"cols": row["shape"].split("x")[1], "sweep": str(int(records.is_sweep(row)))}
