@@ -12,8 +12,8 @@ import triton.language as tl
 
 from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.call import BackwardCall, empty_statistics
+from fusednorm.ops.group_norm.gradients import load_tiles, tile_gradient, tile_mask, write_tile
 from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions
-from fusednorm.ops.group_norm.tiles import load_tiles, tile_gradient, tile_mask, write_tile
 
 
 def sums_and_apply(

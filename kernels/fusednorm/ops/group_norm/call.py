@@ -11,7 +11,6 @@ from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
 from fusednorm.launch.launch import Launch, Resident, has_lane_a_thread, registers_for
 from fusednorm.layouts import lies_otherwise
-from fusednorm.ops.group_norm.gradients import derivative_gain
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 from fusednorm.results import Backward, Forward
 
@@ -38,6 +37,11 @@ def epilogue_options(epilogue: Epilogue) -> dict[str, object]:
         "DROPOUT": epilogue.dropout > 0.0,
         "FAST": not INTERPRETED,
     }
+
+
+def derivative_gain(activation: str, itemsize: int) -> float:
+    """GAIN of backward kernels over elements of `itemsize` bytes: see `gradients`."""
+    return 2.0 if itemsize == 2 and activation in ("silu", "gelu_tanh") else 1.0
 
 
 def sample_stride(scale: Tensor | None, shift: Tensor | None) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, lane_moments, load_rows, tile_moments
+from fusednorm.jit.loads import column_mask, load_rows
+from fusednorm.jit.moments import lane_moments, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.tiles import load_tile, normalised
 from fusednorm.launch.launch import MAX_VEC, ByRows, Launch, can_prefetch

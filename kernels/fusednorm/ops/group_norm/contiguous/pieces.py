@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.reductions import rounded_product
 from fusednorm.launch.launch import can_prefetch
 from fusednorm.ops.group_norm.affine import load_affine, slope_and_offset

@@ -11,7 +11,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.moments import column_mask, offset_weight, unaligned_zero, widened
+from fusednorm.jit.loads import column_mask, offset_weight, unaligned_zero, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, resident_options

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, sweep_moments, widened
+from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
+from fusednorm.jit.moments import sweep_moments
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches

@@ -14,7 +14,8 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, tile_moments, unaligned_zero, widened
+from fusednorm.jit.loads import column_mask, load_rows, offset_weight, unaligned_zero, widened
+from fusednorm.jit.moments import tile_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import ByRows, Launch, can_prefetch

@@ -1,7 +1,7 @@
 """Backward pass that streams channels-last samples twice: sums of each column first, then dx.
 
-The formulas are in `contiguous.backward.tile`, z's slope and offset, and GAIN, in `gradients`,
-the tiles in `channels_last.positions`.  No program waits for another.
+The formulas are in `contiguous.backward.tile`, z's slope and offset, and GAIN, in `gradients`, the tiles in
+`channels_last.positions`.  No program waits for another.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,18 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.moments import widened
-from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.loads import chunk_of, widened
 from fusednorm.launch.launch import Launch, can_prefetch, dependent
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, empty_statistics
-from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched
-from fusednorm.ops.group_norm.channels_last.positions import (
+from fusednorm.ops.group_norm.channels_last.backward.positions import (
     add_gradient_positions,
     load_gradient_positions,
     load_masked_positions,
-    places,
     prefetch_gradient_positions,
-    stored_mask,
     sums_of_columns,
-    turns_of,
 )
+from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched
+from fusednorm.ops.group_norm.channels_last.positions import places, stored_mask, turns_of
 from fusednorm.ops.group_norm.channels_last.stream import stream_partition
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
 from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions

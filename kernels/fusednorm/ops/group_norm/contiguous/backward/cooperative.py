@@ -17,10 +17,16 @@ from fusednorm.launch.launch import Launch, can_prefetch, resident_options
 from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
-from fusednorm.ops.group_norm.gradients import load_gained_affine
+from fusednorm.ops.group_norm.gradients import (
+    load_gained_affine,
+    load_gradient_tiles,
+    load_tiles,
+    tile_gradient,
+    tile_mask,
+    write_tile,
+)
 from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
 from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
-from fusednorm.ops.group_norm.tiles import load_gradient_tiles, load_tiles, tile_gradient, tile_mask, write_tile
 
 
 @dataclass(frozen=True, slots=True)
