@@ -8,7 +8,7 @@ import fusednorm.ops.group_norm.contiguous.backward.cooperative as nchw
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.ops.group_norm import plan
+from fusednorm.ops.group_norm import backward_choice
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU prog
 def share(monkeypatch):
     """Makes the launcher take a configuration that shares, as far as the interpreter can run it."""
     use_plain_mailbox(monkeypatch, nchw, nhwc, bundles, group_sums)
-    made = plan.plan_backward
+    made = backward_choice.plan_backward
 
     def choose(config):
         # Parts, then totals, then what is made of them.
         monkeypatch.setattr(
             "fusednorm.api.group_norm.plan_backward",
-            lambda *arguments, **options: 3 * made(*arguments, config, **options),
+            lambda call: 3 * made(call, config),
         )
 
     return choose

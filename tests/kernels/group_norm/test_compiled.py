@@ -30,9 +30,11 @@ COMPILE = """
 import json, math, sys
 import torch
 from fusednorm.checks import Epilogue
-from fusednorm.ops.group_norm.call import empty_statistics
-from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.backward_choice import plan_backward
+from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.forward_choice import plan_forward
+from fusednorm.ops.group_norm.sample import Sample, empty_statistics
 from fusednorm.launch.inspection import inspect
 from fusednorm.results import Backward, Forward
 
@@ -46,11 +48,12 @@ for (n, c, *spatial), groups in shapes:
             x = torch.empty((n, *spatial, c), dtype=dtype, device="meta").movedim(-1, 1)
         w = torch.empty(c, dtype=dtype, device="meta")
         after = Epilogue("silu")
-        plans = plan_forward(x, sample, w, w, 1e-5, None, after, Forward(x))
+        given = {"x": x, "sample": sample, "affine": Affine(w, w), "eps": 1e-5, "epilogue": after}
+        plans = plan_forward(ForwardCall(**given, out=Forward(x)))
         saved = empty_statistics(x, sample)
         for mean, rstd in ((None, None), saved):
             out = Backward(x, w, w)
-            plans += plan_backward(x, x, sample, w, w, 1e-5, mean, rstd, None, None, after, out)
+            plans += plan_backward(BackwardCall(dy=x, **given, mean=mean, rstd=rstd, out=out))
         for launch in plans:
             absent = tuple(i for i, value in enumerate(launch.arguments) if value is None)
             key = launch.kernel.fn.__name__, tuple(sorted(launch.options.items())), absent

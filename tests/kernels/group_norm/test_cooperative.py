@@ -4,7 +4,7 @@ import fusednorm.ops.group_norm.channels_last.forward.cooperative as nhwc
 import fusednorm.ops.group_norm.contiguous.forward.cooperative as nchw
 import pytest
 import torch
-from fusednorm.ops.group_norm import plan
+from fusednorm.ops.group_norm import forward_choice
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU prog
 def share(monkeypatch):
     """Makes the launchers take a configuration that shares, as far as the interpreter can run it."""
     use_plain_mailbox(monkeypatch, nchw, nhwc)
-    made = plan.plan_forward
+    made = forward_choice.plan_forward
 
     def choose(config):
         monkeypatch.setattr(
             "fusednorm.api.group_norm.plan_forward",
-            lambda *arguments, **options: 2 * made(*arguments, config, **options),
+            lambda call: 2 * made(call, config),
         )
 
     return choose

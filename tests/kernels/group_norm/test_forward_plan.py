@@ -5,6 +5,8 @@ import torch
 from fusednorm.checks import Epilogue
 from fusednorm.device import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.call import ForwardCall
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
@@ -14,9 +16,10 @@ from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
-from fusednorm.ops.group_norm.plan import plan_forward, plan_statistics
+from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, REDUCE_NUM_WARPS, reduction_tile
 from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample
+from fusednorm.ops.group_norm.statistics import plan_statistics
 from fusednorm.results import Forward
 
 from tests.kernels.group_norm.cases import channels_last
@@ -37,7 +40,10 @@ def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=
     out = Forward(torch.empty_like(x), *statistics)
     other = None if residual is None else residual(torch.randn_like(x))
     sample = Sample(GROUPS, channels, hw, last)
-    return plan_forward(x, sample, weight, None, 1e-5, other, Epilogue("silu"), out, config), x, out
+    call = ForwardCall(
+        x=x, sample=sample, affine=Affine(weight), eps=1e-5, residual=other, epilogue=Epilogue("silu"), out=out
+    )
+    return plan_forward(call, config), x, out
 
 
 def names(launches) -> list[str]:
@@ -98,13 +104,14 @@ def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_othe
     ids=str,
 )
 def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, kernel, monkeypatch):
-    for module in ("plan", "call", "contiguous.forward.resident", "contiguous.forward.cooperative"):
+    for module in ("forward_choice", "call", "contiguous.forward.resident", "contiguous.forward.cooperative"):
         monkeypatch.setattr(f"fusednorm.ops.group_norm.{module}.multiprocessor_count", lambda _: 132)
-    monkeypatch.setattr("fusednorm.ops.group_norm.plan.may_wait", lambda: True)
+    monkeypatch.setattr("fusednorm.ops.group_norm.forward_choice.may_wait", lambda: True)
     x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
     after = Epilogue("silu", 0.1, 1)
-    plain = plan_forward(x, sample, None, None, 1e-5, None, Epilogue(), Forward(x))
-    added = plan_forward(x, sample, None, None, 1e-5, x, after, Forward(x))
+    given = {"x": x, "sample": sample, "eps": 1e-5, "out": Forward(x)}
+    plain = plan_forward(ForwardCall(**given))
+    added = plan_forward(ForwardCall(**given, residual=x, epilogue=after))
     assert names(plain) == ["group_norm_nchw_resident_kernel"]
     assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
 
@@ -151,7 +158,7 @@ def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
     whole = ForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
     x = torch.empty(1).expand(1, channels, hw)
     out = Forward(x, None, None)
-    launches = plan_forward(x, Sample(1, channels, hw, False), None, None, 1e-5, None, Epilogue("none"), out, whole)
+    launches = plan_forward(ForwardCall(x=x, sample=Sample(1, channels, hw, False), eps=1e-5, out=out), whole)
     assert [launch.options["WIDE"] for launch in launches] == [wide, wide]
 
 
@@ -205,7 +212,7 @@ def test_statistics_that_nobody_wants_are_the_launches_own(given):
     wanted = {given: torch.empty(N, GROUPS)} if given else {}
     out = Forward(torch.empty_like(x), **wanted)
     sample = Sample(GROUPS, 4, 36, True)
-    _, reduce, apply = plan_forward(x, sample, None, None, 1e-5, None, Epilogue("none"), out, COLUMNS)
+    _, reduce, apply = plan_forward(ForwardCall(x=x, sample=sample, eps=1e-5, out=out), COLUMNS)
     own = reduce.arguments[2:4]
     assert [each.shape for each in own] == [(N, GROUPS)] * 2
     assert all(each is not other for each in own for other in wanted.values())

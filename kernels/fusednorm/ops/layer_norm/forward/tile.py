@@ -18,6 +18,9 @@ from fusednorm.jit.tiles import load_tile
 from fusednorm.launch.launch import ByRows, Launch
 from fusednorm.ops.layer_norm.call import ForwardCall
 
+TILE_AHEAD_PER_SM = 2
+"""Of tiles of one row: how many turns of the device ahead float8 passes and chains ask a row into L2."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:

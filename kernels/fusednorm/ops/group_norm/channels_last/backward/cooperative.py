@@ -88,11 +88,11 @@ class BackwardCooperativeBlock(BackwardConfig):
         partial = call.wanted_parts(splits)
         pairs = teams * depth * bundle_groups * (splits * overlap + 1)
         arguments = (
-            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+            *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             mailbox(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
             bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
-            call.scale_stride, *call.epilogue.dropout_arguments,
+            call.affine.stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         whole = self.columns // group == self.vectors(itemsize) and sample.c % (blocks * self.columns) == 0
         options = {
@@ -117,5 +117,5 @@ class BackwardCooperativeBlock(BackwardConfig):
         }
         return [
             Launch(group_norm_nhwc_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *parameter_reductions(call, partial, splits),
+            *parameter_reductions(partial, call.affine, call.out, splits, call.early),
         ]

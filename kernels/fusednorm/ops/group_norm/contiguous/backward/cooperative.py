@@ -87,9 +87,9 @@ class BackwardCooperative(BackwardConfig):
         depth = next_power_of_2(2 * cdiv(self.lag, self.pieces))
         partial = call.wanted_parts(parts)
         arguments = (
-            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+            *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             mailbox(call.x.device, depth * teams * members),
-            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
+            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
             *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -111,7 +111,7 @@ class BackwardCooperative(BackwardConfig):
         }
         return [
             Launch(group_norm_nchw_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *parameter_reductions(call, partial, parts),
+            *parameter_reductions(partial, call.affine, call.out, parts, call.early),
         ]
 
 
