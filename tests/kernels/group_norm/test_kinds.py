@@ -3,8 +3,8 @@
 import fusednorm
 import pytest
 import torch
+from fusednorm.api import autograd
 from fusednorm.api import group_norm as group_norm_passes
-from fusednorm.api import operators
 from fusednorm.device import INTERPRETED
 from fusednorm.launch import prepared, replay
 from fusednorm.policy import batch_invariance, waiting
@@ -242,7 +242,7 @@ def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(
     adds, gradients, replaying, plans, monkeypatch
 ):
     # Torch's own norms, which CPU tensors take, are no replays.
-    monkeypatch.setattr(operators, "_library", lambda op, x: fusednorm.reference)
+    monkeypatch.setattr(autograd, "library_of", lambda op, x: fusednorm.reference)
     x, weight = (torch.randn(size, requires_grad=gradients) for size in (SHAPE, C))
     bias, residual = torch.randn(C), torch.randn(SHAPE) if adds else None
 

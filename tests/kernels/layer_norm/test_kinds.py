@@ -3,8 +3,8 @@
 import fusednorm
 import pytest
 import torch
+from fusednorm.api import autograd
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.api import operators
 from fusednorm.device import INTERPRETED
 from fusednorm.launch import prepared, replay
 from fusednorm.ops.layer_norm import choice
@@ -131,7 +131,7 @@ def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(
     adds, gradients, replaying, monkeypatch
 ):
     # Plain norms of CPU tensors are torch's before they are anything known.
-    monkeypatch.setattr(operators, "_library", lambda op, x: fusednorm.reference)
+    monkeypatch.setattr(autograd, "library_of", lambda op, x: fusednorm.reference)
     x, weight = (t.clone().requires_grad_(gradients) for t in (torch.randn(3, COLS), WEIGHT))
     residual = torch.randn(3, COLS) if adds else None
 
