@@ -70,6 +70,11 @@ def column_width(sample: Sample, itemsize: int) -> int:
     return min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
 
 
+def stays_in_l2(threads: int, tiles: int, programs: int) -> bool:
+    """Whether the last `tiles` tiles of x and dy of each program, 16 bytes a thread, are found when read again."""
+    return 2 * 16 * threads * tiles * programs <= L2_BYTES
+
+
 def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
     """Room for two float32 values of each group, [N, groups]."""
     shape = (x.shape[0], sample.groups)

@@ -11,7 +11,7 @@ from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.bundles import group_norm_nhwc_backward_cooperative_kernel
 from fusednorm.ops.group_norm.channels_last.blocks import most_touched
 from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
-from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
+from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,10 @@ class BackwardCooperativeBlock(BackwardConfig):
     def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
         """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
-        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
         return (
             sample.c * itemsize % 16 == 0
             and self.members(sample, itemsize) <= programs
-            and under_way <= L2_BYTES
+            and stays_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
             and sample.hw < MAX_OFFSET
         )
 

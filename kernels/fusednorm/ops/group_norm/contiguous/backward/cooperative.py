@@ -1,6 +1,7 @@
 """Backward pass of contiguous groups that several programs share.
 
-The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
+The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.  This file is longer
+than others by its one kernel: the half that takes sums and the half that writes share nearly every value.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from fusednorm.ops.group_norm.gradients import (
     write_tile,
 )
 from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
-from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
+from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,10 @@ class BackwardCooperative(BackwardConfig):
     def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
         """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
-        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
         return (
             sample.hw * itemsize % 16 == 0
             and self.members(sample, itemsize) <= programs
-            and under_way <= L2_BYTES
+            and stays_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
             and self.channels * sample.hw < MAX_OFFSET
         )
 
