@@ -16,9 +16,11 @@ import torch
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.run import run
+from fusednorm.ops.group_norm import call as group_call
 from fusednorm.ops.group_norm import forward_choice
-from fusednorm.ops.group_norm import plan as group_plan
+from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.statistics import split_forward
 from fusednorm.ops.layer_norm import choice, table
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.table import ForwardConfig
@@ -104,11 +106,19 @@ def plan(cell: Cell, device: str) -> tuple[list[Launch], Tensor, Tensor]:
     x, residual, weight, bias = new(), new() if cell.residual else None, fill(c), fill(c)
     y = torch.empty_like(x)
     sample = Sample(GROUPS, c // GROUPS, height * width, cell.channels_last)
-    of_groups = {"never waiting": forward_choice.never_waiting, "split": forward_choice.split_forward}
+    of_groups = {"never waiting": forward_choice.never_waiting, "split": split_forward}
     config = None if cell.form == CHOSEN else of_groups[cell.form](sample, x.element_size())
     out = Forward(y, residual_out=None if residual is None else torch.empty_like(x))
-    launches = group_plan.plan_forward(x, sample, weight, bias, EPS, residual, Epilogue("silu"), out, config)
-    return launches, x, y
+    of_group = group_call.ForwardCall(
+        x=x,
+        sample=sample,
+        affine=Affine(weight, bias),
+        eps=EPS,
+        residual=residual,
+        epilogue=Epilogue("silu"),
+        out=out,
+    )
+    return forward_choice.plan_forward(of_group, config), x, y
 
 
 def compile_kernels(cell: Cell) -> None:

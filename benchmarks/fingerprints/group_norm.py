@@ -10,7 +10,10 @@ import torch
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.backward_choice import plan_backward
+from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 from torch import Tensor
@@ -179,6 +182,10 @@ class _Inputs:
     scale: Tensor | None
     shift: Tensor | None
 
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight, self.bias, self.scale, self.shift)
+
 
 def _like_x(
     tensors: Tensors, role: str, sample: Sample, samples: int, dtype: torch.dtype, other_layout: bool = False
@@ -225,10 +232,16 @@ def _forward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Tens
         residual_out = _like_x(tensors, "residual_out", sample, variant.samples, dtype)
     of_y = other_dtype(dtype) if variant.other_dtypes else dtype
     y = _like_x(tensors, "y", sample, variant.samples, of_y)
-    return plan_forward(
-        inputs.x, sample, inputs.weight, inputs.bias, EPS, inputs.residual, _epilogue(variant),
-        Forward(y, mean, rstd, residual_out), scale=inputs.scale, shift=inputs.shift,
-    )  # fmt: skip
+    call = ForwardCall(
+        x=inputs.x,
+        sample=sample,
+        affine=inputs.affine,
+        eps=EPS,
+        residual=inputs.residual,
+        epilogue=_epilogue(variant),
+        out=Forward(y, mean, rstd, residual_out),
+    )
+    return plan_forward(call)
 
 
 def _backward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Tensors) -> list[Launch]:
@@ -248,7 +261,17 @@ def _backward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Ten
         )
     )  # fmt: skip
     out = Backward(dx, dweight, dbias, None if inputs.residual is None else dx, dscale, dshift)
-    return plan_backward(
-        dy, inputs.x, sample, inputs.weight, inputs.bias, EPS, mean, rstd, inputs.residual, outside,
-        _epilogue(variant), out, scale=inputs.scale, shift=inputs.shift,
-    )  # fmt: skip
+    call = BackwardCall(
+        dy=dy,
+        x=inputs.x,
+        sample=sample,
+        affine=inputs.affine,
+        eps=EPS,
+        mean=mean,
+        rstd=rstd,
+        residual=inputs.residual,
+        dresidual_out=outside,
+        epilogue=_epilogue(variant),
+        out=out,
+    )
+    return plan_backward(call)

@@ -12,8 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import traffic
 from fusednorm.checks import Epilogue
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.call import BackwardConfig, ForwardConfig
-from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.backward_choice import plan_backward
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 from torch import Tensor
@@ -97,15 +99,25 @@ class Pass:
     def plan(self, config: Config) -> list[Launch]:
         """Into `results`."""
         epilogue = Epilogue(ACTIVATION)
-        x, sample, weight, bias = self.x, self.cell.sample, self.weight, self.bias
+        x, sample, affine = self.x, self.cell.sample, Affine(self.weight, self.bias)
         if self.dy is None:
             assert isinstance(config, ForwardConfig)
-            return plan_forward(x, sample, weight, bias, EPS, None, epilogue, Forward(*self.results), config)
+            out = Forward(*self.results)
+            forward = ForwardCall(x=x, sample=sample, affine=affine, eps=EPS, epilogue=epilogue, out=out)
+            return plan_forward(forward, config)
         assert isinstance(config, BackwardConfig)
-        return plan_backward(
-            self.dy, x, sample, weight, bias, EPS, self.mean, self.rstd,
-            None, None, epilogue, Backward(*self.results), config,
-        )  # fmt: skip
+        backward = BackwardCall(
+            dy=self.dy,
+            x=x,
+            sample=sample,
+            affine=affine,
+            eps=EPS,
+            mean=self.mean,
+            rstd=self.rstd,
+            epilogue=epilogue,
+            out=Backward(*self.results),
+        )
+        return plan_backward(backward, config)
 
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ the launchers and warm-ups raise ModuleNotFoundError when they are called.
 
 from typing import TYPE_CHECKING
 
+from fusednorm.api import operators
 from fusednorm.api.autograd import (
     Added,
     add_group_norm,
@@ -55,6 +56,8 @@ else:
         warmup,
         warmup_group_norm,
     )
+
+operators.register()
 
 __all__ = [
     "Added",

@@ -47,6 +47,11 @@ class Epilogue:
         """Seed, threshold and scale, as the kernels that fuse dropout take them."""
         return self.seed or 0, dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
 
+    @property
+    def options(self) -> dict[str, object]:
+        """The constexprs by which kernels know it."""
+        return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0, "FAST": not INTERPRETED}
+
 
 def activation_of(name: str) -> Activation:
     """The activation of that name.
@@ -68,6 +73,9 @@ def is_number(value: object) -> bool:
 def is_integer(value: object) -> bool:
     """Whether a value is an int, or stands for one while torch traces; a bool is none."""
     return type(value) is int or isinstance(value, torch.SymInt)
+
+
+NO_EPILOGUE = Epilogue()
 
 
 def checked_eps(eps: float) -> float:

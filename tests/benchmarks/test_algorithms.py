@@ -17,7 +17,7 @@ from benchmarks.algorithms import page as pages
 from benchmarks.algorithms.chosen import PASSES, Algorithm, algorithm_of, chosen
 from benchmarks.algorithms.lines import ALONE, Line, Table, lines_of, text_by_channels, text_of_some
 from benchmarks.algorithms.walks import LONGEST, octaves, ragged, walk, whole
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 PAGE = Path(__file__).parents[2] / "docs/architecture.md"
 

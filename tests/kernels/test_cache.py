@@ -1,6 +1,6 @@
 """Triton's cache of compiled kernels, as an image brings it: one process fills it, others find everything there."""
 
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 COMPILE = """
 import json

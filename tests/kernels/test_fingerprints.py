@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.fingerprints import files
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 LAUNCHES_EVERY = 25
 """Cases, of which the launches of one are compared; the names of all are."""

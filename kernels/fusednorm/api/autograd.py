@@ -1,8 +1,8 @@
 """Differentiable functions: `layer_norm`, `rms_norm`, `group_norm`, and the same after a residual addition.
 
-Whoever traces, transforms or watches torch's calls sees the operators of `operators`.  Where nobody does, they
-would cost the host several times what the passes do: a call goes to its pass at once, through a
-`torch.autograd.Function` where it is differentiated.  A plain norm of CPU tensors is torch's own function.
+Whoever traces, transforms or watches torch's calls sees the operators of `operators`, which the package registers.
+Where nobody does, they would cost the host several times what the passes do: a call goes to its pass at once,
+through a `torch.autograd.Function` where it is differentiated.  A plain norm of CPU tensors is torch's own.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fusednorm import cpu
-from fusednorm.api import operators
 from fusednorm.api.observers import is_differentiated, is_observed
+from fusednorm.api.uniform import gradients, run_backward, run_forward
 from fusednorm.cpu import plain
-from fusednorm.device import HAS_TRITON, INTERPRETED
+from fusednorm.device import HAS_TRITON, INTERPRETED, needs_triton
 from fusednorm.results import Forward
 
 if HAS_TRITON:
@@ -165,8 +165,8 @@ def _apply(
     observed = is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and is_differentiated(x, weight, bias, residual, scale, shift)
     if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None:
-        has_options = weight_offset != 0.0 or dropout != 0.0 or operators._library(op, x) is not cpu
-        norm = None if has_options else _of_torch(op, x, weight, bias, num_groups, eps, differentiated)
+        has_options = weight_offset != 0.0 or dropout != 0.0 or library_of(op, x) is not cpu
+        norm = None if has_options else plain.norm(op, x, weight, bias, num_groups, eps, differentiated)
         if norm is not None:
             return norm, None
     settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
@@ -183,7 +183,7 @@ def _apply(
     if differentiated:
         y, residual_out = _apply_norm(x, weight, bias, residual, scale, shift, op, settings)
         return y, residual_out
-    result = operators.run_forward(op, x, weight, bias, residual, scale, shift, *settings)
+    result = run_forward(library_of(op, x), op, x, weight, bias, residual, scale, shift, *settings)
     return result.y, result.residual_out
 
 
@@ -191,21 +191,17 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 """x, weight, bias, residual, scale and shift."""
 
 
-def _of_torch(
-    op: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_groups: int,
-    eps: float,
-    differentiated: bool,
-) -> Tensor | None:
-    """A norm without options of a CPU tensor by torch's own function, or None where that is not as good."""
-    if op == "layer_norm":
-        return plain.layer_norm(x, weight, bias, eps, differentiated)
-    if op == "rms_norm":
-        return plain.rms_norm(x, weight, eps, differentiated)
-    return plain.group_norm(x, num_groups, weight, bias, eps, differentiated)
+def library_of(op: str, x: Tensor) -> Any:
+    """The module that computes `op` where x is.
+
+    Raises:
+        ModuleNotFoundError: that would be kernels, and Triton is not installed.
+    """
+    if x.device.type == "cpu":
+        return cpu
+    if not HAS_TRITON:
+        raise needs_triton(f"{op} of a tensor on {x.device}")
+    return group_norm_passes if op == "group_norm" else layer_norm_passes
 
 
 def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
@@ -257,17 +253,19 @@ def _backward(
     x, residual, weight, bias, *others = saved
     saved = x, weight, bias, residual, *others
     run = _backward_of(op, dy, dresidual_out, *saved)
-    found = operators.gradients(op, run, saved, (*settings, 0.0, 0), dy, dresidual_out)
+    found = gradients(op, run, saved, (*settings, 0.0, 0), dy, dresidual_out)
     dx, dweight, dbias, dresidual, dscale, dshift = found
     return dx, dresidual, dweight, dbias, dscale, dshift
 
 
-def _backward_of(op: str, *tensors: Tensor | None) -> Callable[..., Any]:
+def _backward_of(
+    op: str, dy: Tensor | None, dresidual_out: Tensor | None, x: Tensor, *saved: Tensor | None
+) -> Callable[..., Any]:
     """What computes the backward pass over these tensors."""
-    if is_observed(*tensors) or torch.is_grad_enabled():
+    if is_observed(dy, dresidual_out, x, *saved) or torch.is_grad_enabled():
         run: Callable[..., Any] = getattr(torch.ops.fusednorm, f"{op}_backward")
         return run
-    return partial(operators.run_backward, op)
+    return partial(run_backward, library_of(op, x), op)
 
 
 class _Norm(torch.autograd.Function):
@@ -287,7 +285,8 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         result = _again(op, (x, weight, bias, residual, scale, shift), settings, stats=True)
         if result is None:
-            result = operators.run_forward(op, x, weight, bias, residual, scale, shift, *settings, stats=True)
+            library = library_of(op, x)
+            result = run_forward(library, op, x, weight, bias, residual, scale, shift, *settings, stats=True)
         ctx.op, ctx.settings = op, settings
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, residual, scale, shift, result.mean, result.rstd)
@@ -297,7 +296,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None) -> tuple[Any, ...]:
         saved, op = ctx.saved_tensors, ctx.op
         run = _backward_of(op, dy, dresidual_out, *saved)
-        return *operators.gradients(op, run, saved, ctx.settings, dy, dresidual_out), None, None
+        return *gradients(op, run, saved, ctx.settings, dy, dresidual_out), None, None
 
 
 # `apply` less its care for functorch, of which there is none where this is called.

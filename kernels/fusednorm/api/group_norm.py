@@ -1,7 +1,4 @@
-"""GroupNorm, forward and backward, in both layouts: check, allocate, plan, launch.
-
-The plans, which choose a configuration and make its launches, are in `group_norm.plan`.
-"""
+"""GroupNorm, forward and backward, in both layouts: check, allocate, plan, launch."""
 
 import math
 
@@ -22,8 +19,11 @@ from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
 from fusednorm.layouts import is_channels_last
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.backward_choice import plan_backward
+from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.outputs import backward_outputs, forward_outputs
-from fusednorm.ops.group_norm.plan import plan_backward, plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.outputs import places
 from fusednorm.results import Backward, Forward
@@ -112,10 +112,19 @@ def group_norm_forward(
     outputs = forward_outputs(x, sample, residual, out_dtype, stats)
     result = places(Forward, outputs, x, out)
     if x.shape[0]:
-        plan = plan_forward(x, sample, weight, bias, eps, residual, epilogue, result, scale=scale, shift=shift)
-        run(x.device, plan)
+        call = ForwardCall(
+            x=x,
+            sample=sample,
+            affine=Affine(weight, bias, scale, shift),
+            eps=eps,
+            residual=residual,
+            epilogue=epilogue,
+            out=result,
+        )
+        launches = plan_forward(call)
+        run(x.device, launches)
         if may_repeat:
-            FORWARD.learn(plan, outputs, result, inputs, options)
+            FORWARD.learn(launches, outputs, result, inputs, options)
     return result
 
 
@@ -189,13 +198,23 @@ def group_norm_backward(
     outputs = backward_outputs(x, (weight, bias, scale, shift), residual is not None)
     result = places(Backward, outputs, x, out)
     if x.shape[0]:
-        plan = plan_backward(
-            dy, x, sample, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue, result,
-            scale=scale, shift=shift,
-        )  # fmt: skip
-        run(x.device, plan)
+        call = BackwardCall(
+            dy=dy,
+            x=x,
+            sample=sample,
+            affine=Affine(weight, bias, scale, shift),
+            eps=eps,
+            mean=mean,
+            rstd=rstd,
+            residual=residual,
+            dresidual_out=dresidual_out,
+            epilogue=epilogue,
+            out=result,
+        )
+        launches = plan_backward(call)
+        run(x.device, launches)
         if may_repeat:
-            BACKWARD.learn(plan, outputs, result, inputs, options)
+            BACKWARD.learn(launches, outputs, result, inputs, options)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:

@@ -1,28 +1,22 @@
 """`torch.library` operators with fakes and derivatives: what torch.compile, export and others who trace torch see.
 
 `fusednorm::<op>` and `fusednorm::<op>_backward` for `layer_norm`, `rms_norm` and `group_norm` stay whole in a
-traced graph.  CUDA tensors go to the kernels, CPU tensors to `fusednorm.cpu`, float64 included; so they do in
-`run_forward` and `run_backward`, which the operators wrap and `autograd` calls where nobody watches.
+traced graph.  CUDA tensors go to the kernels, CPU tensors to `fusednorm.cpu`, float64 included, as they do in
+`autograd` where nobody watches.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusednorm import cpu, reference
+from fusednorm import reference
+from fusednorm.api import autograd
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
-from fusednorm.device import HAS_TRITON, needs_triton
+from fusednorm.api.uniform import gradients, has_own_gradient, run_backward, run_forward
 from fusednorm.errors import KernelInputError
-from fusednorm.layouts import in_layout, laid_out
 from fusednorm.reference.checks import check_float
-from fusednorm.results import Backward, Forward
-
-if HAS_TRITON:
-    from fusednorm.api import group_norm as group_norm_passes
-    from fusednorm.api import layer_norm as layer_norm_passes
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
@@ -37,157 +31,6 @@ _BACKWARD_SCHEMA = (
     "str activation, float dropout, int seed) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dscale, Tensor dshift)"
 )
-
-
-Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Gradients of x, weight, bias, residual, scale and shift."""
-
-
-def run_forward(
-    op: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    num_groups: int,
-    eps: float,
-    weight_offset: float,
-    activation: str,
-    dropout: float,
-    seed: int | None,
-    *,
-    stats: bool = False,
-    library: Any = None,
-) -> Forward:
-    """The forward pass of `op` by `library`, or by what is for x's device.
-
-    What the pass does not take of the arguments is ignored.
-    """
-    run: Callable[..., Forward] = getattr(library or _library(op, x), f"{op}_forward")
-    return run(
-        *_leading(op, x, num_groups),
-        *_parameters(op, weight, bias),
-        eps=eps,
-        **_offset(op, weight_offset),
-        **_of_samples(op, scale, shift),
-        residual=residual,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        stats=stats,
-    )
-
-
-def run_backward(
-    op: str,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    dresidual_out: Tensor | None,
-    num_groups: int,
-    eps: float,
-    weight_offset: float,
-    activation: str,
-    dropout: float,
-    seed: int,
-    *,
-    library: Any = None,
-) -> Results:
-    """dx, dweight, dbias, dscale and dshift of the backward pass of `op`, and dresidual unless that is dx.
-
-    By `library`, or by what is for x's device.
-    """
-    run: Callable[..., Backward] = getattr(library or _library(op, x), f"{op}_backward")
-    statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
-    result = run(
-        dy,
-        *_leading(op, x, num_groups),
-        *_parameters(op, weight, bias),
-        eps=eps,
-        **_offset(op, weight_offset),
-        **_of_samples(op, scale, shift),
-        residual=residual,
-        dresidual_out=dresidual_out,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        **statistics,
-    )
-    dresidual = result.dresidual if _has_own_gradient(residual, op, x) else None
-    return result.dx, result.dweight, result.dbias, dresidual, result.dscale, result.dshift
-
-
-def gradients(
-    op: str,
-    run: Callable[..., Results],
-    saved: tuple[Any, ...],
-    settings: tuple[Any, ...],
-    dy: Tensor | None,
-    dresidual_out: Tensor | None,
-) -> Results:
-    """The derivative of `op` by `run`, its operator or `run_backward`.
-
-    `saved` is x, weight, bias, residual, scale, shift, mean and rstd of the forward pass, `settings` its arguments
-    after those.
-    """
-    x, weight, bias, residual, scale, shift, mean, rstd = saved
-    dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
-    dsum = None if dresidual_out is None or residual is None else _laid_out_as(op, x, dresidual_out)
-    dx, dweight, dbias, dresidual, dscale, dshift = run(
-        dy, x, weight, bias, mean, rstd, residual, scale, shift, dsum, *settings
-    )
-    if not _has_own_gradient(residual, op, x):
-        dresidual = None if residual is None else dx.to(residual.dtype)
-    return (
-        dx,
-        None if weight is None else dweight,
-        None if bias is None else dbias,
-        dresidual,
-        None if scale is None else dscale,
-        None if shift is None else dshift,
-    )
-
-
-def _library(op: str, x: Tensor) -> Any:
-    """The module that computes `op` where x is.
-
-    Raises:
-        ModuleNotFoundError: that would be kernels, and Triton is not installed.
-    """
-    if x.device.type == "cpu":
-        return cpu
-    if not HAS_TRITON:
-        raise needs_triton(f"{op} of a tensor on {x.device}")
-    return group_norm_passes if op == "group_norm" else layer_norm_passes
-
-
-def _leading(op: str, x: Tensor, num_groups: int) -> tuple[Any, ...]:
-    return (x, num_groups) if op == "group_norm" else (x,)
-
-
-def _parameters(op: str, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (weight,) if op == "rms_norm" else (weight, bias)
-
-
-def _offset(op: str, weight_offset: float) -> dict[str, float]:
-    return {} if op == "group_norm" else {"weight_offset": weight_offset}
-
-
-def _of_samples(op: str, scale: Tensor | None, shift: Tensor | None) -> dict[str, Tensor | None]:
-    return {"scale": scale, "shift": shift} if op == "group_norm" else {}
-
-
-def _has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
-    """Whether the residual's gradient is a tensor of its own, and not dx."""
-    return residual is not None and residual.dtype != x.dtype and op != "group_norm"
 
 
 def _check_dtypes(**tensors: Tensor | None) -> None:
@@ -206,13 +49,15 @@ def _define(library: torch.library.Library, op: str) -> None:
     """Define `op` and its backward with their kernels, fakes and derivatives."""
 
     def forward(x: Tensor, *arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
-        result = run_forward(op, x, *arguments, stats=True, library=library)
+        result = run_forward(library or autograd.library_of(op, x), op, x, *arguments, stats=True)
         assert result.rstd is not None
         mean, residual_out = (_absent(x) if t is None else t for t in (result.mean, result.residual_out))
         return result.y, mean, result.rstd, residual_out
 
     def backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_absent(x) if t is None else t for t in run_backward(op, dy, x, *arguments))
+        return tuple(
+            _absent(x) if t is None else t for t in run_backward(autograd.library_of(op, x), op, dy, x, *arguments)
+        )
 
     def plain_backward(
         dy: Tensor,
@@ -224,7 +69,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
         # Statistics that came are numbers; those that are taken here are functions of x.
-        results = run_backward(op, dy, x, weight, bias, None, None, *arguments, library=reference)
+        results = run_backward(reference, op, dy, x, weight, bias, None, None, *arguments)
         return tuple(_absent(x) if t is None else t for t in results)
 
     def fake_forward(
@@ -263,7 +108,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         dweight, dbias, dscale, dshift = (
             _absent(x) if p is None else p.new_empty(p.shape) for p in (weight, bias, scale, shift)
         )
-        dresidual = _like(op, residual) if _has_own_gradient(residual, op, x) else _absent(x)
+        dresidual = _like(op, residual) if has_own_gradient(residual, op, x) else _absent(x)
         return _like(op, x), dweight, dbias, dresidual, dscale, dshift
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -312,14 +157,10 @@ def _like(op: str, x: Tensor) -> Tensor:
     return torch.empty_like(x) if op == "group_norm" else x.new_empty(x.shape)
 
 
-def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
-    if op == "group_norm":
-        walkable = in_layout(gradient, False) or in_layout(gradient, True)
-        return gradient if walkable else laid_out(gradient, not x.is_contiguous())
-    return gradient.contiguous()
-
-
 _LIBRARY = torch.library.Library("fusednorm", "DEF")
-for _op in OPERATIONS:
-    _define(_LIBRARY, _op)
+
+
+def register() -> None:
+    """Make them known to torch, once in a process."""
+    for op in OPERATIONS:
+        _define(_LIBRARY, op)

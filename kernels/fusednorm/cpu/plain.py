@@ -10,6 +10,17 @@ from fusednorm.cpu import groups, rows
 from fusednorm.cpu.taken import are_floats, is_epsilon, wide
 
 
+def norm(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, trains: bool
+) -> Tensor | None:
+    """`layer_norm`, `rms_norm` or `group_norm` of these arguments, as far as it takes them."""
+    if op == "layer_norm":
+        return layer_norm(x, weight, bias, eps, trains)
+    if op == "rms_norm":
+        return rms_norm(x, weight, eps, trains)
+    return group_norm(x, num_groups, weight, bias, eps, trains)
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool) -> Tensor | None:
     """LayerNorm over the last axis, or None where torch's is not as good.
 

@@ -14,14 +14,17 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("extension.cpp")
+FOLDER = Path(__file__).with_name("extension")
+"""One translation unit: `extension.cpp`, and the headers that are its parts."""
+
 MODULE = "fusednorm_host"
 
 
 def key() -> str:
-    """What tells an extension from others: its source and what it is compiled against."""
+    """What tells an extension from others: its sources and what it is compiled against."""
+    sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()) if path.is_file())
     facts = (torch.__version__, torch.version.git_version, sys.implementation.cache_tag, platform.machine())
-    return hashlib.sha256("\n".join((SOURCE.read_text(), *map(str, facts))).encode()).hexdigest()
+    return hashlib.sha256("\n".join((*sources, *map(str, facts))).encode()).hexdigest()
 
 
 def command(target: Path) -> list[str]:
@@ -49,7 +52,7 @@ def command(target: Path) -> list[str]:
     return [
         "g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *options,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{path}" for path in includes), str(SOURCE), "-o", str(target),
+        *(f"-I{path}" for path in includes), str(FOLDER / "extension.cpp"), "-o", str(target),
         f"-L{torch_root / 'lib'}", *(f"-l{name}" for name in libraries),
     ]  # fmt: skip
 

@@ -8,9 +8,9 @@ Dropout's mask is what `fusednorm.dropout` says.
 import triton
 import triton.language as tl
 
-from fusednorm.dropout import PHILOX_ROUNDS
+PHILOX_ROUNDS = tl.constexpr(7)
+"""As many as `fusednorm.dropout` has."""
 
-_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -115,7 +115,7 @@ def _random_words(seed, row, quad):
     c0 = quad.to(tl.uint32)
     c1 = row.to(tl.uint32)
     c2 = (row >> 32).to(tl.uint32)
-    return tl.philox(seed, c0, c1, c2, tl.zeros(quad.shape, tl.uint32), _ROUNDS)
+    return tl.philox(seed, c0, c1, c2, tl.zeros(quad.shape, tl.uint32), PHILOX_ROUNDS)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import finish
-from fusednorm.jit.moments import column_mask, offset_weight, widened
+from fusednorm.jit.loads import chunk_of, column_mask, offset_weight, widened
 from fusednorm.jit.reductions import rounded_product, sum_pair
 
 
@@ -56,15 +56,6 @@ def load_piece(
                 tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),
             )
     return chunks
-
-
-@triton.jit
-def chunk_of(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr):
-    """Chunk i of h in float32."""
-    h = widened(chunks[i], FAST)
-    if len(residuals) > 0:
-        h += widened(residuals[i], FAST)
-    return h
 
 
 @triton.jit

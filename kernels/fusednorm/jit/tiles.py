@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, widened
+from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
 
 
 @triton.jit

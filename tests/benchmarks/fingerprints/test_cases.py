@@ -9,7 +9,7 @@ from fusednorm.policy import batch_invariance, waiting
 
 from benchmarks.fingerprints.cases import Case, planned
 from benchmarks.fingerprints.launches import summary
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 REACH = """
 import json, sys

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 KERNEL = """
 import triton

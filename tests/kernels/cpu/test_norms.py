@@ -7,8 +7,8 @@ from fusednorm import cpu, reference
 from fusednorm.activations import ACTIVATIONS
 from torch import Tensor
 
-from tests.kernels.accuracy import assert_close_to_oracle
 from tests.kernels.cpu.calls import OPS, Kernels, call, exact, of_rows, tensors
+from tests.kernels.harness.accuracy import assert_close_to_oracle
 
 FORWARD = {
     "layer_norm": "native_layer_norm",

@@ -9,7 +9,7 @@ import torch
 from fusednorm.launch import replay
 from fusednorm.launch.native import loaded
 
-from tests.kernels.on_gpu import on_streams_of_their_own, watched
+from tests.kernels.harness.on_gpu import on_streams_of_their_own, watched
 
 pytestmark = pytest.mark.gpu
 

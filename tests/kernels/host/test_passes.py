@@ -10,11 +10,11 @@ from fusednorm.launch.workspace import purpose_of
 from fusednorm.policy import batch_invariance, waiting
 from fusednorm.results import Backward, Forward
 
-from tests.kernels.group_norm import operands as samples
-from tests.kernels.group_norm.test_kinds import BACKWARD_CHANGES, CHANGES, FORWARD_CHANGES
 from tests.kernels.launch.replaying import addresses, compare
-from tests.kernels.layer_norm import operands as rows
-from tests.kernels.layer_norm.test_replay import planned_into
+from tests.kernels.ops.group_norm.replays import operands as samples
+from tests.kernels.ops.group_norm.replays.test_kinds import BACKWARD_CHANGES, CHANGES, FORWARD_CHANGES
+from tests.kernels.ops.layer_norm.replays import operands as rows
+from tests.kernels.ops.layer_norm.replays.test_replay import planned_into
 
 # Its driver stands in for one that is absent; test_extension_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")

@@ -8,8 +8,8 @@ from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 
-from tests.kernels.layer_norm.cases import check_backward, check_forward, make_case
-from tests.kernels.on_gpu import on_streams_of_their_own
+from tests.kernels.harness.on_gpu import on_streams_of_their_own
+from tests.kernels.ops.layer_norm.cases import check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu
 

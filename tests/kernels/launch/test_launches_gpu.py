@@ -8,8 +8,8 @@ from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.launch import replay
 from triton import knobs
 
-from tests.kernels.layer_norm.cases import DTYPES, Case, check_backward, check_forward, make_case
-from tests.kernels.on_gpu import watched
+from tests.kernels.harness.on_gpu import watched
+from tests.kernels.ops.layer_norm.cases import DTYPES, Case, check_backward, check_forward, make_case
 
 pytestmark = pytest.mark.gpu
 

@@ -3,9 +3,10 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm.checks import Epilogue
-from fusednorm.ops.group_norm.plan import plan_backward as plan_group_backward
-from fusednorm.ops.group_norm.plan import plan_forward as plan_group_forward
+from fusednorm.ops.group_norm import call as group_call
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.backward_choice import plan_backward as plan_group_backward
+from fusednorm.ops.group_norm.forward_choice import plan_forward as plan_group_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward as plan_row_backward
@@ -31,9 +32,10 @@ def group_launches(last):
     x = empty(2, 14, 14, 512).movedim(-1, 1) if last else empty(2, 640, 128, 128)
     sample, w = Sample(32, x.shape[1] // 32, x[0, 0].numel(), last), empty(x.shape[1])
     saved = torch.empty(2, 32, device="meta")
-    before = (x, sample, w, w, 1e-5)
-    yield from plan_group_forward(*before, None, Epilogue(), Forward(x))
-    yield from plan_group_backward(x, *before, saved, saved, None, None, Epilogue(), Backward(x, w, w))
+    given = {"x": x, "sample": sample, "affine": Affine(w, w), "eps": 1e-5}
+    yield from plan_group_forward(group_call.ForwardCall(**given, out=Forward(x)))
+    out = Backward(x, w, w)
+    yield from plan_group_backward(group_call.BackwardCall(dy=x, **given, mean=saved, rstd=saved, out=out))
 
 
 def row_launches():

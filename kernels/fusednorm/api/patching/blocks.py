@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusednorm.api.patching.forwards import GroupNormForward, PatchedForward, may_be_taken
-from fusednorm.api.patching.recognise import NotRecognisedError, Recognised, check_not_replaced, input_name
+from fusednorm.api.patching.patched import PatchedForward, Replacement, may_be_taken
+from fusednorm.api.patching.recognise import NotRecognisedError, check_not_replaced, input_name
 from fusednorm.errors import KernelInputError
 
 
@@ -97,8 +97,10 @@ def normalised_and_activated(
     return y
 
 
-def recognise_block(module: nn.Module) -> Recognised | None:
-    """A module around patched GroupNorms, each to be taken with its activation; None if it is none.
+def replace_block(module: nn.Module) -> Replacement | None:
+    """What stands for the forward of a module around patched GroupNorms; None if it is none.
+
+    Each is taken with its activation.
 
     Raises:
         NotRecognisedError: it is one that is left alone.
@@ -110,26 +112,26 @@ def recognise_block(module: nn.Module) -> Recognised | None:
     return None
 
 
-def _sequential(module: Any) -> Recognised | None:
+def _sequential(module: Any) -> Replacement | None:
     layers = list(module)
     pairs = [
         activation_of(activation)
         for norm, activation in pairwise(layers)
-        if type(norm.forward) is GroupNormForward and activation_of(activation) is not None
+        if _takes_activation(norm) and activation_of(activation) is not None
     ]
     if not pairs:
         return None
     check_not_replaced(module)
     described = ", ".join(f"group_norm with {name}" for name in pairs)
-    return Recognised(f"{described} in a Sequential", SequentialForward(module, input_name(module)))
+    return Replacement(f"{described} in a Sequential", SequentialForward(module, input_name(module)))
 
 
-def _resnet_block(module: Any) -> Recognised:
+def _resnet_block(module: Any) -> Replacement:
     check_not_replaced(module)
     if getattr(module, "upsample", None) is not None or getattr(module, "downsample", None) is not None:
         raise NotRecognisedError("it samples up or down: its norms are taken alone")
     name = activation_of(module.nonlinearity)
-    if name is None or not all(type(norm.forward) is GroupNormForward for norm in (module.norm1, module.norm2)):
+    if name is None or not (_takes_activation(module.norm1) and _takes_activation(module.norm2)):
         raise NotRecognisedError(
             "its norms and nonlinearity are not GroupNorms and an activation to be taken as one"
         )
@@ -141,7 +143,7 @@ def _resnet_block(module: Any) -> Recognised:
         raise NotRecognisedError(f"a small one of its kind raised {type(error).__name__}") from error
     if not is_as_known:
         raise NotRecognisedError("a small one of its kind computes something else")
-    return Recognised(f"twice group_norm with {name} in a ResnetBlock2D", forward)
+    return Replacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
 
 
 def _computes_as_known(module: Any) -> bool:
@@ -175,7 +177,7 @@ def _small_copy(module: Any) -> Any:
         norm: Any = layers[name]
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-        norm.forward = GroupNormForward(norm, "input")
+        norm.forward = type(module._modules[name].forward)(norm, "input")
     small = object.__new__(type(module))
     small.__dict__.update(module.__dict__, _modules={**module._modules, **layers})
     return small
@@ -183,9 +185,15 @@ def _small_copy(module: Any) -> Any:
 
 def _may_be_fused(norm: Any, activation: nn.Module) -> bool:
     """Whether a patched GroupNorm and an activation stand there, and nobody watches either."""
-    if not isinstance(norm, nn.Module) or type(norm.forward) is not GroupNormForward:
+    if not isinstance(norm, nn.Module) or not _takes_activation(norm):
         return False
     return activation_of(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
+
+
+def _takes_activation(norm: Any) -> bool:
+    """Whether the forward of a module stands for that of a norm that takes the activation behind it."""
+    forward = norm.forward
+    return isinstance(forward, PatchedForward) and forward.takes_activation
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fusednorm.api.patching.blocks import recognise_block
-from fusednorm.api.patching.forwards import PatchedForward
-from fusednorm.api.patching.recognise import NotRecognisedError, recognise_norm
+from fusednorm.api.patching.blocks import replace_block
+from fusednorm.api.patching.forwards import replace_norm
+from fusednorm.api.patching.patched import PatchedForward
+from fusednorm.api.patching.recognise import NotRecognisedError
 from fusednorm.api.patching.report import PatchReport
 
 
@@ -36,10 +37,10 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
     skipped: dict[str, str] = {}
     modules = list(model.named_modules())
     # Blocks last: which pairs they take as one depends on the norms that are patched.
-    for recognise_one in (recognise_norm, recognise_block):
+    for replace in (replace_norm, replace_block):
         for path, module in modules:
             try:
-                found = recognise_one(module)
+                found = replace(module)
                 if found is None:
                     continue
                 if only is not None and not only(path, module):

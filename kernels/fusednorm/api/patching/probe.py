@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fusednorm.api.patching.forwards import AUTOCASTS_RMS_NORM
+from fusednorm.api.patching.autocast import AUTOCASTS_RMS_NORM
 from fusednorm.checks import FLOAT_DTYPES
 
 _SEED = 7
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
 """Relative and absolute.  A module may round x_hat before it multiplies, and the offset's sum: each half an ulp."""
+
+Dtypes = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
+"""The dtype of y by those of x and of the parameters."""
 
 Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
 """y in float32 of x, the module's parameters by name, all float32, and eps."""
@@ -83,8 +86,8 @@ class Probe:
         """Whether float32 and bfloat16 come out as the formula says, to within a rounding of intermediates."""
         return all(self._matches(formula, dtype) for dtype in _TOLERANCES)
 
-    def dtypes(self) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
-        """The dtype of y by those of x and of the parameters; without those that the forward refuses."""
+    def dtypes(self) -> Dtypes:
+        """Without those that the forward refuses."""
         found = {}
         for x_dtype in FLOAT_DTYPES:
             for parameter_dtype in FLOAT_DTYPES:
@@ -94,7 +97,7 @@ class Probe:
                     continue
         return found
 
-    def autocast_dtypes(self) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
+    def autocast_dtypes(self) -> Dtypes:
         """The same as under CUDA's autocast, which is not there on the CPU: what it casts is cast."""
         with _CudaAutocast():
             return self.dtypes()

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusednorm.api.patching.forwards import (
-    GroupNormForward,
-    LayerNormForward,
-    ObservedRMSNormForward,
-    PatchedForward,
-    RMSNormForward,
-)
+from fusednorm.api.patching.patched import PatchedForward
 from fusednorm.api.patching.probe import (
+    Dtypes,
     Formula,
     Probe,
     group_norm_formula,
@@ -41,23 +36,49 @@ TIMM = {
 
 
 @dataclass(frozen=True)
-class Recognised:
+class Observed:
+    """What the results of an RMSNorm's own forward showed.
+
+    Attributes:
+        eps_name: the module's attribute that is added to the mean square.
+        weight_offset: 0, or 1 for a weight that is kept around zero.
+        dtypes: what the module returns; autocast_dtypes: the same under CUDA's autocast.
+    """
+
+    eps_name: str
+    weight_offset: float
+    dtypes: Dtypes
+    autocast_dtypes: Dtypes
+
+
+@dataclass(frozen=True)
+class Norm:
     """A module that can be patched.
 
     Attributes:
-        description: what it is computed as.
-        forward: what stands for its forward.
+        operation: layer_norm, rms_norm or group_norm.
+        observed: of one that is known by its results alone.
+        name: of its class, then.
     """
 
-    description: str
-    forward: PatchedForward
+    operation: str
+    observed: Observed | None = None
+    name: str = ""
+
+    @property
+    def description(self) -> str:
+        """What it is computed as."""
+        if self.observed is None:
+            return self.operation
+        offset = ", weight_offset=1" if self.observed.weight_offset else ""
+        return f"{self.operation}{offset}, as {self.name} has it"
 
 
 class NotRecognisedError(Exception):
     """The module is left alone; the message says why."""
 
 
-def recognise_norm(module: nn.Module) -> Recognised | None:
+def recognise_norm(module: nn.Module) -> Norm | None:
     """The norm that a module is; None if it does not look like one.
 
     Raises:
@@ -96,33 +117,33 @@ def check_not_replaced(module: nn.Module) -> None:
         raise NotRecognisedError("patched already" if patched else "its forward is replaced by another")
 
 
-def _layer_norm(module: Any) -> Recognised:
+def _layer_norm(module: Any) -> Norm:
     _check_shapes(module, tuple(module.normalized_shape))
     _check_eps(module.eps)
-    return Recognised("layer_norm", LayerNormForward(module, input_name(module)))
+    return Norm("layer_norm")
 
 
-def _rms_norm(module: Any) -> Recognised:
+def _rms_norm(module: Any) -> Norm:
     _check_shapes(module, tuple(module.normalized_shape))
     if module.eps is not None:
         _check_eps(module.eps)
-    return Recognised("rms_norm", RMSNormForward(module, input_name(module)))
+    return Norm("rms_norm")
 
 
-def _group_norm(module: Any) -> Recognised:
+def _group_norm(module: Any) -> Norm:
     _check_shapes(module, (module.num_channels,))
     _check_eps(module.eps)
-    return Recognised("group_norm", GroupNormForward(module, input_name(module)))
+    return Norm("group_norm")
 
 
-_OF_TORCH: dict[type[nn.Module], Callable[[Any], Recognised]] = {
+_OF_TORCH: dict[type[nn.Module], Callable[[Any], Norm]] = {
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
     nn.GroupNorm: _group_norm,
 }
 
 
-def _of_timm(module: Any, base: type[nn.Module]) -> Recognised:
+def _of_timm(module: Any, base: type[nn.Module]) -> Norm:
     found = _OF_TORCH[base](module)
     if base is nn.GroupNorm:
         shape, formula = (3, module.num_channels, 2, 2), group_norm_formula(module.num_groups)
@@ -135,7 +156,7 @@ def _of_timm(module: Any, base: type[nn.Module]) -> Recognised:
     return found
 
 
-def _by_behaviour(module: Any) -> Recognised:
+def _by_behaviour(module: Any) -> Norm:
     name = type(module).__name__
     weight, eps_name = module._parameters.get("weight"), _eps_name(module)
     others = [key for key, parameter in module._parameters.items() if parameter is not None and key != "weight"]
@@ -150,11 +171,8 @@ def _by_behaviour(module: Any) -> Recognised:
     probe = Probe(module, (3, 2, weight.shape[0]), eps)
     for offset in (0.0, 1.0):
         if _agrees(probe, rms_norm_formula(offset)):
-            forward = ObservedRMSNormForward(
-                module, input_name(module), eps_name, offset, probe.dtypes(), probe.autocast_dtypes()
-            )
-            described = "rms_norm, weight_offset=1" if offset else "rms_norm"
-            return Recognised(f"{described}, as {name} has it", forward)
+            observed = Observed(eps_name, offset, probe.dtypes(), probe.autocast_dtypes())
+            return Norm("rms_norm", observed, name)
     raise NotRecognisedError(f"{name} computes nothing that a kernel does")
 
 

@@ -4,8 +4,31 @@ y = act((x_hat * weight + bias) * (1 + scale) + shift), each of the four present
 its own type until it is used, so that loads may be written some time before.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class Affine(NamedTuple):
+    """The four of a call.
+
+    Attributes:
+        weight, bias: [C].
+        scale, shift: [N, C], with one stride from sample to sample.
+    """
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+    @property
+    def stride(self) -> int:
+        """Elements from sample to sample of scale and of shift; 0 where it does not matter."""
+        tensor = self.shift if self.scale is None else self.scale
+        return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
 @triton.jit

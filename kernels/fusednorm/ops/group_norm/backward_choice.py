@@ -1,4 +1,4 @@
-"""How a launch configuration of GroupNorm's backward pass is chosen.
+"""How GroupNorm's backward pass is planned: a configuration chosen from the tables, and its launches.
 
 A choice depends on what one sample looks like and on the width of an element, never on the number of samples: but
 for what streams cut finer (`stream_partition`), a sample's bits are the same whatever came with it, and their
@@ -8,9 +8,11 @@ number causes no compile.
 from dataclasses import replace
 from functools import lru_cache
 
+from fusednorm.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
+from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.call import BackwardConfig
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
@@ -25,7 +27,16 @@ from fusednorm.ops.group_norm.channels_last.stream import (
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
 from fusednorm.ops.group_norm.contiguous.backward.tile import BackwardTile
-from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, column_width, max_splits, vector_width
+from fusednorm.ops.group_norm.sample import (
+    MAX_OFFSET,
+    Sample,
+    column_width,
+    empty_statistics,
+    max_splits,
+    vector_width,
+)
+from fusednorm.ops.group_norm.statistics import plan_statistics
+from fusednorm.policy.waiting import may_wait
 
 MOST_LABELS = 2
 """Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
@@ -40,6 +51,24 @@ def idle_share(
     """The part of the resident programs that is left over when as many teams are made as can be."""
     programs = config.programs_per_sm * multiprocessors
     return programs % config.members(sample, itemsize) / programs
+
+
+def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
+    """The launches of a backward pass, workspaces allocated.
+
+    `config` overrides the choice, for tests, benchmarks and compile checks.
+    """
+    x, sample = call.x, call.sample
+    if config is None:
+        if any(map(call.lies_otherwise, (call.dy, call.residual, call.dresidual_out))):
+            config = split_backward(sample, x.element_size())
+        else:
+            config = choose_backward(sample, x.element_size(), multiprocessor_count(x.device), may_wait())
+    if call.mean is not None or not config.takes_statistics:
+        return config.launches(call)
+    mean, rstd = empty_statistics(x, sample)
+    before = plan_statistics(x, sample, call.eps, call.residual, mean, rstd)
+    return [*before, *config.launches(replace(call, mean=mean, rstd=rstd))]
 
 
 @lru_cache(maxsize=4096)

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from fusednorm.launch.launch import Launch, dependent
-from fusednorm.ops.group_norm.call import BackwardCall, empty_statistics
+from fusednorm.ops.group_norm.call import BackwardCall
+from fusednorm.ops.group_norm.gradients import load_tiles, tile_gradient, tile_mask, write_tile
 from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions
-from fusednorm.ops.group_norm.tiles import load_tiles, tile_gradient, tile_mask, write_tile
+from fusednorm.ops.group_norm.sample import empty_statistics
 
 
 def sums_and_apply(
@@ -27,13 +28,13 @@ def sums_and_apply(
     """Sums of channels, their reduction to groups, dx, and the reduction to gradients of parameters."""
     sample = call.sample
     parts = call.parts(splits)
-    sum_g, sum_g_xhat = empty_statistics(call.x, sample)
+    sums_of_groups = empty_statistics(call.x, sample)
     sums_kernel, apply_kernel = kernels
     sums_arguments = (
-        *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, *shape
+        *call.inputs, call.parameters, call.mean, call.rstd, *parts, *shape
     )  # fmt: skip
     apply_arguments = (
-        *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
+        *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, *sums_of_groups,
         call.out.dx, *shape,
     )  # fmt: skip
     sums_options = {
@@ -48,9 +49,9 @@ def sums_and_apply(
     }
     return [
         Launch(sums_kernel, grid, sums_arguments, sums_options),
-        group_reduction(call, parts, sum_g, sum_g_xhat, splits),
+        group_reduction(parts, call.affine, sample, splits, sums_of_groups, call.early),
         Launch(apply_kernel, grid, apply_arguments, apply_options),
-        *parameter_reductions(call, parts, splits),
+        *parameter_reductions(parts, call.affine, call.out, splits, call.early),
     ]
 
 

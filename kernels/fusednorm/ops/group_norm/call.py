@@ -4,62 +4,37 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-import torch
 from torch import Tensor
 
-from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
-from fusednorm.launch.launch import Launch, Resident, has_lane_a_thread, registers_for
+from fusednorm.checks import NO_EPILOGUE, Epilogue
+from fusednorm.device import multiprocessor_count, since_hopper
+from fusednorm.launch.launch import Launch, Resident, can_prefetch, has_lane_a_thread, registers_for
 from fusednorm.layouts import lies_otherwise
-from fusednorm.ops.group_norm.gradients import derivative_gain
-from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.sample import Sample, pair, vector_width
 from fusednorm.results import Backward, Forward
+
+NO_PARAMETERS = Affine()
 
 USUAL_REGISTERS = 20
 """Registers of a thread beside what it holds, at the least."""
 
 
-def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Room for two float32 values of each group, [N, groups]."""
-    shape = (x.shape[0], sample.groups)
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+def derivative_gain(activation: str, itemsize: int) -> float:
+    """GAIN of backward kernels over elements of `itemsize` bytes: see `gradients`."""
+    return 2.0 if itemsize == 2 and activation in ("silu", "gelu_tanh") else 1.0
 
 
-def pair(x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    """Room for two float32 tensors of that shape on x's device, one behind the other."""
-    first, second = x.new_empty((2, *shape), dtype=torch.float32).unbind()
-    return first, second
-
-
-def epilogue_options(epilogue: Epilogue) -> dict[str, object]:
-    """The constexprs that say what follows the affine step."""
-    return {
-        "ACTIVATION": epilogue.activation,
-        "DROPOUT": epilogue.dropout > 0.0,
-        "FAST": not INTERPRETED,
-    }
-
-
-def sample_stride(scale: Tensor | None, shift: Tensor | None) -> int:
-    """Elements from sample to sample of scale and of shift, [N, C]; 0 where it does not matter."""
-    tensor = shift if scale is None else scale
-    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardCall:
-    """The checked arguments of one forward pass."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the calls of both passes have."""
 
     x: Tensor
     sample: Sample
-    weight: Tensor | None
-    bias: Tensor | None
+    affine: Affine = NO_PARAMETERS
     eps: float
-    residual: Tensor | None
-    scale: Tensor | None
-    shift: Tensor | None
-    epilogue: Epilogue
-    out: Forward
+    residual: Tensor | None = None
+    epilogue: Epilogue = NO_EPILOGUE
 
     @property
     def n(self) -> int:
@@ -70,21 +45,21 @@ class ForwardCall:
         """Whether a kernel may start before the one before it ends."""
         return since_hopper(self.x.device)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardCall(Call):
+    """The checked arguments of one forward pass."""
+
+    out: Forward
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """x, what is added to it, what follows the norm, and the outputs."""
-        return (
-            self.x, self.residual, self.weight, self.bias, self.scale, self.shift, self.out.y, self.out.residual_out
-        )  # fmt: skip
+        return self.x, self.residual, *self.affine, self.out.y, self.out.residual_out
 
     @property
     def statistics(self) -> tuple[Tensor | None, ...]:
         return self.out.mean, self.out.rstd
-
-    @property
-    def scale_stride(self) -> int:
-        """Elements from sample to sample of scale and of shift."""
-        return sample_stride(self.scale, self.shift)
 
     @property
     def group_vec(self) -> int:
@@ -124,7 +99,7 @@ class ForwardCall:
 
     def indexing(self, unit: int) -> tuple[int, ...]:
         """Groups, channels, what finds the channel of a unit of elements, and the stride of scale and shift."""
-        return self.sample.groups, self.sample.channels, *_division(self.sample.hw // unit), self.scale_stride
+        return self.sample.groups, self.sample.channels, *_division(self.sample.hw // unit), self.affine.stride
 
     def contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
         """Constexprs of the kernels that read contiguous groups."""
@@ -133,7 +108,36 @@ class ForwardCall:
             "UNITS": units,
             "ALIGNED": self.sample.hw % self.group_vec == 0,
             "num_warps": num_warps,
-            **epilogue_options(self.epilogue),
+            **self.epilogue.options,
+        }
+
+    @property
+    def can_prefetch_groups(self) -> bool:
+        """Whether what is read of a contiguous group starts and ends at multiples of 16 bytes."""
+        return can_prefetch(16 // self.x.element_size() if self.is_skewed else self.group_vec, self.x)
+
+    @property
+    def piece_indexing(self) -> tuple[int, ...]:
+        """`indexing` in 16 bytes, or in elements where these may be of two channels."""
+        vector = 16 // self.x.element_size()
+        return self.indexing(vector if self.sample.hw % vector == 0 else 1)
+
+    def parameters_mode(self, block: int, piece: int) -> str:
+        """What has one channel and so one value of each parameter; or "two", which a vector has at most."""
+        vector = 16 // self.x.element_size()
+        for mode, length in (("piece", piece), ("chunk", block), ("vector", vector)):
+            if self.sample.hw % length == 0:
+                return mode
+        return "two" if self.sample.hw > vector else "element"
+
+    def chunk_options(self, block: int, chunks: int, num_warps: int) -> dict[str, object]:
+        """Constexprs of the kernels that take a piece of a contiguous group in chunks of `block` elements."""
+        return {
+            "VEC": self.group_vec,
+            "BLOCK": block,
+            "CHUNKS": chunks,
+            "GROUP": 16 // self.x.element_size(),
+            "num_warps": num_warps,
         }
 
 
@@ -143,47 +147,25 @@ def _division(divisor: int) -> tuple[int, int, int]:
     return divisor, -(-(1 << (31 + shift)) // divisor), shift
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardCall:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCall(Call):
     """The checked arguments of one backward pass."""
 
     dy: Tensor
-    x: Tensor
-    sample: Sample
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    mean: Tensor | None
-    rstd: Tensor | None
-    residual: Tensor | None
-    dresidual_out: Tensor | None
-    epilogue: Epilogue
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    dresidual_out: Tensor | None = None
     out: Backward
-    scale: Tensor | None = None
-    shift: Tensor | None = None
-
-    @property
-    def n(self) -> int:
-        return self.x.shape[0]
-
-    @property
-    def early(self) -> bool:
-        """Whether a kernel may start before the one before it ends."""
-        return since_hopper(self.x.device)
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
         return self.dy, self.x, self.residual
 
     @property
-    def affine(self) -> bool:
-        return any(parameter is not None for parameter in self.affine_parameters)
-
-    @property
     def gradient_options(self) -> dict[str, object]:
         """The constexprs that say how dy leads back to dz."""
         gain = derivative_gain(self.epilogue.activation, self.x.element_size())
-        return {"GAIN": gain, **epilogue_options(self.epilogue)}
+        return {"GAIN": gain, **self.epilogue.options}
 
     def lies_otherwise(self, tensor: Tensor | None) -> bool:
         """Whether a companion of x is in the other of the two layouts."""
@@ -195,14 +177,9 @@ class BackwardCall:
         return vector_width(self.x.element_size(), self.sample.hw)
 
     @property
-    def scale_stride(self) -> int:
-        """Elements from sample to sample of scale and of shift."""
-        return sample_stride(self.scale, self.shift)
-
-    @property
-    def affine_parameters(self) -> tuple[Tensor | None, ...]:
-        """What makes z of x_hat: weight, bias, scale, shift."""
-        return self.weight, self.bias, self.scale, self.shift
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        """`affine` as kernels take it."""
+        return tuple(self.affine)
 
     def parts(self, splits: int) -> tuple[Tensor, Tensor]:
         """Room for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
@@ -210,7 +187,7 @@ class BackwardCall:
 
     def wanted_parts(self, splits: int) -> tuple[Tensor | None, Tensor | None]:
         """`parts`, or twice None where nothing will be reduced from them."""
-        if not self.affine:
+        if all(parameter is None for parameter in self.affine):
             return None, None
         return self.parts(splits)
 

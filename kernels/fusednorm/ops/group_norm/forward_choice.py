@@ -1,4 +1,4 @@
-"""How a launch configuration of GroupNorm's forward pass is chosen.
+"""How GroupNorm's forward pass is planned: a configuration chosen from the tables, and its launches.
 
 A choice depends on what one sample looks like, on the width of an element and on the device, never on the number
 of samples: but for what streams cut finer (`stream_partition`), a sample's bits are the same whatever came with it,
@@ -14,10 +14,12 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
+from fusednorm.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
+from fusednorm.launch.launch import Launch
+from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.call import ForwardConfig
-from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
@@ -30,10 +32,11 @@ from fusednorm.ops.group_norm.channels_last.stream import (
     stream_warps,
 )
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
-from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, vector_width
+from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.statistics import split_forward, sweep_units
+from fusednorm.policy.waiting import may_wait
 
 MAX_PROGRAM_BYTES = 256 * 1024
 """Bytes of x above which a group that a program reads twice is split over programs."""
@@ -56,6 +59,24 @@ _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 6}
 
 With 8 runs, one for each column, too few accesses are left: such samples are read twice.
 """
+
+
+def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
+    """The launches of a forward pass, workspaces allocated.
+
+    `config` overrides the choice, for tests, benchmarks and compile checks.
+    """
+    sample, size = call.sample, call.x.element_size()
+    choices: tuple[ForwardConfig, ...]
+    if config is not None:
+        choices = (config,)
+    elif lies_otherwise(call.residual, sample.channels_last):
+        choices = (split_forward(sample, size),)
+    else:
+        choices = candidates(sample, size, multiprocessor_count(call.x.device), may_wait())
+    fitting = (fits for choice in choices if (fits := choice.fitted(call)) is not None)
+    config = next(fitting, None) or never_waiting(sample, size)
+    return config.launches(call)
 
 
 def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> ForwardConfig:
@@ -102,19 +123,8 @@ def never_waiting(sample: Sample, itemsize: int) -> ForwardConfig:
     if sample.channels_last:
         return stream_forward(sample, itemsize) or split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
-        return ForwardSweep(_sweep_units(vector_width(itemsize, sample.group_length)), 16)
+        return ForwardSweep(sweep_units(vector_width(itemsize, sample.group_length)), 16)
     return split_forward(sample, itemsize)
-
-
-@lru_cache(maxsize=4096)
-def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumns:
-    """The forward configuration that splits groups, whatever their size."""
-    if sample.channels_last:
-        return _columns(sample, itemsize)
-    vec = vector_width(itemsize, sample.group_length)
-    tile = _sweep_units(vec)
-    tiles = -(-sample.group_length // (vec * tile * max_splits(sample.groups)))
-    return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
 
 
 def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
@@ -158,11 +168,6 @@ def _in_blocks(sample: Sample, groups: int, itemsize: int) -> bool:
     """Whether blocks of so many groups start and end on 16 bytes, and 32 bits count a sample's elements."""
     width = vector_width(itemsize, sample.c, groups * sample.channels)
     return groups <= sample.groups and width * itemsize == 16 and sample.hw < 2**31 // sample.c
-
-
-def _sweep_units(vec: int) -> int:
-    """Vectors of a tile of 16 warps: 16 elements a thread, or 8 where each is an access of its own."""
-    return 8192 // vec if vec > 1 else 4096
 
 
 def _warps(elements: int, a_thread: int) -> int:
@@ -219,12 +224,3 @@ def stream_forward(sample: Sample, itemsize: int) -> ForwardStream | None:
         return None
     usual = ForwardStream(num_warps, chunks=4, apply_chunks=4, splits=stream_splits(sample, itemsize))
     return measured_stream(tables.FORWARD_STREAM[itemsize], sample) or usual
-
-
-def _columns(sample: Sample, itemsize: int) -> ForwardColumns:
-    vec = vector_width(itemsize, sample.c)
-    width = column_width(sample, itemsize)
-    rows = max(1, 32 * 8 * vec // width)
-    step = rows * 4
-    split_rows = step * max(2, -(-sample.hw // (step * max_splits(sample.c))))
-    return ForwardColumns(width, rows, 4, split_rows, rows * 2, rows * 8, 8)

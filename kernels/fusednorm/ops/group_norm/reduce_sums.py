@@ -1,8 +1,8 @@
 """Reduction of the backward pass's partial sums in a fixed order: a group's two sums, and gradients of parameters.
 
-Partial sums of dz and of dz * x_hat lie as [N, splits, C] in float32.  BESIDE is for a kernel that follows one with
-which it shares nothing, and which lets it start only when the partial sums are there: it goes on beside that one,
-and ends after it for the sake of what comes next.
+Partial sums of dz and of dz * x_hat lie as [N * splits, C] in float32.  BESIDE is for a kernel that follows one
+with which it shares nothing, and which lets it start only when the partial sums are there: it goes on beside that
+one, and ends after it for the sake of what comes next.
 """
 
 import triton
@@ -14,7 +14,9 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, dependent
-from fusednorm.ops.group_norm.call import BackwardCall, pair
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.sample import Sample, pair
+from fusednorm.results import Backward
 
 SUMS_ELEMENTS, SUMS_COLUMNS = 4096, 64
 """Elements of a tile of the kernel that reduces one group's two sums, and columns, at most."""
@@ -30,61 +32,75 @@ FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
 
 
 def group_reduction(
-    call: BackwardCall, parts: tuple[Tensor, Tensor], sum_g: Tensor, sum_g_xhat: Tensor, splits: int
+    parts: tuple[Tensor, Tensor],
+    affine: Affine,
+    sample: Sample,
+    splits: int,
+    sums: tuple[Tensor, Tensor],
+    early: bool,
 ) -> Launch:
-    """The two sums of each group, [N, groups], from both of channels, [N, splits, C]."""
-    sample = call.sample
+    """The two sums of each group, [N, groups], from both of channels, [N * splits, C].
+
+    Args:
+        early: whether the kernel may start before the one before it ends.
+    """
     block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.channels))
     block_splits = min(SUMS_ELEMENTS // block_columns, next_power_of_2(splits))
     arguments = (
-        *parts, call.weight, call.scale, sum_g, sum_g_xhat, sample.groups, sample.channels, splits,
-        call.scale_stride,
+        *parts, affine.weight, affine.scale, *sums, sample.groups, sample.channels, splits, affine.stride
     )  # fmt: skip
     options = {
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
         "FAST": not INTERPRETED,
         "num_warps": max(4, min(8, block_splits * block_columns // 256)),
-        **dependent(call.early),
+        **dependent(early),
     }
-    return Launch(group_norm_reduce_sums_kernel, (sum_g.numel(),), arguments, options)
+    return Launch(group_norm_reduce_sums_kernel, (sums[0].numel(),), arguments, options)
 
 
 def parameter_reductions(
-    call: BackwardCall, parts: tuple[Tensor | None, Tensor | None], splits: int, *, beside: bool = False
+    parts: tuple[Tensor | None, Tensor | None],
+    affine: Affine,
+    out: Backward,
+    splits: int,
+    early: bool,
+    *,
+    beside: bool = False,
 ) -> list[Launch]:
-    """Gradients of parameters from partial sums [N, splits, C]; none for none.
+    """Gradients of parameters, into `out`, from partial sums [N * splits, C]; none for none.
 
     dbias and dweight in two steps where there are many samples, or where scale or shift want a sum for each sample.
 
     Args:
+        early: whether a kernel may start before the one before it ends.
         beside: whether the kernel before lets the next one start when the partial sums are there.
     """
     dz, dz_xhat = parts
-    out, c = call.out, call.sample.c
     if dz is None or all(t is None for t in (out.dbias, out.dweight, out.dscale, out.dshift)):
         return []
+    rows, c = dz.shape
     tile = {"ROWS": REDUCE_ROWS, "COLUMNS": REDUCE_COLUMNS, "num_warps": REDUCE_NUM_WARPS}
-    options = {**tile, "FAST": not INTERPRETED, **dependent(call.early)}
+    options = {**tile, "FAST": not INTERPRETED, **dependent(early)}
     blocks = cdiv(c, REDUCE_COLUMNS)
-    rows = call.n * splits
     launches: list[Launch] = []
-    affine = out.dbias is not None or out.dweight is not None
-    if call.scale is not None or call.shift is not None:
-        sums = pair(call.x, call.n, c) if affine else (None, None)
+    wants_sums = out.dbias is not None or out.dweight is not None
+    if affine.scale is not None or affine.shift is not None:
+        samples = rows // splits
+        sums = pair(dz, samples, c) if wants_sums else (None, None)
         of_samples = (
-            dz, dz_xhat, call.weight, call.bias, call.scale, out.dscale, out.dshift, *sums, splits, c,
-            call.scale_stride,
+            dz, dz_xhat, affine.weight, affine.bias, affine.scale, out.dscale, out.dshift, *sums, splits, c,
+            affine.stride,
         )  # fmt: skip
         launches.append(
-            Launch(group_norm_reduce_samples_kernel, (blocks, call.n), of_samples, options | {"BESIDE": beside})
+            Launch(group_norm_reduce_samples_kernel, (blocks, samples), of_samples, options | {"BESIDE": beside})
         )
-        (dz, dz_xhat), rows = sums, call.n
-    if not affine:
+        (dz, dz_xhat), rows = sums, samples
+    if dz is None or not wants_sums:
         return launches
     if rows > REDUCE_TWICE_ABOVE:
         runs = REDUCE_RUNS
-        fewer = pair(call.x, runs, c)
+        fewer = pair(dz, runs, c)
         of_runs = (dz, dz_xhat, *fewer, rows, c, cdiv(rows, runs))
         launches.append(
             Launch(

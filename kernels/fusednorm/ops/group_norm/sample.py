@@ -1,6 +1,9 @@
-"""What the launch configurations of both GroupNorm passes rest on: a sample's shape and a few bounds."""
+"""What configurations of both GroupNorm passes rest on: a sample's shape, a few bounds, and room for sums."""
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from fusednorm.integers import next_power_of_2
 
@@ -65,3 +68,20 @@ def column_width(sample: Sample, itemsize: int) -> int:
     if sample.c * itemsize < 32:
         widths = [next_power_of_2(sample.c)]
     return min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
+
+
+def stays_in_l2(threads: int, tiles: int, programs: int) -> bool:
+    """Whether the last `tiles` tiles of x and dy of each program, 16 bytes a thread, are found when read again."""
+    return 2 * 16 * threads * tiles * programs <= L2_BYTES
+
+
+def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Room for two float32 values of each group, [N, groups]."""
+    shape = (x.shape[0], sample.groups)
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+
+
+def pair(like: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    """Room for two float32 tensors of that shape where another is, one behind the other."""
+    first, second = like.new_empty((2, *shape), dtype=torch.float32).unbind()
+    return first, second

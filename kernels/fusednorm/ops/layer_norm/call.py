@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fusednorm.checks import Epilogue, has_heads
-from fusednorm.device import INTERPRETED, multiprocessor_count, since_hopper
+from fusednorm.checks import NO_EPILOGUE, Epilogue, has_heads
+from fusednorm.device import multiprocessor_count, since_hopper
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.integers import vector_width
 from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, has_lane_a_thread
@@ -17,9 +17,6 @@ MAX_HEADS = 65535
 
 SINGLE_ROW_COLS = 524289
 """Columns from which a row that comes alone is taken in parts."""
-
-
-NO_EPILOGUE = Epilogue()
 
 
 class Statistics(NamedTuple):
@@ -109,9 +106,7 @@ class Call:
         return {
             "VEC": vec,
             "WEIGHT_OFFSET": float(self.weight_offset),
-            "ACTIVATION": self.epilogue.activation,
-            "DROPOUT": self.epilogue.dropout > 0.0,
-            "FAST": not INTERPRETED,
+            **self.epilogue.options,
         }
 
     def refuse_heads(self) -> None:
@@ -232,11 +227,6 @@ class BackwardCall(Call):
     def gradients(self) -> tuple[Tensor | None, ...]:
         """dx, and dresidual where that is another tensor."""
         return self.out.dx, None if self.out.dresidual is self.out.dx else self.out.dresidual
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """weight and bias, as far as they came."""
-        return tuple(parameter for parameter in (self.weight, self.bias) if parameter is not None)
 
     @property
     def is_plain(self) -> bool:

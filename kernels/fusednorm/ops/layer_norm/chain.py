@@ -13,14 +13,14 @@ from torch import Tensor
 
 from fusednorm.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, lane_moments, load_rows, tile_moments
+from fusednorm.jit.loads import column_mask, load_rows
+from fusednorm.jit.moments import lane_moments, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.tiles import load_tile, normalised
 from fusednorm.launch.launch import MAX_VEC, ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import Layout, row_strides
-from fusednorm.ops.layer_norm.float8.tile import TILE_AHEAD_PER_SM
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+from fusednorm.ops.layer_norm.forward.tile import TILE_AHEAD_PER_SM, ForwardTile
 
 Parameters = tuple[Tensor | None, ...]
 

@@ -1,4 +1,4 @@
-"""Blocks of channels-last columns, as the backward kernels take them.
+"""Blocks of channels-last columns, and vectors of them, as the backward kernels take them; and runs of a vector.
 
 A tile is [LANES, GROUP], a lane for each thread and GROUP neighbouring columns, a vector, what it loads at once.
 CV lanes side by side are a block's columns, the next ones those of the next position.  A lane keeps its columns for
@@ -57,3 +57,9 @@ def prefetch_tile(ptrs, wanted):
     tl.inline_asm_elementwise(
         ASK, "=r,l,r", [ptrs.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def runs_of(value, KEEP: tl.constexpr):
+    """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
+    return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))

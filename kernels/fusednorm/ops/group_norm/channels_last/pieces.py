@@ -15,9 +15,10 @@ import triton.language as tl
 
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.reductions import rounded_product, sum_pair
 from fusednorm.ops.group_norm.affine import slope_and_offset
+from fusednorm.ops.group_norm.channels_last.blocks import runs_of
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 
 
@@ -102,12 +103,6 @@ def load_rows(
             start = ptr + base + stride * (i * ROWS)
             chunks = chunks + (tl.load(start + at, mask=mask, other=0.0, eviction_policy=EVICT),)
     return chunks
-
-
-@triton.jit
-def runs_of(value, KEEP: tl.constexpr):
-    """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
-    return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
 
 
 @triton.jit

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.reductions import rounded_product, sum_pair
-from fusednorm.ops.group_norm.channels_last.pieces import runs_of
+from fusednorm.ops.group_norm.channels_last.blocks import runs_of
 from fusednorm.ops.group_norm.channels_last.positions import (
     load_positions,
     places,

@@ -5,60 +5,15 @@ All chunks below FULL are known to be whole, but for the first where SKEWED.  `b
 piece its group starts and ends: see `contiguous.frames`.
 """
 
-from typing import Protocol
-
 import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.reductions import rounded_product
-from fusednorm.launch.launch import can_prefetch
 from fusednorm.ops.group_norm.affine import load_affine, slope_and_offset
-from fusednorm.ops.group_norm.call import ForwardCall
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, is_inside, load_chunk, store_chunk
 from fusednorm.ops.group_norm.contiguous.ranges import quotient
-
-
-class InChunks(Protocol):
-    """A configuration whose programs take chunks of `block` elements."""
-
-    @property
-    def num_warps(self) -> int: ...
-
-    @property
-    def block(self) -> int: ...
-
-
-def can_prefetch_groups(call: ForwardCall) -> bool:
-    """Whether what is read of a group starts and ends at multiples of 16 bytes."""
-    return can_prefetch(16 // call.x.element_size() if call.is_skewed else call.group_vec, call.x)
-
-
-def chunk_options(call: ForwardCall, config: InChunks, chunks: int) -> dict[str, object]:
-    """Constexprs of the kernels that take a piece in chunks."""
-    return {
-        "VEC": call.group_vec,
-        "BLOCK": config.block,
-        "CHUNKS": chunks,
-        "GROUP": 16 // call.x.element_size(),
-        "num_warps": config.num_warps,
-    }
-
-
-def piece_indexing(call: ForwardCall) -> tuple[int, ...]:
-    """`ForwardCall.indexing` in 16 bytes, or in elements where these may be of two channels."""
-    vector = 16 // call.x.element_size()
-    return call.indexing(vector if call.sample.hw % vector == 0 else 1)
-
-
-def parameters_mode(call: ForwardCall, block: int, piece: int) -> str:
-    """What has one channel and so one value of each parameter; or "two", which a vector has at most."""
-    vector = 16 // call.x.element_size()
-    for mode, length in (("piece", piece), ("chunk", block), ("vector", vector)):
-        if call.sample.hw % length == 0:
-            return mode
-    return "two" if call.sample.hw > vector else "element"
 
 
 @triton.jit

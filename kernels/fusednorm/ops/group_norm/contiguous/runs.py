@@ -1,6 +1,6 @@
 """Runs of channels, as the backward kernels hold them where each group is contiguous.
 
-In a tile of `group_norm.tiles` UNITS lanes side by side are of one channel, the next ones of the next channel.
+In a tile of `group_norm.gradients` UNITS lanes side by side are of one channel, the next ones of the next channel.
 """
 
 import triton

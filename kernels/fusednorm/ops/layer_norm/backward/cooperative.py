@@ -11,7 +11,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.moments import column_mask, offset_weight, unaligned_zero, widened
+from fusednorm.jit.loads import column_mask, offset_weight, unaligned_zero, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, resident_options
@@ -42,7 +42,7 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
     groups = min(call.rows, most_groups)
-    partials = Partials.of(call, groups)
+    partials = Partials.of(call.x, call.weight, call.bias, groups)
     depth = next_power_of_2(2 * config.lag)
     options = {
         "BLOCK_N": config.block_n,
@@ -63,7 +63,7 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
     )  # fmt: skip
     return [
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
-        *reduce_launches(call, partials, most_groups),
+        *reduce_launches(partials, call.out, call.early, most_groups),
     ]
 
 

@@ -15,7 +15,7 @@ from fusednorm.checks import has_heads
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous
 from fusednorm.launch.launch import ByRows, Launch, dependent
-from fusednorm.ops.layer_norm.call import BackwardCall
+from fusednorm.results import Backward
 
 TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
 """Of the tile in which partial gradients are added up: in one access where there are as few of them."""
@@ -35,12 +35,14 @@ class Partials:
     dbias: Tensor | None
 
     @classmethod
-    def of(cls, call: BackwardCall, programs: int, most: int | None = None) -> "Partials":
+    def of(
+        cls, x: Tensor, weight: Tensor | None, bias: Tensor | None, programs: int, most: int | None = None
+    ) -> "Partials":
         """Those of `programs` programs, for each head if x has heads; with room for `most` where that is given."""
-        x, weight, bias = call.x, call.weight, call.bias
         # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
         room = cdiv(most or programs, 4) * 4
-        both = x.new_empty((len(call.parameters), room, *x.shape[1:]), dtype=torch.float32)
+        wanted = (weight is not None) + (bias is not None)
+        both = x.new_empty((wanted, room, *x.shape[1:]), dtype=torch.float32)
         count = programs if x.ndim == 2 or has_heads(weight, bias) else programs * x.shape[1]
         return cls(count, None if weight is None else both[0], None if bias is None else both[-1])
 
@@ -53,22 +55,24 @@ def reduce_tile(most_partials: int) -> dict[str, int]:
 
 
 def reduce_launches(
-    call: BackwardCall, partials: Partials, most_partials: int, by_rows: ByRows | None = None
+    partials: Partials, out: Backward, early: bool, most_partials: int, by_rows: ByRows | None = None
 ) -> list[Launch]:
     """The launch that adds up partials, of which there are `most_partials` at most for any number of rows.
 
-    `by_rows` says how the programs that sum them follow from that number.
+    Args:
+        early: whether it may start before the kernel before it ends.
+        by_rows: how the programs that sum them follow from the number of rows.
     """
-    parameters = call.parameters
-    if not parameters:
+    gradients = [gradient for gradient in (out.dweight, out.dbias) if gradient is not None]
+    if not gradients:
         return []
-    size = parameters[0].numel()
+    size = gradients[0].numel()
     tile = reduce_tile(most_partials)
-    grid = (cdiv(size, tile["BLOCK_N"]), len(parameters))
-    arguments = (partials.dweight, partials.dbias, call.out.dweight, call.out.dbias, partials.count, size)
+    grid = (cdiv(size, tile["BLOCK_N"]), len(gradients))
+    arguments = (partials.dweight, partials.dbias, out.dweight, out.dbias, partials.count, size)
     if by_rows is not None:
         by_rows = replace(by_rows, grid=False, rows=None, programs=4)
-    options = tile | dependent(call.early_reduce)
+    options = tile | dependent(early)
     return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, by_rows)]
 
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, sweep_moments, widened
+from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
+from fusednorm.jit.moments import sweep_moments
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
@@ -38,7 +39,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
     slabs = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
-    partials = Partials.of(call, tiles)
+    partials = Partials.of(call.x, call.weight, call.bias, tiles)
     constants = call.x.new_empty((call.rows, 4), dtype=torch.float32)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
@@ -72,7 +73,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
             **call.options(layout.vec),
         },
     )  # fmt: skip
-    return [sums, apply, *reduce_launches(call, partials, most_tiles)]
+    return [sums, apply, *reduce_launches(partials, call.out, call.early, most_tiles)]
 
 
 @triton.jit(

@@ -14,7 +14,8 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import column_mask, load_rows, offset_weight, tile_moments, unaligned_zero, widened
+from fusednorm.jit.loads import column_mask, load_rows, offset_weight, unaligned_zero, widened
+from fusednorm.jit.moments import tile_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import ByRows, Launch, can_prefetch
@@ -64,7 +65,7 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     most = max(1, call.most_programs(config.programs_per_sm))
     programs = min(cdiv(call.rows, config.rows), most)
     # The same memory for any number of rows, where nothing but the number of programs depends on it.
-    partials = Partials.of(call, programs, most if call.x.ndim == 2 else None)
+    partials = Partials.of(call.x, call.weight, call.bias, programs, most if call.x.ndim == 2 else None)
     cols, dy_row, x_row, *_ = layout.sizes
     is_dense = dy_row == x_row == cols
     options = {
@@ -86,7 +87,7 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     by_rows = ByRows(config.rows, most, rows=len(tensors)) if call.x.ndim == 2 else None
     return [
         Launch(layer_norm_backward_tile_kernel, call.grid(programs), arguments, options, by_rows),
-        *reduce_launches(call, partials, call.multiprocessors * config.programs_per_sm, by_rows),
+        *reduce_launches(partials, call.out, call.early, call.multiprocessors * config.programs_per_sm, by_rows),
     ]
 
 

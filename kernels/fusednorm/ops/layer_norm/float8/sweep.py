@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.moments import column_mask, load_rows, store_row_statistics, sweep_moments
+from fusednorm.jit.loads import column_mask, load_rows
+from fusednorm.jit.moments import store_row_statistics, sweep_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import maximum
 from fusednorm.launch.launch import ByRows, Launch, can_prefetch

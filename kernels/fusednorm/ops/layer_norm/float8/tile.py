@@ -11,10 +11,7 @@ from fusednorm.jit.tiles import load_tile
 from fusednorm.launch.launch import ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.float8.scale import magnitude, scale_of, unscaled
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile
-
-TILE_AHEAD_PER_SM = 2
-"""Of tiles of one row: how many turns of the device ahead a row is asked into L2."""
+from fusednorm.ops.layer_norm.forward.tile import TILE_AHEAD_PER_SM, ForwardTile
 
 
 def float8_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]:

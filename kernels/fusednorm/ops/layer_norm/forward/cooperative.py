@@ -7,9 +7,9 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.moments import store_row_statistics, unaligned_zero
+from fusednorm.jit.loads import chunk_of, unaligned_zero
+from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.pieces import (
-    chunk_of,
     load_piece,
     merge,
     merge_even,

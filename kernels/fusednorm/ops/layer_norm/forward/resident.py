@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import store_row_statistics, unaligned_zero
+from fusednorm.jit.loads import unaligned_zero
+from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.pieces import load_piece, moments_of_piece, write_piece, write_sums
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
 from fusednorm.launch.launch import Launch, known_whole, registers_for

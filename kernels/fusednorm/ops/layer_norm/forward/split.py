@@ -13,16 +13,9 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.moments import store_row_statistics
-from fusednorm.jit.pieces import (
-    chunk_of,
-    load_piece,
-    merge,
-    piece_moments,
-    total_moments,
-    write_chunk,
-    write_sums,
-)
+from fusednorm.jit.pieces import load_piece, merge, piece_moments, total_moments, write_chunk, write_sums
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import Launch, can_prefetch, dependent, has_lane_a_thread, known_whole_in_slabs
 from fusednorm.launch.workspace import counters

@@ -7,14 +7,8 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import finish
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import (
-    column_mask,
-    load_rows,
-    offset_weight,
-    store_row_statistics,
-    sweep_moments,
-    widened,
-)
+from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
+from fusednorm.jit.moments import store_row_statistics, sweep_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm.call import ForwardCall

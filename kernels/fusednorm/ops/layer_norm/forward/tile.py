@@ -12,10 +12,14 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.epilogue import finish
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.moments import column_mask, offset_weight, store_row_statistics, tile_moments, widened
+from fusednorm.jit.loads import column_mask, offset_weight, widened
+from fusednorm.jit.moments import store_row_statistics, tile_moments
 from fusednorm.jit.tiles import load_tile
 from fusednorm.launch.launch import ByRows, Launch
 from fusednorm.ops.layer_norm.call import ForwardCall
+
+TILE_AHEAD_PER_SM = 2
+"""Of tiles of one row: how many turns of the device ahead float8 passes and chains ask a row into L2."""
 
 
 @dataclass(frozen=True, slots=True)

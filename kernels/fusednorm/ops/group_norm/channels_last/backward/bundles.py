@@ -8,12 +8,17 @@ import triton.language as tl
 
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import PAIR_WORDS, collect_pairs, first_tag, leave, post_pairs
-from fusednorm.jit.moments import widened
+from fusednorm.jit.loads import widened
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, of_columns, prefetch_tile, vector_mask
 from fusednorm.ops.group_norm.channels_last.group_sums import post_totals, slots_of_group, total_of_parts
-from fusednorm.ops.group_norm.gradients import load_gained_affine
-from fusednorm.ops.group_norm.tiles import load_gradient_tiles, load_tiles, tile_gradient, tile_mask
+from fusednorm.ops.group_norm.gradients import (
+    load_gained_affine,
+    load_gradient_tiles,
+    load_tiles,
+    tile_gradient,
+    tile_mask,
+)
 
 
 @triton.jit(

@@ -49,7 +49,7 @@ class BackwardColumns(BackwardConfig):
         blocks = cdiv(sample.c, self.columns)
         shape = (
             splits, blocks, self.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
-            call.scale_stride, *call.epilogue.dropout_arguments,
+            call.affine.stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "GROUP": vec,

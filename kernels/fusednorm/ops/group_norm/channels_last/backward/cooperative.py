@@ -11,7 +11,7 @@ from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.bundles import group_norm_nhwc_backward_cooperative_kernel
 from fusednorm.ops.group_norm.channels_last.blocks import most_touched
 from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
-from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
+from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,10 @@ class BackwardCooperativeBlock(BackwardConfig):
     def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
         """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
-        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
         return (
             sample.c * itemsize % 16 == 0
             and self.members(sample, itemsize) <= programs
-            and under_way <= L2_BYTES
+            and stays_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
             and sample.hw < MAX_OFFSET
         )
 
@@ -88,11 +87,11 @@ class BackwardCooperativeBlock(BackwardConfig):
         partial = call.wanted_parts(splits)
         pairs = teams * depth * bundle_groups * (splits * overlap + 1)
         arguments = (
-            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+            *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             mailbox(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
             bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
-            call.scale_stride, *call.epilogue.dropout_arguments,
+            call.affine.stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         whole = self.columns // group == self.vectors(itemsize) and sample.c % (blocks * self.columns) == 0
         options = {
@@ -117,5 +116,5 @@ class BackwardCooperativeBlock(BackwardConfig):
         }
         return [
             Launch(group_norm_nhwc_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *parameter_reductions(call, partial, splits),
+            *parameter_reductions(partial, call.affine, call.out, splits, call.early),
         ]

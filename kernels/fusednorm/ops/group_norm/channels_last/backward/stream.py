@@ -1,7 +1,7 @@
 """Backward pass that streams channels-last samples twice: sums of each column first, then dx.
 
-The formulas are in `contiguous.backward.tile`, z's slope and offset, and GAIN, in `gradients`,
-the tiles in `channels_last.positions`.  No program waits for another.
+The formulas are in `contiguous.backward.tile`, z's slope and offset, and GAIN, in `gradients`, the tiles in
+`channels_last.positions`.  No program waits for another.
 """
 
 from dataclasses import dataclass
@@ -11,24 +11,22 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.moments import widened
-from fusednorm.jit.pieces import chunk_of
+from fusednorm.jit.loads import chunk_of, widened
 from fusednorm.launch.launch import Launch, can_prefetch, dependent
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, empty_statistics
-from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched
-from fusednorm.ops.group_norm.channels_last.positions import (
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.positions import (
     add_gradient_positions,
     load_gradient_positions,
     load_masked_positions,
-    places,
     prefetch_gradient_positions,
-    stored_mask,
     sums_of_columns,
-    turns_of,
 )
+from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched
+from fusednorm.ops.group_norm.channels_last.positions import places, stored_mask, turns_of
 from fusednorm.ops.group_norm.channels_last.stream import stream_partition
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
 from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions
+from fusednorm.ops.group_norm.sample import empty_statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +46,17 @@ class BackwardStream(BackwardConfig):
         sample = call.sample
         partition = stream_partition(sample, call.x.element_size(), self, call.n, call.x.device)
         parts = call.parts(partition.splits)
-        sum_g, sum_g_xhat = empty_statistics(call.x, sample)
+        sums_of_groups = empty_statistics(call.x, sample)
         piece = partition.positions * partition.apply_chunks
         pieces = 1 if partition.is_cut_finer else self.apply_pieces
         programs = cdiv(sample.hw, piece * pieces)
-        epilogue = (call.scale_stride, *call.epilogue.dropout_arguments)
+        epilogue = (call.affine.stride, *call.epilogue.dropout_arguments)
         sums = (
-            *call.inputs, call.affine_parameters, call.mean, call.rstd, *parts, sample.hw, partition.units,
+            *call.inputs, call.parameters, call.mean, call.rstd, *parts, sample.hw, partition.units,
             sample.groups, sample.channels, partition.splits, *epilogue,
         )  # fmt: skip
         apply = (
-            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, sum_g, sum_g_xhat,
+            *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, *sums_of_groups,
             call.out.dx, sample.hw, partition.units, sample.groups, sample.channels, call.n, pieces, *epilogue,
         )  # fmt: skip
         options = {
@@ -84,9 +82,9 @@ class BackwardStream(BackwardConfig):
         }
         return [
             Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * partition.splits,), sums, sums_options),
-            group_reduction(call, parts, sum_g, sum_g_xhat, partition.splits),
+            group_reduction(parts, call.affine, sample, partition.splits, sums_of_groups, call.early),
             Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
-            *parameter_reductions(call, parts, partition.splits, beside=True),
+            *parameter_reductions(parts, call.affine, call.out, partition.splits, call.early, beside=True),
         ]
 
 

@@ -16,13 +16,7 @@ from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent
 from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.affine import load_masked_affine
-from fusednorm.ops.group_norm.call import (
-    ForwardCall,
-    ForwardConfig,
-    empty_statistics,
-    epilogue_options,
-    pair,
-)
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.channels_last.columns import (
     block_of_columns,
     channel_moments,
@@ -30,7 +24,7 @@ from fusednorm.ops.group_norm.channels_last.columns import (
     statistic_of_columns,
 )
 from fusednorm.ops.group_norm.reduce import moments_reduction
-from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.sample import Sample, empty_statistics, pair, vector_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +56,14 @@ class ForwardColumns(ForwardConfig):
         tile = self._tile(sample, call.x.element_size())
         arguments = (
             *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
-            runs, self.run_rows, blocks, call.scale_stride, *call.epilogue.dropout_arguments,
+            runs, self.run_rows, blocks, call.affine.stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
             "ROWS": self.apply_rows,
             "RESIDUAL_OTHER": lies_otherwise(call.residual, True),
             **tile,
             **dependent(call.early),
-            **epilogue_options(call.epilogue),
+            **call.epilogue.options,
         }
         return [
             *self.statistics(call.x, sample, call.eps, call.residual, mean, rstd),

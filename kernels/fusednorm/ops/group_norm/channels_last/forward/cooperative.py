@@ -12,7 +12,7 @@ from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of
 from fusednorm.jit.prefetch import touch_rows
 from fusednorm.launch.launch import Launch, resident_options
 from fusednorm.launch.workspace import mailbox
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_registers
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, with_registers
 from fusednorm.ops.group_norm.channels_last.pieces import (
     block_options,
     block_tile,
@@ -76,14 +76,14 @@ class ForwardCooperativeBlock(ForwardConfig):
             "LAG": self.lag,
             "AHEAD": 0 if INTERPRETED else self.ahead,
             **resident_options(self),
-            **epilogue_options(call.epilogue),
+            **call.epilogue.options,
         }
         # A pair of words for each group of a block, where a slot of the mailbox is four.
         box = mailbox(call.x.device, -(-depth * programs * next_power_of_2(self.block_groups) // 2))
         arguments = (
             *call.tensors, *call.statistics, box, units, members, sample.hw, sample.c // tile.vec,
             sample.groups, sample.channels, blocks, self.block_groups, call.eps,
-            call.scale_stride, *call.epilogue.dropout_arguments,
+            call.affine.stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         return [Launch(group_norm_nhwc_cooperative_kernel, (programs,), arguments, options)]
 

@@ -12,7 +12,6 @@ from fusednorm.launch.launch import Launch, registers_for
 from fusednorm.ops.group_norm.call import (
     ForwardCall,
     ForwardConfig,
-    epilogue_options,
     with_registers,
     writers_of_one,
 )
@@ -55,7 +54,7 @@ class ForwardResidentBlock(ForwardConfig):
         tile = block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
-            sample.channels, blocks, self.block_groups, call.eps, call.scale_stride,
+            sample.channels, blocks, self.block_groups, call.eps, call.affine.stride,
             *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -65,7 +64,7 @@ class ForwardResidentBlock(ForwardConfig):
             "SHARED": writers > 1,
             # Shared groups are few: a program has its multiprocessor to itself.
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
-            **epilogue_options(call.epilogue),
+            **call.epilogue.options,
         }
         return [Launch(group_norm_nhwc_resident_kernel, (units * writers,), arguments, options)]
 

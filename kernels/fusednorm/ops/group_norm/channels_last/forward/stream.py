@@ -15,10 +15,11 @@ from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import total_pair
 from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.affine import load_masked_affine
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, pair
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
 from fusednorm.ops.group_norm.channels_last.samples import load_sample_piece, split_moments, write_sample_piece
 from fusednorm.ops.group_norm.channels_last.stream import stream_partition
+from fusednorm.ops.group_norm.sample import pair
 
 _REDUCE_CHANNELS = 512
 """Channels at a time, at most, for which a reduction writes coefficients."""
@@ -50,7 +51,7 @@ class ForwardStream(ForwardConfig):
         )  # fmt: skip
         reduce = (
             *parts, *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
-            sample.channels, partition.splits, partition.step, call.scale_stride, call.n * sample.c, call.eps,
+            sample.channels, partition.splits, partition.step, call.affine.stride, call.n * sample.c, call.eps,
         )  # fmt: skip
         apply = (
             x, call.residual, out.y, out.residual_out, coefficients, sample.hw, partition.units, call.n,
@@ -92,7 +93,7 @@ class ForwardStream(ForwardConfig):
                     "CHUNKS": partition.apply_chunks,
                     "WHOLE": sample.hw % piece == 0,
                     **dependent(call.early),
-                    **epilogue_options(call.epilogue),
+                    **call.epilogue.options,
                 },
             ),
         ]

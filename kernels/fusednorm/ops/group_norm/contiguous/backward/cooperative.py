@@ -1,6 +1,7 @@
 """Backward pass of contiguous groups that several programs share.
 
-The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
+The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.  This file is longer
+than others by its one kernel: the half that takes sums and the half that writes share nearly every value.
 """
 
 from dataclasses import dataclass
@@ -17,10 +18,16 @@ from fusednorm.launch.launch import Launch, can_prefetch, resident_options
 from fusednorm.launch.workspace import mailbox
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
-from fusednorm.ops.group_norm.gradients import load_gained_affine
+from fusednorm.ops.group_norm.gradients import (
+    load_gained_affine,
+    load_gradient_tiles,
+    load_tiles,
+    tile_gradient,
+    tile_mask,
+    write_tile,
+)
 from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
-from fusednorm.ops.group_norm.sample import L2_BYTES, MAX_OFFSET, Sample
-from fusednorm.ops.group_norm.tiles import load_gradient_tiles, load_tiles, tile_gradient, tile_mask, write_tile
+from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +68,10 @@ class BackwardCooperative(BackwardConfig):
     def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
         """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
-        under_way = 2 * 16 * 32 * self.num_warps * self.chunks * (self.pieces + self.lag) * programs
         return (
             sample.hw * itemsize % 16 == 0
             and self.members(sample, itemsize) <= programs
-            and under_way <= L2_BYTES
+            and stays_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
             and self.channels * sample.hw < MAX_OFFSET
         )
 
@@ -81,9 +87,9 @@ class BackwardCooperative(BackwardConfig):
         depth = next_power_of_2(2 * cdiv(self.lag, self.pieces))
         partial = call.wanted_parts(parts)
         arguments = (
-            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *partial,
+            *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             mailbox(call.x.device, depth * teams * members),
-            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
+            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
             *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -105,7 +111,7 @@ class BackwardCooperative(BackwardConfig):
         }
         return [
             Launch(group_norm_nchw_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *parameter_reductions(call, partial, parts),
+            *parameter_reductions(partial, call.affine, call.out, parts, call.early),
         ]
 
 

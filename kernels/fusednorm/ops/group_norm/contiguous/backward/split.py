@@ -46,7 +46,7 @@ class BackwardSplit(BackwardConfig):
         parts = cdiv(sample.hw, self.part_positions(itemsize))
         blocks = cdiv(sample.channels, self.channels)
         shape = (
-            parts, blocks, self.pieces, sample.hw // vec, sample.groups, sample.channels, call.scale_stride,
+            parts, blocks, self.pieces, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
             *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {

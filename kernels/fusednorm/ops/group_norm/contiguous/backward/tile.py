@@ -38,8 +38,8 @@ class BackwardTile(BackwardConfig):
         rows = call.n * sample.groups
         parts = call.wanted_parts(1)
         arguments = (
-            *call.inputs, call.dresidual_out, call.affine_parameters, call.mean, call.rstd, call.out.dx, *parts,
-            rows, sample.hw // vec, sample.groups, sample.channels, call.scale_stride, call.eps,
+            *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *parts,
+            rows, sample.hw // vec, sample.groups, sample.channels, call.affine.stride, call.eps,
             *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -54,7 +54,7 @@ class BackwardTile(BackwardConfig):
         grid = (cdiv(rows, self.rows),)
         return [
             Launch(group_norm_nchw_backward_tile_kernel, grid, arguments, options),
-            *parameter_reductions(call, parts, 1),
+            *parameter_reductions(parts, call.affine, call.out, 1, call.early),
         ]
 
 

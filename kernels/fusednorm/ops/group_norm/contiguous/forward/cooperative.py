@@ -13,16 +13,12 @@ from fusednorm.jit.pieces import merge, merge_even, total_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import Launch, known_whole_in_slabs, resident_options
 from fusednorm.launch.workspace import mailbox
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, epilogue_options, with_registers
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, with_registers
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
-    can_prefetch_groups,
-    chunk_options,
     load_chunk_affine,
     load_chunks,
     moments_of_lanes,
-    parameters_mode,
-    piece_indexing,
     same_for_all,
     write_chunks,
 )
@@ -72,10 +68,10 @@ class ForwardCooperative(ForwardConfig):
         programs = min(rows, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
             *call.tensors, *call.statistics, mailbox(call.x.device, depth * programs), rows, members,
-            call.group_units, *piece_indexing(call), call.eps, *call.epilogue.dropout_arguments,
+            call.group_units, *call.piece_indexing, call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
-            **chunk_options(call, self, self.chunks),
+            **call.chunk_options(self.block, self.chunks, self.num_warps),
             "FULL": known_whole_in_slabs(sample.group_length, self.block, self.chunks, call.has_lane_a_thread),
             "LANE_A_THREAD": call.has_lane_a_thread,
             # A full tree of the compiler's; the interpreter goes from slot to slot.
@@ -84,10 +80,10 @@ class ForwardCooperative(ForwardConfig):
             "SLOTS": slots,
             "DEPTH": depth,
             "LAG": self.lag,
-            "AHEAD": self.ahead if can_prefetch_groups(call) else 0,
-            "PARAMETERS": parameters_mode(call, self.block, slab),
+            "AHEAD": self.ahead if call.can_prefetch_groups else 0,
+            "PARAMETERS": call.parameters_mode(self.block, slab),
             **resident_options(self),
-            **epilogue_options(call.epilogue),
+            **call.epilogue.options,
         }
         return [Launch(group_norm_nchw_cooperative_kernel, (programs,), arguments, options)]
 

@@ -14,19 +14,14 @@ from fusednorm.launch.launch import Launch, known_whole, registers_for
 from fusednorm.ops.group_norm.call import (
     ForwardCall,
     ForwardConfig,
-    epilogue_options,
     with_registers,
     writers_of_one,
 )
 from fusednorm.ops.group_norm.contiguous.frames import frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
-    can_prefetch_groups,
-    chunk_options,
     load_chunk_affine,
     load_chunks,
     moments_of_lanes,
-    parameters_mode,
-    piece_indexing,
     same_for_all,
     write_chunks,
 )
@@ -62,18 +57,18 @@ class ForwardResident(ForwardConfig):
         chunks = cdiv(sample.frame_length, self.block)
         arguments = (
             *call.tensors, *call.statistics, writers, self.ahead_per_sm * multiprocessors if writers == 1 else 0,
-            call.group_units, *piece_indexing(call), call.eps, *call.epilogue.dropout_arguments,
+            call.group_units, *call.piece_indexing, call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
-            **chunk_options(call, self, chunks),
+            **call.chunk_options(self.block, chunks, self.num_warps),
             "FULL": known_whole(sample.group_length, self.block, chunks, call.has_lane_a_thread),
             "SKEWED": call.is_skewed,
-            "PREFETCH": can_prefetch_groups(call),
-            "PARAMETERS": parameters_mode(call, self.block, self.block * chunks),
+            "PREFETCH": call.can_prefetch_groups,
+            "PARAMETERS": call.parameters_mode(self.block, self.block * chunks),
             "SHARED": writers > 1,
             # Shared groups are few: a program has its multiprocessor to itself.
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
-            **epilogue_options(call.epilogue),
+            **call.epilogue.options,
         }
         return [Launch(group_norm_nchw_resident_kernel, (rows * writers,), arguments, options)]
 

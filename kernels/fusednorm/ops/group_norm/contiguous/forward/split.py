@@ -14,10 +14,10 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent
 from fusednorm.layouts import lies_otherwise
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, pair
+from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
 from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, moments_reduction, reduce_moments
-from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, vector_width
+from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, pair, vector_width
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,12 @@
+"""What autocast makes of norms."""
+
+import torch
+from torch import Tensor
+
+AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
+"""Whether CUDA's autocast knows rms_norm, as newer versions of torch have it."""
+
+
+def casts_to_float32(x: Tensor) -> bool:
+    """Whether autocast computes norms of x in float32 and returns that: CUDA's does, the CPU's does not."""
+    return x.is_cuda and torch.is_autocast_enabled("cuda")

@@ -1,0 +1,180 @@
+// The differentiable call, and its derivative.
+
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "call.h"
+#include "kinds.h"
+#include "replay.h"
+#include "state.h"
+#include "tensors.h"
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// The derivative of a norm, which knows x, residual, weight, bias, scale, shift, mean and rstd.
+struct NormBackward : public Node {
+  const Differentiable* what = nullptr;  // Of which there is one for good.
+  uint32_t policy = 0;
+  std::array<SavedVariable, 8> saved;
+  std::array<bool, 8> present{};
+
+  std::string name() const override { return "FusedNormBackward"; }
+
+  void release_variables() override {
+    for (auto& variable : saved) variable.reset_data();
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    std::array<Tensor, 8> values;
+    for (size_t place = 0; place < saved.size(); ++place)
+      if (present[place]) values[place] = saved[place].unpack();
+    const auto& [x, residual, weight, bias, scale, shift, mean, rstd] = values;
+    const Tensor dy = gradients[0];
+    const Tensor outside = gradients.size() > 1 && residual.defined() ? gradients[1] : Tensor();
+    if (dy.defined() && !c10::GradMode::is_enabled() && !is_watched()) {
+      Inputs inputs{x, dy, residual, outside, mean, rstd, weight, bias};
+      if (what->groups) {
+        inputs.push_back(scale);
+        inputs.push_back(shift);
+      }
+      std::array<Tensor, kMostResults> results;
+      const auto replay = find(what->backward, policy, what->back, inputs);
+      if (replay && make(*replay, inputs, results)) {
+        auto& [dx, dweight, dbias, dresidual, dscale, dshift] = results;
+        if (dresidual.defined() && dresidual.scalar_type() != residual.scalar_type())
+          dresidual = dresidual.to(residual.scalar_type());
+        return {dx, dresidual, dweight, dbias, dscale, dshift};
+      }
+    }
+    return through_python(values, dy, outside, *what);
+  }
+
+  static variable_list through_python(const std::array<Tensor, 8>& values, const Tensor& dy, const Tensor& outside,
+                                      const Differentiable& what) {
+    pybind11::gil_scoped_acquire lock;
+    PyObject* saved = PyTuple_New(8);
+    for (Py_ssize_t place = 0; place < 8; ++place) PyTuple_SET_ITEM(saved, place, wrapped(values[place]));
+    PyObject* done = PyObject_CallFunction(g_backward, "ONNN", what.settings, saved, wrapped(dy), wrapped(outside));
+    if (done == nullptr) throw python_error();
+    variable_list results;
+    for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(done); ++place) {
+      PyObject* item = PyTuple_GET_ITEM(done, place);
+      results.push_back(item == Py_None ? Tensor() : THPVariable_Unpack(item));
+    }
+    Py_DECREF(done);
+    return results;
+  }
+};
+
+// A node and what owns it, which is another kind of pointer in newer versions of torch.
+template <class Pointer, class Made = NormBackward>
+std::pair<Made*, Pointer> new_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    auto* node = new Made();
+    return {node, Pointer(node, [](auto* each) { deleteNode(static_cast<typename Pointer::element_type*>(each)); })};
+  } else {
+    auto owner = c10::make_intrusive<Made>();
+    auto* node = owner.get();
+    return {node, Pointer(std::move(owner))};
+  }
+}
+
+bool is_observed(PyObject* const* tensors, size_t count) {
+  if (is_watched()) return true;
+  for (size_t place = 0; place < count; ++place) {
+    PyObject* tensor = tensors[place];
+    if (tensor == Py_None) continue;
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+    if (type != PyTuple_GET_ITEM(g_tensor_types, 0) && type != PyTuple_GET_ITEM(g_tensor_types, 1)) return true;
+    // Tangents would be lost.
+    if (THPVariable_Unpack(tensor)._fw_grad(0).defined()) return true;
+  }
+  return false;
+}
+
+// differentiable(settings, policy, x, residual, weight, bias, scale, shift) -> (y, residual_out) | None
+PyObject* differentiable(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  uint32_t specification = 0;
+  if (!number_of(g_specifications, arguments[0], specification)) {
+    if (PyErr_Occurred()) PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  PyObject* const* tensors = arguments + 2;
+  if (is_observed(tensors, 6)) Py_RETURN_NONE;
+  HANDLE_TH_ERRORS
+  const Differentiable& what = g_differentiable[specification];
+  Inputs inputs;
+  inputs.reserve(6);
+  if (!unpack(tensors, 6, inputs)) Py_RETURN_NONE;
+  bool differentiated = false;
+  if (c10::GradMode::is_enabled())
+    for (const Tensor& tensor : inputs) differentiated |= tensor.defined() && tensor.requires_grad();
+  const auto policy = static_cast<uint32_t>(PyLong_AsLong(arguments[1]));
+  if (!what.groups) inputs.resize(4);
+  const auto replay = find(what.forward, policy, differentiated ? what.saving : what.plain, inputs);
+  std::array<Tensor, kMostResults> results;
+  if (!replay || !make(*replay, inputs, results)) Py_RETURN_NONE;
+  if (differentiated) {
+    inputs.resize(6);
+    auto [node, owner] = new_node<decltype(torch::autograd::Edge::function)>();
+    node->what = &what;
+    node->policy = policy;
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4],
+                                                             inputs[5]));
+    for (size_t place = 0; place < 8; ++place) {
+      const Tensor& value = place < 6 ? inputs[place] : results[place - 5];
+      node->present[place] = value.defined();
+      if (value.defined()) node->saved[place] = SavedVariable(value, false);
+    }
+    torch::autograd::set_history(results[0], owner);
+    if (results[3].defined()) torch::autograd::set_history(results[3], owner);
+  }
+  PyObject* pair = PyTuple_New(2);
+  PyTuple_SET_ITEM(pair, 0, wrapped(results[0]));
+  PyTuple_SET_ITEM(pair, 1, wrapped(results[3]));
+  return pair;
+  END_HANDLE_TH_ERRORS
+}
+
+// define_differentiable(settings, forward, saving, plain, backward, back, groups)
+PyObject* define_differentiable(PyObject*, PyObject* arguments) {
+  PyObject *settings = nullptr, *saving = nullptr, *plain = nullptr, *back = nullptr;
+  int forward = 0, backward = 0, groups = 0;
+  if (!PyArg_ParseTuple(arguments, "OiOOiOp", &settings, &forward, &saving, &plain, &backward, &back, &groups))
+    return nullptr;
+  Differentiable what{forward, backward, 0, 0, 0, groups != 0, settings};
+  if (!numbered(g_options, saving, what.saving) || !numbered(g_options, plain, what.plain) ||
+      !numbered(g_options, back, what.back)) {
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+  }
+  uint32_t number = 0;
+  if (number_of(g_specifications, settings, number)) Py_RETURN_NONE;
+  if (PyErr_Occurred()) return nullptr;
+  Py_INCREF(settings);
+  if (!numbered(g_specifications, settings, number)) {
+    Py_DECREF(settings);
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+  }
+  g_differentiable.push_back(what);
+  Py_RETURN_NONE;
+}
+
+}  // namespace

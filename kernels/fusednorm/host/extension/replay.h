@@ -1,0 +1,79 @@
+// What is kept of a known call, and how its kernels are launched again.
+
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <cuda.h>
+
+namespace {
+
+using at::Tensor;
+
+constexpr size_t kMostResults = 6;
+
+using Inputs = std::vector<Tensor>;  // Undefined where nothing came.
+
+// Where a parameter of a kernel comes from: `kSlot` of the addresses and numbers of a call, or a constant.
+struct Parameter {
+  bool constant;
+  uint32_t slot;
+  uint64_t bits;
+};
+
+struct Start {
+  CUfunction function;
+  std::array<unsigned, 3> grid;
+  int programs;  // The slot with the first size of the grid; -1 where that is always the same.
+  unsigned threads, shared;
+  bool early, cooperative;
+  std::vector<Parameter> parameters;
+};
+
+enum class Shape { kFixed, kX, kRows };
+
+struct Output {
+  bool absent;
+  int same;  // The earlier result that this one is; -1 where it is one of its own.
+  Shape shape;
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes, strides;
+};
+
+struct Workspace {
+  int64_t words;
+  std::string purpose;
+};
+
+struct Replay {
+  int device;
+  int64_t words;  // float32 elements of the launches' own memory.
+  std::vector<int64_t> offsets;
+  std::vector<Workspace> workspaces;
+  std::vector<std::pair<int64_t, int64_t>> rules;
+  std::vector<Start> starts;
+  std::vector<Output> outputs;
+  std::mutex mutex;
+  // Workspaces of streams that launched this before.
+  std::vector<std::pair<void*, std::vector<Tensor>>> of_streams;
+};
+
+struct Pass {
+  uint32_t like_x, of_rows;
+};
+
+struct Differentiable {
+  int forward, backward;        // Passes.
+  uint32_t saving, plain, back;  // Options: forward with and without statistics, and backward.
+  bool groups;
+  PyObject* settings;  // What Python's way of the backward pass takes.
+};
+
+}  // namespace

@@ -1,0 +1,42 @@
+"""Mean and rstd alone, and the forward pass that starts with them: programs split groups and wait for nothing."""
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
+from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, vector_width
+
+
+@lru_cache(maxsize=4096)
+def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumns:
+    """The forward configuration that splits groups, whatever their size."""
+    if sample.channels_last:
+        return _columns(sample, itemsize)
+    vec = vector_width(itemsize, sample.group_length)
+    tile = sweep_units(vec)
+    tiles = -(-sample.group_length // (vec * tile * max_splits(sample.groups)))
+    return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
+
+
+def plan_statistics(
+    x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
+) -> list[Launch]:
+    """The launches that fill mean and rstd alone, for a backward pass that needs them and came without."""
+    return split_forward(sample, x.element_size()).statistics(x, sample, eps, residual, mean, rstd)
+
+
+def sweep_units(vec: int) -> int:
+    """Vectors of a tile of 16 warps: 16 elements a thread, or 8 where each is an access of its own."""
+    return 8192 // vec if vec > 1 else 4096
+
+
+def _columns(sample: Sample, itemsize: int) -> ForwardColumns:
+    vec = vector_width(itemsize, sample.c)
+    width = column_width(sample, itemsize)
+    rows = max(1, 32 * 8 * vec // width)
+    step = rows * 4
+    split_rows = step * max(2, -(-sample.hw // (step * max_splits(sample.c))))
+    return ForwardColumns(width, rows, 4, split_rows, rows * 2, rows * 8, 8)

@@ -1,0 +1,250 @@
+"""The launches of GroupNorm forward by the forms that never wait: what covers a sample, and in what parts."""
+
+import pytest
+import torch
+from fusednorm.checks import Epilogue
+from fusednorm.device import INTERPRETED
+from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.call import ForwardCall
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
+from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
+from fusednorm.ops.group_norm.forward_choice import plan_forward
+from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, REDUCE_NUM_WARPS, reduction_tile
+from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample
+from fusednorm.ops.group_norm.statistics import plan_statistics
+from fusednorm.results import Forward
+
+from tests.kernels.ops.group_norm.cases import channels_last
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs tensors of the host")
+
+N, GROUPS = 3, 2
+SPLIT = ForwardSplit(units=16, split_units=40, program_units=24, num_warps=4)
+COLUMNS = ForwardColumns(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8, run_rows=24, num_warps=4)
+
+
+def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=True):
+    """The launches for [N, GROUPS * channels, hw] of float32, and its tensors."""
+    lay = channels_last if last else lambda x: x
+    x = lay(torch.randn(N, GROUPS * channels, hw))
+    weight = torch.randn(GROUPS * channels) if affine else None
+    statistics = [torch.empty(N, GROUPS) for _ in range(2)] if stats else [None, None]
+    out = Forward(torch.empty_like(x), *statistics)
+    other = None if residual is None else residual(torch.randn_like(x))
+    sample = Sample(GROUPS, channels, hw, last)
+    call = ForwardCall(
+        x=x, sample=sample, affine=Affine(weight), eps=1e-5, residual=other, epilogue=Epilogue("silu"), out=out
+    )
+    return plan_forward(call, config), x, out
+
+
+def names(launches) -> list[str]:
+    return [launch.kernel.__name__ for launch in launches]
+
+
+def named(launch) -> dict:
+    """Arguments and options by the kernel's own names for them."""
+    return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
+
+
+@pytest.mark.parametrize(
+    ("config", "last", "channels", "kernels"),
+    [
+        (ForwardResident(1, 1), False, 2, ["nchw_resident"]),
+        (ForwardCooperative(2, 1, 2, 1, 1), False, 16, ["nchw_cooperative"]),
+        (ForwardResidentBlock(2, 1, 1), True, 4, ["nhwc_resident"]),
+        (ForwardCooperativeBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_cooperative"]),
+        (
+            ForwardStream(1, 2, 3, 3),
+            True,
+            4,
+            ["nhwc_stream_moments", "nhwc_stream_reduce", "nhwc_stream_apply"],
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if "Forward" in type(value).__name__ else None,
+)
+def test_each_configuration_launches_its_own_kernels(config, last, channels, kernels):
+    launches, *_ = plan(config, channels, 32, last=last)
+    assert names(launches) == [f"group_norm_{kernel}_kernel" for kernel in kernels]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_otherwise(last, otherwise, monkeypatch):
+    chosen = ForwardStream(1, 2, 3, 3) if last else ForwardSweep(16, 4)
+    monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (chosen,))
+    to_other = (lambda x: x.contiguous()) if last else channels_last
+    launches, *_ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
+    if otherwise:
+        assert names(launches)[0] == (
+            "group_norm_nhwc_columns_moments_kernel" if last else "group_norm_nchw_split_moments_kernel"
+        )
+    else:
+        assert names(launches)[0] == (
+            "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
+        )
+
+
+@pytest.mark.parametrize(
+    ("sample", "dtype", "kernel"),
+    [
+        (Sample(32, 16, 64 * 64, False), torch.bfloat16, "cooperative"),
+        (Sample(32, 8, 64 * 64, False), torch.float32, "cooperative"),
+        # Seven programs would have a seventh more than there is.
+        (Sample(32, 8, 56 * 56, False), torch.float32, "sweep"),
+    ],
+    ids=str,
+)
+def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, kernel, monkeypatch):
+    for module in ("forward_choice", "call", "contiguous.forward.resident", "contiguous.forward.cooperative"):
+        monkeypatch.setattr(f"fusednorm.ops.group_norm.{module}.multiprocessor_count", lambda _: 132)
+    monkeypatch.setattr("fusednorm.ops.group_norm.forward_choice.may_wait", lambda: True)
+    x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
+    after = Epilogue("silu", 0.1, 1)
+    given = {"x": x, "sample": sample, "eps": 1e-5, "out": Forward(x)}
+    plain = plan_forward(ForwardCall(**given))
+    added = plan_forward(ForwardCall(**given, residual=x, epilogue=after))
+    assert names(plain) == ["group_norm_nchw_resident_kernel"]
+    assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
+
+
+def test_tiles_take_so_many_groups_each():
+    (launch,), *_ = plan(ForwardTile(4, 16, 4), 2, 20)
+    assert names([launch]) == ["group_norm_nchw_tile_kernel"]
+    # Six groups of forty elements, which are ten vectors.
+    assert launch.grid == (2,)
+    assert (launch.options["ROWS"], launch.options["UNITS"], launch.options["VEC"]) == (4, 16, 4)
+    assert launch.arguments[10:12] == (N * GROUPS, 10)
+
+
+def test_a_sweep_is_a_program_a_group():
+    (launch,), *_ = plan(ForwardSweep(16, 4), 2, 20)
+    assert names([launch]) == ["group_norm_nchw_sweep_kernel"]
+    assert launch.grid == (N * GROUPS,)
+    assert launch.options["num_warps"] == 4
+    assert launch.arguments[10] == 10
+
+
+@pytest.mark.parametrize(("hw", "splits", "programs"), [(160, 2, 4), (164, 3, 4), (192, 3, 4), (196, 3, 5)])
+def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
+    (partial, apply), x, _ = plan(SPLIT, 2, hw)
+    assert names([partial, apply]) == ["group_norm_nchw_split_moments_kernel", "group_norm_nchw_split_apply_kernel"]
+    units = 2 * hw // 4
+    assert (splits - 1) * 40 < units <= splits * 40
+    assert (programs - 1) * 24 < units <= programs * 24
+    assert partial.grid == (N * GROUPS * splits,)
+    assert apply.grid == (N * GROUPS * programs,)
+    means, squares = partial.arguments[2:4]
+    assert means.shape == squares.shape == (N, splits, GROUPS)
+    assert means.dtype == squares.dtype == torch.float32
+    assert partial.arguments[0] is x
+    assert partial.arguments[4:] == (units, GROUPS, 2, splits, 40)
+    assert apply.arguments[8] is means
+    assert apply.arguments[9] is squares
+    assert apply.options["BLOCK_SPLITS"] == {2: 2, 3: 4}[splits]
+    assert splits in apply.arguments[12:]
+
+
+@pytest.mark.parametrize(("channels", "hw", "wide"), [(1, WIDE_GROUP - 4, False), (1, WIDE_GROUP, True)])
+def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
+    whole = ForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
+    x = torch.empty(1).expand(1, channels, hw)
+    out = Forward(x, None, None)
+    launches = plan_forward(ForwardCall(x=x, sample=Sample(1, channels, hw, False), eps=1e-5, out=out), whole)
+    assert [launch.options["WIDE"] for launch in launches] == [wide, wide]
+
+
+@pytest.mark.parametrize(
+    ("config", "last", "residual", "otherwise"),
+    [
+        (SPLIT, False, None, False),
+        (SPLIT, False, lambda x: x, False),
+        (SPLIT, False, channels_last, True),
+        (COLUMNS, True, None, False),
+        (COLUMNS, True, lambda x: x, False),
+        (COLUMNS, True, lambda x: x.contiguous(), True),
+    ],
+)
+def test_a_residual_of_the_other_layout_is_known_as_such(config, last, residual, otherwise):
+    launches, *_ = plan(config, 4, 36, last=last, residual=residual)
+    said = [launch.options["RESIDUAL_OTHER"] for launch in launches if "RESIDUAL_OTHER" in launch.options]
+    assert said == [otherwise, otherwise]
+
+
+@pytest.mark.parametrize(
+    ("channels", "hw", "splits", "runs", "blocks", "even"),
+    [(4, 32, 2, 2, 1, True), (4, 33, 3, 2, 1, True), (8, 48, 3, 2, 2, True), (6, 49, 4, 3, 2, False)],
+)
+def test_columns_are_covered_by_splits_runs_and_blocks(channels, hw, splits, runs, blocks, even):
+    launches, _, out = plan(COLUMNS, channels, hw, last=True)
+    assert names(launches) == [
+        "group_norm_nhwc_columns_moments_kernel",
+        "group_norm_reduce_moments_kernel",
+        "group_norm_nhwc_columns_apply_kernel",
+    ]
+    stats, reduce, apply = launches
+    assert stats.grid == (N * splits * blocks,)
+    assert reduce.grid == (N * GROUPS,)
+    assert apply.grid == (N * runs * blocks,)
+    assert {launch.options["EVEN"] for launch in (stats, apply)} == {even}
+    assert {launch.options["VEC"] * launch.options["CV"] for launch in (stats, apply)} == {8}
+    assert stats.arguments[2].shape == (N, splits, GROUPS * channels)
+    assert stats.arguments[4:] == (hw, GROUPS * channels // 4, splits, 16, blocks)
+    assert reduce.arguments[2] is out.mean
+    assert reduce.arguments[3] is out.rstd
+    assert reduce.arguments[4:] == (GROUPS, channels, splits, 16, hw, 1e-5)
+    assert (stats.options["ROWS"], stats.options["UNROLL"], apply.options["ROWS"]) == (4, 2, 8)
+    assert apply.arguments[8] is out.mean
+    assert apply.arguments[9] is out.rstd
+
+
+@pytest.mark.parametrize("given", ["mean", "rstd", None])
+def test_statistics_that_nobody_wants_are_the_launches_own(given):
+    x = channels_last(torch.randn(N, 8, 36))
+    wanted = {given: torch.empty(N, GROUPS)} if given else {}
+    out = Forward(torch.empty_like(x), **wanted)
+    sample = Sample(GROUPS, 4, 36, True)
+    _, reduce, apply = plan_forward(ForwardCall(x=x, sample=sample, eps=1e-5, out=out), COLUMNS)
+    own = reduce.arguments[2:4]
+    assert [each.shape for each in own] == [(N, GROUPS)] * 2
+    assert all(each is not other for each in own for other in wanted.values())
+    assert apply.arguments[8] is own[0]
+    assert apply.arguments[9] is own[1]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_statistics_alone_fill_mean_and_rstd(last):
+    x = torch.randn(N, 8, 36)
+    x = channels_last(x) if last else x
+    mean, rstd = torch.empty(N, GROUPS), torch.empty(N, GROUPS)
+    launches = plan_statistics(x, Sample(GROUPS, 4, 36, last), 1e-5, None, mean, rstd)
+    partial, reduce = launches
+    assert names(launches)[1] == "group_norm_reduce_moments_kernel"
+    assert reduce.grid == (N * GROUPS,)
+    assert reduce.arguments[:2] == partial.arguments[2:4]
+    assert reduce.arguments[2] is mean
+    assert reduce.arguments[3] is rstd
+    group_columns, splits, split_length, column_length, eps = reduce.arguments[5:]
+    assert (group_columns, column_length) == ((4, 36) if last else (1, 4 * 36))
+    assert (splits - 1) * split_length < column_length <= splits * split_length
+    assert eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("splits", "columns", "block_splits", "block_columns"),
+    [(1, 1, 1, 1), (3, 5, 4, 8), (10**6, 1, REDUCE_BLOCK, 1), (10**6, 100, REDUCE_BLOCK // 64, 64), (2, 64, 2, 64)],
+)
+def test_reductions_take_as_wide_a_tile_as_fits(splits, columns, block_splits, block_columns):
+    assert reduction_tile(splits, columns) == {
+        "BLOCK_SPLITS": block_splits,
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": REDUCE_NUM_WARPS,
+    }

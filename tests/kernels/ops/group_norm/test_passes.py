@@ -1,0 +1,277 @@
+"""GroupNorm kernels against the float64 oracle, every algorithm in both layouts.
+
+Shapes are small, so the algorithms for larger ones are forced: see `group_norm_cases`.  What the grid leaves
+out is every pairing of algorithm, dtype and activation; those meet only in the epilogue, which they share.
+"""
+
+import fusednorm.api.group_norm as ours
+import pytest
+import torch
+from fusednorm import reference
+from fusednorm.activations import ACTIVATIONS
+from fusednorm.errors import KernelInputError, UnsupportedShapeError
+from fusednorm.ops.group_norm import backward_choice as group_norm_backward_launch
+from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
+
+from tests.kernels.ops.group_norm.cases import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    channels_last,
+    check_backward,
+    check_forward,
+    make_case,
+    use_configuration,
+)
+
+ALGORITHMS = (*CONTIGUOUS, *CHANNELS_LAST)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_both_passes_match_the_oracle(algorithm, dtype, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 8, 10), 3, dtype, device, last)
+    check_forward(case)
+    check_backward(case, saved=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 1), (3, 30, 7), (2, 3, 5, 5), (1, 4, 2, 3, 2)])
+@pytest.mark.parametrize("last", [False, True])
+def test_any_spatial_rank_and_odd_sizes(shape, last, device, poisoned):
+    case = make_case(shape, 3 if shape[1] % 3 == 0 else 2, torch.float32, device, last and len(shape) > 2)
+    if shape[2:] in ((), (1,)):
+        # torch refuses one value a channel in training; the oracle does not need it.
+        actual, exact = case.forward(ours), case.forward(reference)
+        torch.testing.assert_close(actual.y, exact.y, rtol=1e-5, atol=1e-5)
+        dy = torch.randn_like(case.x)
+        torch.testing.assert_close(case.backward(ours, dy).dx, case.backward(reference, dy).dx)
+    else:
+        check_forward(case)
+        check_backward(case)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(6, 6), (6, 2), (20, 2), (10, 1)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_any_channels_a_group(algorithm, channels, groups, device, poisoned, monkeypatch):
+    # 29 positions: prime, so no vector access, and a last tile, split and run that are not full.
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((1, channels, 29), groups, torch.float32, device, last)
+    check_forward(case)
+    check_backward(case)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("algorithm", ["tile", "stream"])
+def test_activation_and_residual(algorithm, activation, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 4, 5), 2, torch.float32, device, last, residual=True, activation=activation)
+    check_forward(case)
+    check_backward(case)
+
+
+@pytest.mark.parametrize("algorithm", ["sweep", "split", "columns"])
+def test_activation_and_residual_of_larger_groups(algorithm, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((1, 6, 8, 9), 2, torch.float32, device, last, residual=True, activation="silu")
+    check_forward(case)
+    check_backward(case)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dropout_draws_the_oracles_mask_in_both_passes(algorithm, device, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    options = {"activation": "silu", "dropout": 0.4, "seed": -(2**40)}
+    case = make_case((2, 6, 7, 5), 2, torch.float32, device, last, **options)
+    actual, exact = case.forward(ours), case.forward(reference, precision=torch.float64)
+    assert torch.equal(actual.y == 0, exact.y == 0)
+    torch.testing.assert_close(actual.y, exact.y.float(), rtol=1e-5, atol=1e-5)
+    dy = torch.randn_like(case.x)
+    actual, exact = case.backward(ours, dy), case.backward(reference, dy, precision=torch.float64)
+    torch.testing.assert_close(actual.dx, exact.dx, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.dbias, exact.dbias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_outside_gradient_of_the_residual_sum_is_added(algorithm, device, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((1, 6, 5, 4), 2, torch.float32, device, last, residual=True)
+    dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
+    plain = case.backward(ours, dy).dx
+    torch.testing.assert_close(case.backward(ours, dy, dresidual_out=outside).dx, plain + outside)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("given", ["scale", "shift", "both"])
+def test_scale_and_shift_of_each_sample(algorithm, given, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 7, 6), 2, torch.float32, device, last, activation="silu")
+    halves = dict(zip(("scale", "shift"), torch.randn(2, 12, device=device).chunk(2, dim=1), strict=True))
+    extra = halves if given == "both" else {given: halves[given].to(torch.float16)}
+    actual = case.forward(ours, **extra)
+    exact = case.forward(reference, precision=torch.float64, **extra)
+    torch.testing.assert_close(actual.y, exact.y.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_without_parameters(algorithm, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((1, 4, 5, 8), 2, torch.float16, device, last, affine=False)
+    check_forward(case)
+    check_backward(case)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_dtypes_may_be_mixed(last, device, poisoned):
+    case = make_case((2, 6, 4, 4), 3, torch.bfloat16, device, last, residual=True)
+    case.weight, case.bias, case.residual = case.weight.float(), case.bias.half(), case.residual.float()
+    actual = case.forward(ours, out_dtype=torch.float32)
+    exact = case.forward(reference, precision=torch.float64, out_dtype=torch.float64)
+    torch.testing.assert_close(actual.y.double(), exact.y, rtol=1e-5, atol=1e-5)
+    assert actual.residual_out.dtype == torch.bfloat16
+    dy = torch.randn_like(case.x).float()
+    gradients, exact = case.backward(ours, dy), case.backward(reference, dy, precision=torch.float64)
+    for gradient, wanted, tolerance in zip(gradients[:4], exact[:4], (2**-7, 1e-5, 2**-9, 2**-7), strict=True):
+        assert gradient.dtype == wanted.dtype
+        torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("positions", [(8, 8), (29,)])
+def test_offsets_of_64_bits_inside_a_group(positions, device, poisoned, monkeypatch):
+    use_configuration(monkeypatch, "split")
+    monkeypatch.setattr("fusednorm.ops.group_norm.sample.WIDE_GROUP", 1)
+    case = make_case((1, 6, *positions), 2, torch.float32, device)
+    check_forward(case)
+    check_backward(case)
+
+
+def test_many_samples_reduce_their_parameter_gradients_in_two_steps(device, poisoned, monkeypatch):
+    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.REDUCE_TWICE_ABOVE", 16)
+    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.REDUCE_RUNS", 3)
+    check_backward(make_case((40, 4, 3), 2, torch.float32, device))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_sample_depends_neither_on_the_others_nor_on_what_is_returned(algorithm, device, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 5, 4), 3, torch.float32, device, last)
+    whole = case.forward(ours, stats=True).y
+    case.x = case.x[1:2]
+    assert torch.equal(case.forward(ours).y, whole[1:2])
+
+
+def test_no_samples_give_empty_results(device):
+    case = make_case((0, 4, 3, 3), 2, torch.float32, device)
+    assert case.forward(ours, stats=True).y.shape == (0, 4, 3, 3)
+    gradients = case.backward(ours, torch.empty_like(case.x))
+    assert gradients.dx.shape == (0, 4, 3, 3)
+    assert gradients.dweight.tolist() == gradients.dbias.tolist() == [0.0] * 4
+
+
+def test_tensors_laid_out_otherwise_are_refused(device):
+    x = torch.randn(2, 6, 4, 4, device=device)
+    with pytest.raises(UnsupportedShapeError, match="contiguous or channels-last"):
+        ours.group_norm_forward(x[:, :, ::2], 3)
+    with pytest.raises(UnsupportedShapeError, match="residual must be contiguous or channels-last"):
+        ours.group_norm_forward(x, 3, residual=x.transpose(2, 3))
+    with pytest.raises(UnsupportedShapeError, match="dy must be contiguous or channels-last"):
+        ours.group_norm_backward(x.transpose(2, 3), x, 3)
+    with pytest.raises(UnsupportedShapeError, match="dresidual_out must be contiguous or channels-last"):
+        ours.group_norm_backward(x, x, 3, dresidual_out=x.transpose(2, 3))
+
+
+def in_the_other_layout(t):
+    return channels_last(t) if t.is_contiguous() else t.contiguous()
+
+
+@pytest.mark.parametrize("positions", [(5, 9), (4, 8)])
+@pytest.mark.parametrize("algorithm", ["split", "columns"])
+def test_companions_of_the_other_layout_are_read_where_they_lie(
+    algorithm, positions, device, poisoned, monkeypatch
+):
+    last = use_configuration(monkeypatch, algorithm)
+    forward, backward = (CONTIGUOUS | CHANNELS_LAST)[algorithm]
+    monkeypatch.setattr(group_norm_forward_launch, "split_forward", lambda *_: forward)
+    monkeypatch.setattr(group_norm_backward_launch, "split_backward", lambda *_: backward)
+    case = make_case((2, 6, *positions), 2, torch.float32, device, last, residual=True, activation="silu")
+    dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
+    residual = case.residual
+
+    def results(dy, residual, outside):
+        case.residual = residual
+        forward = case.forward(ours, stats=True)
+        saved = {"mean": forward.mean, "rstd": forward.rstd}
+        gradients = case.backward(ours, dy, dresidual_out=outside, **saved)
+        return *forward[:4], *gradients[:3], *case.backward(ours, dy, dresidual_out=outside)[:3]
+
+    expected = results(dy, residual, outside)
+    for given in (
+        (in_the_other_layout(dy), residual, outside),
+        (dy, in_the_other_layout(residual), outside),
+        (dy, residual, in_the_other_layout(outside)),
+        tuple(map(in_the_other_layout, (dy, residual, outside))),
+    ):
+        for actual, wanted in zip(results(*given), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+            assert actual.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_other_layout_is_not_copied(last, device, monkeypatch):
+    case = make_case((1, 6, 5, 4), 2, torch.float32, device, last, residual=True)
+    case.residual, dy = in_the_other_layout(case.residual), in_the_other_layout(torch.randn_like(case.x))
+    given = set()
+
+    def note(kernel, grid, arguments, options, device):
+        given.update(a.data_ptr() for a in arguments if isinstance(a, torch.Tensor))
+
+    monkeypatch.setattr("fusednorm.launch.prepared.start", note)
+    case.forward(ours)
+    case.backward(ours, dy)
+    assert {t.data_ptr() for t in (case.x, case.residual, dy)} <= given
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_scale_and_shift_of_samples_have_gradients(algorithm, affine, activation, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    case = make_case((2, 6, 5, 7), 2, torch.float32, device, last, affine=affine, activation=activation)
+    dy = torch.randn_like(case.x)
+    # Halves of one tensor, as they come out of a projection, and one row for all samples.
+    scale, shift = torch.randn(2, 12, device=device).chunk(2, dim=1)
+    same = torch.randn(6, device=device).expand(2, 6)
+    for given in ({"scale": scale, "shift": shift}, {"scale": same}, {"shift": shift}):
+        actual = case.backward(ours, dy, **given)
+        exact = case.backward(reference, dy, **given, precision=torch.float64)
+        for got, wanted in zip(actual, exact, strict=True):
+            if wanted is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_scale_and_shift_laid_out_otherwise_are_refused(device):
+    x = torch.randn(2, 6, 4, device=device)
+    own, both = torch.randn(2, 6, device=device), torch.randn(2, 12, device=device)
+    with pytest.raises(KernelInputError, match=r"scale must be \[2, 6\]"):
+        ours.group_norm_forward(x, 3, scale=both)
+    with pytest.raises(UnsupportedShapeError, match="channels of shift must be contiguous"):
+        ours.group_norm_forward(x, 3, shift=both[:, ::2])
+    with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
+        ours.group_norm_forward(x, 3, scale=own, shift=both[:, 6:])
+    with pytest.raises(UnsupportedShapeError, match="one stride from sample to sample"):
+        ours.group_norm_backward(x, x, 3, scale=own, shift=both[:, 6:])
+
+
+def test_what_means_nothing_is_refused(device):
+    x = torch.randn(2, 6, 4, device=device)
+    with pytest.raises(KernelInputError, match="divide C = 6"):
+        ours.group_norm_forward(x, 4)
+    with pytest.raises(KernelInputError, match="at least one element"):
+        ours.group_norm_forward(x[..., :0], 3)
+    with pytest.raises(KernelInputError, match=r"weight must be \[6\]"):
+        ours.group_norm_forward(x, 3, x[0, :4, 0].contiguous())
+    with pytest.raises(KernelInputError, match="must come together"):
+        ours.group_norm_backward(x, x, 3, mean=torch.zeros(2, 3, device=device))
+    with pytest.raises(KernelInputError, match=r"mean must be float32 \[2, 3\]"):
+        ours.group_norm_backward(x, x, 3, mean=x, rstd=x)

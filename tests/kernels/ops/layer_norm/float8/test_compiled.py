@@ -1,0 +1,59 @@
+"""What the compiler makes of the float8 kernels for sm_90, without a GPU: no spills, x in 128-bit accesses.
+
+y leaves as many elements at a time as one access of x brings, in the same threads: were it otherwise, tiles would
+go through shared memory to change hands.
+"""
+
+import json
+
+import pytest
+
+from tests.kernels.harness.compiled import compile_elsewhere
+
+# A length of every table entry and of both sweeps.
+COLS = (
+    *(64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),
+    *(10240, 12288, 14336, 16384, 32768, 131072),
+)
+# Lengths at which the heaviest variant compiles as well.
+FUSED_COLS = (256, 1024, 7168, 16384, 32768, 131072)
+
+COMPILE = """
+import json, sys
+import torch
+from fusednorm.checks import FLOAT8, Epilogue
+from fusednorm.launch.inspection import inspect
+from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_float8
+from fusednorm.results import Forward
+
+dtype = getattr(torch, sys.argv[1])
+plain, fused = json.loads(sys.argv[2])
+reports = []
+for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for cols in fused]:
+    x, w, y, scale = (
+        torch.empty(shape, dtype=d, device="meta")
+        for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096, cols), FLOAT8), ((4096,), torch.float32))
+    )
+    residual = x if activation == "silu" else None
+    out = Forward(y, residual_out=residual, scale=scale)
+    (launch,) = plan_float8(
+        ForwardCall(x=x, weight=w, bias=w, eps=1e-5, residual=residual, epilogue=Epilogue(activation), out=out)
+    )
+    report = inspect(launch)
+    widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
+    what = f"{report.kernel} {cols} {activation} {dict(launch.options)} {report}"
+    reports.append((what, activation, report.spilled_bytes, report.shared_bytes, widest))
+print(json.dumps(reports))
+"""
+
+
+@pytest.mark.parametrize(("dtype", "vector"), [("bfloat16", 8), ("float32", 4)])
+def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype, vector):
+    reports = compile_elsewhere(COMPILE, dtype, json.dumps([COLS, FUSED_COLS]))
+    assert len(reports) == len(COLS) + len(FUSED_COLS)
+    for what, activation, spilled, shared, widest in reports:
+        assert spilled == 0, what
+        assert shared <= 512, what
+        assert widest["ld"] == 16, what
+        assert widest["st"] == (vector if activation == "none" else 16), what

@@ -1,0 +1,42 @@
+"""Rows that start between multiples of 16 bytes."""
+
+import pytest
+from fusednorm.launch.launch import has_lane_a_thread
+from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.choice import plan_forward
+from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import ForwardResident
+from fusednorm.ops.layer_norm.forward.split import ForwardSplit
+from fusednorm.results import Forward
+
+from tests.kernels.harness.misaligned import ALIGNED, MISALIGNED, take_all_as_whole, tensor
+
+
+def test_accesses_of_16_bytes_need_width_and_place():
+    x = tensor(ALIGNED, 64)
+    assert has_lane_a_thread(16, x, None)
+    assert not has_lane_a_thread(8, x)
+    assert not has_lane_a_thread(16, x, tensor(MISALIGNED, 64))
+
+
+@pytest.mark.parametrize(
+    ("cols", "config"),
+    [
+        (4096, ForwardResident(4, 4, 4, 2)),
+        (8192, ForwardCooperative(4, 4, 5, 2, 1)),
+        (1 << 20, ForwardSplit(4, 8, 2, 4, 16)),
+    ],
+)
+def test_rows(cols, config):
+    def plan(x_before, y_before, x_stride=cols):
+        x = tensor(x_before, 2, x_stride)[:, :cols]
+        out = Forward(tensor(y_before, 2, cols))
+        return plan_forward(ForwardCall(x=x, eps=1e-5, out=out), config)
+
+    assert take_all_as_whole(plan(ALIGNED, ALIGNED))
+    assert not take_all_as_whole(plan(MISALIGNED, MISALIGNED))
+    if isinstance(config, ForwardSplit):
+        # The next row starts anywhere, too; shorter rows are taken without merging where accesses are narrow.
+        assert not take_all_as_whole(plan(ALIGNED, ALIGNED, cols + 1))
+    else:
+        assert not take_all_as_whole(plan(ALIGNED, MISALIGNED))
