@@ -233,17 +233,22 @@ def _define(extension: Any, op: str, *known: Any) -> None:
     groups = op == "group_norm"
     passes = group_norm_passes if groups else layer_norm_passes
     back = (num_groups, eps, activation) if groups else (op == "rms_norm", eps, weight_offset, activation)
-    saving, plain = (_forward_options(op, *known, stats=stats) for stats in (True, False))
+    forward = (_forward_options(op, *known, stats=stats) for stats in (True, False))
+    backward = ((*back, parameter_gradients) for parameter_gradients in (True, False))
     try:
         extension.define_differentiable(
-            (op, *known), passes.FORWARD.number, saving, plain, passes.BACKWARD.number, back, groups
+            (op, *known), passes.FORWARD.number, *forward, passes.BACKWARD.number, *backward, groups
         )
     except TypeError:  # An option without a hash, which the checks refuse.
         return
 
 
 def _backward(
-    known: tuple[Any, ...], saved: tuple[Any, ...], dy: Tensor | None, dresidual_out: Tensor | None
+    known: tuple[Any, ...],
+    saved: tuple[Any, ...],
+    dy: Tensor | None,
+    dresidual_out: Tensor | None,
+    parameter_gradients: bool,
 ) -> tuple[Tensor | None, ...]:
     """The backward pass of a call that the host extension made, where it does not know that pass.
 
@@ -252,20 +257,25 @@ def _backward(
     op, *settings = known
     x, residual, weight, bias, *others = saved
     saved = x, weight, bias, residual, *others
-    run = _backward_of(op, dy, dresidual_out, *saved)
+    run = _backward_of(op, parameter_gradients, dy, dresidual_out, *saved)
     found = gradients(op, run, saved, (*settings, 0.0, 0), dy, dresidual_out)
     dx, dweight, dbias, dresidual, dscale, dshift = found
     return dx, dresidual, dweight, dbias, dscale, dshift
 
 
 def _backward_of(
-    op: str, dy: Tensor | None, dresidual_out: Tensor | None, x: Tensor, *saved: Tensor | None
+    op: str,
+    parameter_gradients: bool,
+    dy: Tensor | None,
+    dresidual_out: Tensor | None,
+    x: Tensor,
+    *saved: Tensor | None,
 ) -> Callable[..., Any]:
     """What computes the backward pass over these tensors."""
     if is_observed(dy, dresidual_out, x, *saved) or torch.is_grad_enabled():
         run: Callable[..., Any] = getattr(torch.ops.fusednorm, f"{op}_backward")
         return run
-    return partial(run_backward, library_of(op, x), op)
+    return partial(run_backward, library_of(op, x), op, parameter_gradients=parameter_gradients)
 
 
 class _Norm(torch.autograd.Function):
@@ -295,7 +305,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None) -> tuple[Any, ...]:
         saved, op = ctx.saved_tensors, ctx.op
-        run = _backward_of(op, dy, dresidual_out, *saved)
+        _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        run = _backward_of(op, of_weight or of_bias, dy, dresidual_out, *saved)
         return *gradients(op, run, saved, ctx.settings, dy, dresidual_out), None, None
 
 

@@ -145,6 +145,7 @@ def group_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
     """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
@@ -161,11 +162,12 @@ def group_norm_backward(
         mean, rstd: the statistics it returned, float32 [N, num_groups], both or neither; taken anew when
             absent.
         dresidual_out: as dy; what reached h from elsewhere, added to dx.
+        parameter_gradients: whether dweight and dbias are wanted; without them there is less to compute.
         out: tensors to write the gradients to, as in the forward pass.
 
     Returns:
         Backward: dx in x's dtype and layout, the gradient of x and of residual alike; dweight in weight's
-        dtype when weight came in; dbias, dscale and dshift likewise.
+        dtype when weight came in; dbias, dscale and dshift likewise; dweight and dbias only if they are wanted.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
@@ -180,7 +182,7 @@ def group_norm_backward(
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """
     inputs = (x, dy, residual, dresidual_out, mean, rstd, weight, bias, scale, shift)
-    options = (num_groups, eps, activation)
+    options = (num_groups, eps, activation, parameter_gradients)
     may_repeat = not (dropout or seed)
     repeated = BACKWARD.again(inputs, options, out) if may_repeat else None
     if repeated is not None:
@@ -195,7 +197,8 @@ def group_norm_backward(
     check_scale_and_shift(scale, shift, x)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
-    outputs = backward_outputs(x, (weight, bias, scale, shift), residual is not None)
+    parameters = (weight, bias) if parameter_gradients else (None, None)
+    outputs = backward_outputs(x, (*parameters, scale, shift), residual is not None)
     result = places(Backward, outputs, x, out)
     if x.shape[0]:
         call = BackwardCall(

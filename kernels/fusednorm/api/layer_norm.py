@@ -131,6 +131,7 @@ def layer_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
     """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
@@ -145,11 +146,13 @@ def layer_norm_backward(
             pass.
         mean, rstd: the statistics it returned, float32 [...], both or neither; taken anew when absent.
         dresidual_out: in x's shape, any of these dtypes; what reached h from elsewhere, added to dx.
+        parameter_gradients: whether dweight and dbias are wanted; without them there is less to compute.
         out: tensors to write the gradients to, as in the forward pass.
 
     Returns:
         Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, dx
-        itself if that is x's; dweight in weight's dtype when weight came in; dbias in bias's when bias came in.
+        itself if that is x's; dweight in weight's dtype when weight came in; dbias in bias's when bias came in;
+        neither of these unless they are wanted.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
@@ -162,7 +165,8 @@ def layer_norm_backward(
     Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
     """
     inputs = x, dy, residual, dresidual_out, mean, rstd, weight, bias
-    return _backward(inputs, (False, eps, weight_offset, activation), dropout, seed, out)
+    options = False, eps, weight_offset, activation, parameter_gradients
+    return _backward(inputs, options, dropout, seed, out)
 
 
 def rms_norm_backward(
@@ -178,6 +182,7 @@ def rms_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w and x_hat = h * rstd.
@@ -185,7 +190,8 @@ def rms_norm_backward(
     Everything else is as in `layer_norm_backward`; there is no bias and no mean.
     """
     inputs = x, dy, residual, dresidual_out, None, rstd, weight, None
-    return _backward(inputs, (True, eps, weight_offset, activation), dropout, seed, out)
+    options = True, eps, weight_offset, activation, parameter_gradients
+    return _backward(inputs, options, dropout, seed, out)
 
 
 def _forward(
@@ -240,7 +246,7 @@ def _backward(
     inputs: tuple[
         Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
     ],
-    options: tuple[bool, float, float, str],
+    options: tuple[bool, float, float, str, bool],
     dropout: float,
     seed: int | None,
     out: Backward | None,
@@ -250,7 +256,7 @@ def _backward(
     if repeated is not None:
         return repeated
     x, dy, residual, dresidual_out, mean, rstd, weight, bias = inputs
-    is_rms, eps, weight_offset, activation = options
+    is_rms, eps, weight_offset, activation, parameter_gradients = options
     if not is_rms and (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must come together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
@@ -267,7 +273,7 @@ def _backward(
     _check_parameters(weight, bias, weight_offset, own, x)
     check_statistics(mean, rstd, x.shape[:-1], x)
 
-    outputs = backward_outputs(x, weight, bias, residual)
+    outputs = backward_outputs(x, *(weight, bias) if parameter_gradients else (None, None), residual)
     result = places(Backward, outputs, x, out)
     if x.numel():
         call = BackwardCall(

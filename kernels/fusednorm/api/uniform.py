@@ -70,6 +70,8 @@ def run_backward(
     activation: str,
     dropout: float,
     seed: int,
+    *,
+    parameter_gradients: bool = True,
 ) -> Results:
     """dx, dweight, dbias, dscale and dshift of the backward pass of `op`, and dresidual unless that is dx."""
     run: Callable[..., Backward] = getattr(library, f"{op}_backward")
@@ -86,6 +88,7 @@ def run_backward(
         activation=activation,
         dropout=dropout,
         seed=seed,
+        parameter_gradients=parameter_gradients,
         **statistics,
     )
     dresidual = result.dresidual if has_own_gradient(residual, op, x) else None

@@ -109,6 +109,7 @@ def group_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
 ) -> Backward:
     """See `fusednorm.reference.group_norm_backward`; statistics must have come, or the reference takes them."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
@@ -127,7 +128,7 @@ def group_norm_backward(
         or (not x.is_contiguous() and is_far_from_zero(mean, rstd))
     ):
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
-        sums |= {"scale": scale, "shift": shift, "seed": seed}
+        sums |= {"scale": scale, "shift": shift, "seed": seed, "parameter_gradients": parameter_gradients}
         return reference.group_norm_backward(
             dy, x, num_groups, weight, bias, mean=mean, rstd=rstd, **options, **sums
         )
@@ -140,15 +141,17 @@ def group_norm_backward(
     if activation != "none":
         z = torch.native_group_norm(h, factor, wide(bias), n, c, positions, num_groups, eps)[0]
         gradient = through_activation(gradient, z, activation)
-    needed = [True, weight is not None, bias is not None]
-    dx, dweight, dbias = _backward_of_torch(gradient, h, mean, rstd, factor, n, c, positions, num_groups, needed)
+    wanted = [parameter_gradients and parameter is not None for parameter in (weight, bias)]
+    dx, dweight, dbias = _backward_of_torch(
+        gradient, h, mean, rstd, factor, n, c, positions, num_groups, [True, *wanted]
+    )
     if dresidual_out is not None:
         dx = dx.add_(_in_view(_like(x, dresidual_out), x))
     dx = dx.to(x.dtype).view(x.shape)
     return Backward(
         dx,
-        None if weight is None else dweight.to(weight.dtype),
-        None if bias is None else dbias.to(bias.dtype),
+        dweight.to(weight.dtype) if wanted[0] and weight is not None else None,
+        dbias.to(bias.dtype) if wanted[1] and bias is not None else None,
         None if residual is None else dx,
     )
 

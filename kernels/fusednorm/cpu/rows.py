@@ -127,6 +127,7 @@ def layer_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
 ) -> Backward:
     """See `fusednorm.reference.layer_norm_backward`; statistics must have come, or the reference takes them."""
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
@@ -138,11 +139,12 @@ def layer_norm_backward(
     )
     if not is_taken or mean is None or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
-        sums |= {"dropout": dropout, "seed": seed}
+        sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         return reference.layer_norm_backward(dy, x, weight, bias, mean=mean, rstd=rstd, **options, **sums)
-    gradients = Gradients(x, weight, bias, residual, dresidual_out)
+    of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
+    gradients = Gradients(x, of_weight, of_bias, residual, dresidual_out)
     factor, shift = _factor(weight, weight_offset), wide(bias)
-    cols, needed = x.shape[-1:], [True, weight is not None, bias is not None]
+    cols, needed = x.shape[-1:], [True, of_weight is not None, of_bias is not None]
     for piece in gradients.pieces(dy, mean, rstd):
         h, gradient, centre, inverse = piece
         if activation != "none":
@@ -165,6 +167,7 @@ def rms_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
 ) -> Backward:
     """See `fusednorm.reference.rms_norm_backward`; rstd must have come, or the reference takes it.
 
@@ -179,11 +182,12 @@ def rms_norm_backward(
     )
     if not is_taken or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
-        sums |= {"dropout": dropout, "seed": seed}
+        sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         return reference.rms_norm_backward(dy, x, weight, rstd=rstd, **options, **sums)
-    gradients = Gradients(x, weight, None, residual, dresidual_out)
+    of_weight = weight if parameter_gradients else None
+    gradients = Gradients(x, of_weight, None, residual, dresidual_out)
     factor = _factor(weight, weight_offset)
-    cols, needed = x.shape[-1:], [True, weight is not None, False]
+    cols, needed = x.shape[-1:], [True, of_weight is not None, False]
     of_mean = torch.full(cols, 1.0 / cols[0]) if factor is None else factor * (1.0 / cols[0])
     for piece in gradients.pieces(dy, torch.zeros_like(rstd), rstd):
         h, gradient, zero, inverse = piece

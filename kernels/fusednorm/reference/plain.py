@@ -193,6 +193,7 @@ def layer_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
     """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
@@ -204,6 +205,7 @@ def layer_norm_backward(
         dy: the gradient of y, in x's shape, any dtype that x may have.
         mean, rstd: [...], float32 or float64, what forward returned; both are computed again unless both came.
         dresidual_out: the gradient that reached residual_out, in x's shape.
+        parameter_gradients: whether dweight and dbias are wanted.
         x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
 
     Raises:
@@ -211,7 +213,8 @@ def layer_norm_backward(
     """
     view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    result = _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
 def rms_norm_backward(
@@ -227,12 +230,14 @@ def rms_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
     view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
+    result = _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
+    return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
 def group_norm_backward(
@@ -252,6 +257,7 @@ def group_norm_backward(
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
+    parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
     """`layer_norm_backward` with means over a group, dweight and dbias summed over samples and positions.
@@ -262,7 +268,8 @@ def group_norm_backward(
     """
     view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
-    return _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    result = _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
 def _rows_view(

@@ -37,17 +37,20 @@ class Norm:
         forward = getattr(fusednorm, f"{self.op}_forward")
         made = forward(self.x, *self.groups, *self.parameters, residual=residual, stats=True, **self.options)
         forward(self.x, *self.groups, *self.parameters, residual=residual, **self.options)
-        saved = {"rstd": made.rstd} | ({} if self.op == "rms_norm" else {"mean": made.mean})
-        back = getattr(fusednorm, f"{self.op}_backward")(
-            self.dy, self.x, *self.groups, *self.parameters, residual=residual, dresidual_out=outside, **saved,
-            **self.options,
-        )  # fmt: skip
+        back = self.backward(made, dresidual_out=outside)
         dresidual = [] if residual is None else [back.dresidual.to(residual.dtype)]
         return (
             made.y,
             made.residual_out,
             [back.dx, *dresidual, *[d for d in (back.dweight, back.dbias) if d is not None]],
         )
+
+    def backward(self, made, **options):
+        """The gradients, by the statistics of a forward pass."""
+        saved = {"rstd": made.rstd} | ({} if self.op == "rms_norm" else {"mean": made.mean})
+        inputs = self.dy, self.x, *self.groups, *self.parameters
+        options |= self.options
+        return getattr(fusednorm, f"{self.op}_backward")(*inputs, residual=self.residual, **saved, **options)
 
     def __call__(self):
         if self.residual is None:
@@ -217,3 +220,21 @@ def test_a_differentiated_copy_does_not_outlive_its_graph(natively, poisoned):
     replay.forget()
     gc.collect()
     assert not len(reference)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_none_are_computed_of_frozen_parameters(op, natively, poisoned):
+    norm = Norm(op)
+    known(natively, norm)
+    made = getattr(fusednorm, f"{op}_forward")(norm.x, *norm.groups, *norm.parameters, stats=True)
+    dx = norm.backward(made, parameter_gradients=False).dx
+    for parameter in norm.parameters:
+        parameter.requires_grad_(False)
+    norm()
+    y, _ = norm()
+    assert y.grad_fn.name() == "FusedNormBackward"
+    natively.launched.clear()
+    (got,) = torch.autograd.grad(y, norm.x, norm.dy)
+    assert torch.equal(got, dx)
+    # Nothing is reduced.
+    assert len(natively.launched) == 1

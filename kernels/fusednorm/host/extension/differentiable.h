@@ -46,6 +46,7 @@ struct NormBackward : public Node {
       if (present[place]) values[place] = saved[place].unpack();
     const auto& [x, residual, weight, bias, scale, shift, mean, rstd] = values;
     const Tensor dy = gradients[0];
+    const bool trains = task_should_compute_output(2) || task_should_compute_output(3);
     const Tensor outside = gradients.size() > 1 && residual.defined() ? gradients[1] : Tensor();
     if (dy.defined() && !c10::GradMode::is_enabled() && !is_watched()) {
       Inputs inputs{x, dy, residual, outside, mean, rstd, weight, bias};
@@ -54,7 +55,7 @@ struct NormBackward : public Node {
         inputs.push_back(shift);
       }
       std::array<Tensor, kMostResults> results;
-      const auto replay = find(what->backward, policy, what->back, inputs);
+      const auto replay = find(what->backward, policy, trains ? what->back : what->frozen, inputs);
       if (replay && make(*replay, inputs, results)) {
         auto& [dx, dweight, dbias, dresidual, dscale, dshift] = results;
         if (dresidual.defined() && dresidual.scalar_type() != residual.scalar_type())
@@ -62,15 +63,16 @@ struct NormBackward : public Node {
         return {dx, dresidual, dweight, dbias, dscale, dshift};
       }
     }
-    return through_python(values, dy, outside, *what);
+    return through_python(values, dy, outside, trains, *what);
   }
 
   static variable_list through_python(const std::array<Tensor, 8>& values, const Tensor& dy, const Tensor& outside,
-                                      const Differentiable& what) {
+                                      bool trains, const Differentiable& what) {
     pybind11::gil_scoped_acquire lock;
     PyObject* saved = PyTuple_New(8);
     for (Py_ssize_t place = 0; place < 8; ++place) PyTuple_SET_ITEM(saved, place, wrapped(values[place]));
-    PyObject* done = PyObject_CallFunction(g_backward, "ONNN", what.settings, saved, wrapped(dy), wrapped(outside));
+    PyObject* done = PyObject_CallFunction(g_backward, "ONNNO", what.settings, saved, wrapped(dy), wrapped(outside),
+                                           trains ? Py_True : Py_False);
     if (done == nullptr) throw python_error();
     variable_list results;
     for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(done); ++place) {
@@ -152,15 +154,16 @@ PyObject* differentiable(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// define_differentiable(settings, forward, saving, plain, backward, back, groups)
+// define_differentiable(settings, forward, saving, plain, backward, back, frozen, groups)
 PyObject* define_differentiable(PyObject*, PyObject* arguments) {
-  PyObject *settings = nullptr, *saving = nullptr, *plain = nullptr, *back = nullptr;
+  PyObject *settings = nullptr, *saving = nullptr, *plain = nullptr, *back = nullptr, *frozen = nullptr;
   int forward = 0, backward = 0, groups = 0;
-  if (!PyArg_ParseTuple(arguments, "OiOOiOp", &settings, &forward, &saving, &plain, &backward, &back, &groups))
+  if (!PyArg_ParseTuple(arguments, "OiOOiOOp", &settings, &forward, &saving, &plain, &backward, &back, &frozen,
+                        &groups))
     return nullptr;
-  Differentiable what{forward, backward, 0, 0, 0, groups != 0, settings};
+  Differentiable what{forward, backward, 0, 0, 0, 0, groups != 0, settings};
   if (!numbered(g_options, saving, what.saving) || !numbered(g_options, plain, what.plain) ||
-      !numbered(g_options, back, what.back)) {
+      !numbered(g_options, back, what.back) || !numbered(g_options, frozen, what.frozen)) {
     if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NONE;
   }

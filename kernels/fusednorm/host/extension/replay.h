@@ -71,7 +71,8 @@ struct Pass {
 
 struct Differentiable {
   int forward, backward;        // Passes.
-  uint32_t saving, plain, back;  // Options: forward with and without statistics, and backward.
+  uint32_t saving, plain;        // Options: forward with and without statistics,
+  uint32_t back, frozen;         // backward with and without gradients of parameters.
   bool groups;
   PyObject* settings;  // What Python's way of the backward pass takes.
 };

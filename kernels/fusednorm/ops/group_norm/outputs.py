@@ -20,7 +20,10 @@ def forward_outputs(x: Tensor, sample: Sample, residual: Tensor | None, dtype: t
 
 
 def backward_outputs(x: Tensor, parameters: tuple[Tensor | None, ...], residual: bool) -> Outputs:
-    """Of a backward pass, a field of `Backward` each; `parameters` are weight, bias, scale and shift."""
+    """Of a backward pass, a field of `Backward` each; `parameters` are weight, bias, scale and shift.
+
+    There is no gradient of those that are None.
+    """
     dx = Output("dx", x.dtype, as_x=True)
     dweight, dbias, dscale, dshift = (
         None if parameter is None else Output(name, parameter.dtype, parameter.shape)

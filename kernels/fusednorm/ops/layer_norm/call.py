@@ -60,6 +60,11 @@ class Call:
     weight_offset: float = 0.0
 
     @property
+    def has_own_parameters(self) -> bool:
+        """Whether each head of x has parameters of its own."""
+        return has_heads(self.weight, self.bias)
+
+    @property
     def rows(self) -> int:
         """Rows, or tokens."""
         return self.x.shape[0]
@@ -141,7 +146,7 @@ class Call:
             return Layout.of("none", cols, row_strides(cols, *tensors), MAX_VEC)
         present = [tensor for tensor in tensors if tensor is not None]
         tokens, heads, _ = self.x.shape
-        own_parameters = has_heads(self.weight, self.bias)
+        own_parameters = self.has_own_parameters
         if heads > MAX_HEADS:
             raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
         if heads == 1 or all(tensor.stride(1) == cols for tensor in present):
@@ -236,7 +241,7 @@ class BackwardCall(Call):
     @property
     def early_reduce(self) -> bool:
         """Whether a kernel follows that adds up partials, and may start before the one before it ends."""
-        return (self.weight is not None or self.bias is not None) and self.early
+        return (self.out.dweight is not None or self.out.dbias is not None) and self.early
 
 
 def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:

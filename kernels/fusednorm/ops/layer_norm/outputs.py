@@ -19,7 +19,7 @@ def forward_outputs(residual: Tensor | None, dtype: torch.dtype, stats: bool, is
 
 
 def backward_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Outputs:
-    """Of a backward pass, a field of `Backward` each."""
+    """Of a backward pass, a field of `Backward` each; without a parameter's gradient where that is None."""
     dx = Output("dx", x.dtype)
     dresidual = None if residual is None else dx
     if residual is not None and residual.dtype != x.dtype:

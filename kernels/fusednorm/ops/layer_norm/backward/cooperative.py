@@ -42,7 +42,7 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
     groups = min(call.rows, most_groups)
-    partials = Partials.of(call.x, call.weight, call.bias, groups)
+    partials = Partials.of(call.x, call.out, call.has_own_parameters, groups)
     depth = next_power_of_2(2 * config.lag)
     options = {
         "BLOCK_N": config.block_n,

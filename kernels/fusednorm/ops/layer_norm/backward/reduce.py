@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.checks import has_heads
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous
 from fusednorm.launch.launch import ByRows, Launch, dependent
@@ -35,16 +34,17 @@ class Partials:
     dbias: Tensor | None
 
     @classmethod
-    def of(
-        cls, x: Tensor, weight: Tensor | None, bias: Tensor | None, programs: int, most: int | None = None
-    ) -> "Partials":
-        """Those of `programs` programs, for each head if x has heads; with room for `most` where that is given."""
+    def of(cls, x: Tensor, out: Backward, own: bool, programs: int, most: int | None = None) -> "Partials":
+        """Those of `programs` programs, for each head if x has heads; with room for `most` where that is given.
+
+        `own` says whether heads have parameters of their own.
+        """
         # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
         room = cdiv(most or programs, 4) * 4
-        wanted = (weight is not None) + (bias is not None)
+        wanted = (out.dweight is not None) + (out.dbias is not None)
         both = x.new_empty((wanted, room, *x.shape[1:]), dtype=torch.float32)
-        count = programs if x.ndim == 2 or has_heads(weight, bias) else programs * x.shape[1]
-        return cls(count, None if weight is None else both[0], None if bias is None else both[-1])
+        count = programs if x.ndim == 2 or own else programs * x.shape[1]
+        return cls(count, None if out.dweight is None else both[0], None if out.dbias is None else both[-1])
 
 
 def reduce_tile(most_partials: int) -> dict[str, int]:

@@ -39,7 +39,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
     slabs = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
-    partials = Partials.of(call.x, call.weight, call.bias, tiles)
+    partials = Partials.of(call.x, call.out, call.has_own_parameters, tiles)
     constants = call.x.new_empty((call.rows, 4), dtype=torch.float32)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,

@@ -65,7 +65,7 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     most = max(1, call.most_programs(config.programs_per_sm))
     programs = min(cdiv(call.rows, config.rows), most)
     # The same memory for any number of rows, where nothing but the number of programs depends on it.
-    partials = Partials.of(call.x, call.weight, call.bias, programs, most if call.x.ndim == 2 else None)
+    partials = Partials.of(call.x, call.out, call.has_own_parameters, programs, most if call.x.ndim == 2 else None)
     cols, dy_row, x_row, *_ = layout.sizes
     is_dense = dy_row == x_row == cols
     options = {
