@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 import fusednorm
 import torch
 import triton
-from fusednorm.device import copy_bandwidth
+from fusednorm.device import copy_bandwidth, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
+from normserve.backends.cuda.ahead import CompilingAhead, Model
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of
@@ -55,14 +56,21 @@ class TritonBackend:
     # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
     inline_bytes = 1024 * 1024
 
-    def __init__(self, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)) -> None:
+    def __init__(
+        self,
+        slabs: SlabPool | None = None,
+        warm_sizes: Collection[int] = (1024,),
+        ahead: CompilingAhead | None = None,
+    ) -> None:
         """Make it.
 
         Args:
             slabs: what bodies are received into; pinned from `start` on.
             warm_sizes: lengths of rows whose kernels `start` compiles.
+            ahead: what compiles them beside, if anything does.
         """
         self._warm_sizes = warm_sizes
+        self._ahead = ahead
         self.compiled: set[Hashable] = set()
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._workplaces = Workplaces(self._slabs, fusednorm, Replays(CudaGraphs()))
@@ -78,13 +86,19 @@ class TritonBackend:
             Lane.SMALL: Pipeline(_CudaStreams(urgent=True), apart=False),
             Lane.LARGE: Pipeline(_CudaStreams(urgent=False)),
         }
+        device = torch.device("cuda", torch.cuda.current_device())
+        # While other processes compile.
+        bandwidth = copy_bandwidth(device)
+        if self._ahead is not None:
+            major, minor = torch.cuda.get_device_capability(device)
+            self._ahead.finish(Model(10 * major + minor, multiprocessor_count(device)))
         for batch in warm_up_batches(self._warm_sizes):
             self.run(batch).wait()
             self.compiled.update(job.kernel_class() for job in batch.jobs)
         return DeviceInfo(
             name=torch.cuda.get_device_name(),
             kind="cuda",
-            copy_bandwidth=copy_bandwidth(torch.device("cuda", torch.cuda.current_device())),
+            copy_bandwidth=bandwidth,
             versions={
                 "python": platform.python_version(),
                 "torch": torch.__version__,
