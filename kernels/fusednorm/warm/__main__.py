@@ -23,7 +23,7 @@ from fusednorm.device import INTERPRETED
 from fusednorm.gpus import GPUS, Gpu, of_architectures
 from fusednorm.launch.launch import Launch
 from fusednorm.warm.calls import launches
-from fusednorm.warm.driver import AbsentDriver
+from fusednorm.warm.driver import AbsentDriver, build_launcher
 from fusednorm.warm.stamps import is_warm, lock_path, note_warm
 from fusednorm.warm.workers import Done, work_off
 
@@ -34,8 +34,12 @@ Part = tuple[int, int]
 """Place of a GPU, and a length of rows."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Compile; the exit code."""
+def main(arguments: list[str] | None = None, hashing: threading.Thread | None = None) -> int:
+    """Compile; the exit code.
+
+    Args:
+        hashing: runs `triton_key`, where that was begun before.
+    """
     parser = _parser()
     asked = parser.parse_args(arguments)
     if INTERPRETED:
@@ -49,9 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
             known = ", ".join(map(str, sorted({gpu.arch for gpu in GPUS})))
             parser.error(f"no GPU of architecture {arch} is known, but of {known}: give --multiprocessors")
     began = time.perf_counter()
-    # It reads all of Triton, with Python's lock released.
-    hashing = threading.Thread(target=triton_key)
-    hashing.start()
+    if hashing is None:
+        # It reads all of Triton, with Python's lock released.
+        hashing = threading.Thread(target=triton_key)
+        hashing.start()
     with lock_path().open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         warming = Warming(gpus, _integers(asked.lengths), asked.only_warm_up)
@@ -110,6 +115,7 @@ class Warming:
         compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
         # Two GPUs of an architecture, or two lengths, may have the same kernel: a process has it at hand then.
         was_there = not hits or hits[0]
+        build_launcher(compiled)
         return _size(compiled.hash), was_there
 
     def _say(self, done: Done) -> None:

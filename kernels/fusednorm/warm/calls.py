@@ -13,6 +13,7 @@ from fusednorm.launch.absent import launches_for
 from fusednorm.launch.inspection import specialise
 from fusednorm.launch.launch import Launch
 from fusednorm.policy.batch_invariance import require_batch_invariance
+from fusednorm.results import Backward, Forward
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ROWS = 8
@@ -43,24 +44,28 @@ def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters:
     parameter = torch.empty(length, device=_META)
     tensors = (x,) if direction == "forward" else (x, x)
     for op in ("layer_norm", "rms_norm", "group_norm"):
-        groups = (math.gcd(length, _MOST_GROUPS),) if op == "group_norm" else ()
+        groups: tuple[int, ...] = ()
         named: dict[str, Any] = {}
         if with_parameters:
             named = {"weight": parameter} if op == "rms_norm" else {"weight": parameter, "bias": parameter}
+        if op == "group_norm":
+            groups = (math.gcd(length, _MOST_GROUPS),)
+            # Where torch allocates it by itself, it loads half a second's worth of modules for meta tensors.
+            named["out"] = Forward(x) if direction == "forward" else Backward(x)
         getattr(fusednorm, f"{op}_{direction}")(*tensors, *groups, **named)
 
 
 def _distinct(launches: Iterable[Launch]) -> Iterator[Launch]:
     seen: set[Hashable] = set()
     for launch in launches:
-        kind = _kind(launch)
+        kind = kernel_of(launch)
         if kind not in seen:
             seen.add(kind)
             yield launch
 
 
-def _kind(launch: Launch) -> Hashable:
-    """What tells compiled kernels apart, as far as one launch differs from another."""
+def kernel_of(launch: Launch) -> Hashable:
+    """What a launch needs compiled: equal of launches that share a compiled kernel."""
     specialised = specialise(launch)
     source = specialised.source
     return (

@@ -4,6 +4,7 @@ Imports neither torch nor fusednorm before `finish`: with nothing compiled yet, 
 same time as this one.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -22,6 +23,15 @@ _NOTES = "fusednorm-warm"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 # Each kernel takes seconds at most, and there are some forty for a length.
 _PATIENCE_S = 300.0
+# Takes Triton's hash while it imports torch.
+_COMPILER = """
+import sys, threading
+from triton.runtime.cache import triton_key
+hashing = threading.Thread(target=triton_key)
+hashing.start()
+from fusednorm.warm.__main__ import main
+sys.exit(main(sys.argv[1:], hashing))
+"""
 
 
 class Model(NamedTuple):
@@ -37,30 +47,37 @@ class CompilingAhead:
     def __init__(self, lengths: Collection[int]) -> None:
         self._lengths = lengths
         self._compiler: subprocess.Popen[bytes] | None = None
-        self._hashing: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
 
     def begin(self) -> None:
         """Start them if there is a device and nothing was ever compiled ahead, before torch is loaded."""
         model = present_model()
         if model is None:
             return
-        from triton import knobs
-        from triton.runtime.cache import triton_key
-
-        # Every key in the cache has a hash of all of Triton: hundreds of megabytes, read without Python's lock.
-        self._hashing = threading.Thread(target=triton_key, daemon=True)
-        self._hashing.start()
-        cache = Path(knobs.cache.dir)
+        cache = _cache()
         if not (cache / _NOTES).exists():
             self._start(model, self._lengths, cache)
+        # Not while torch is imported: two threads that import wait for one another.
+        from triton.backends.nvidia.driver import CudaUtils
+        from triton.runtime.cache import triton_key
+
+        def prepare() -> None:
+            # Every key in the cache has a hash of all of Triton: hundreds of megabytes, read without Python's lock.
+            triton_key()
+            # A module in C, compiled where it is not in the cache; whoever needs it next says why it fails.
+            with contextlib.suppress(Exception):
+                CudaUtils()
+
+        self._preparing = threading.Thread(target=prepare, daemon=True)
+        self._preparing.start()
 
     def finish(self, model: Model) -> None:
         """Wait until all is compiled; what could not be is left to be compiled at its first use."""
         from fusednorm.warm.stamps import is_warm
         from triton import knobs
 
-        if self._hashing is not None:
-            self._hashing.join()
+        if self._preparing is not None:
+            self._preparing.join()
         missing = [length for length in self._lengths if not is_warm(*model, length, only_warm_up=True)]
         if not missing:
             self.abandon()
@@ -102,7 +119,7 @@ class CompilingAhead:
 def command(model: Model, lengths: Collection[int]) -> Sequence[str]:
     """What compiles ahead for a device."""
     return (
-        *(sys.executable, "-m", "fusednorm.warm", "--only-warm-up"),
+        *(sys.executable, "-c", _COMPILER, "--only-warm-up"),
         *("--arch", str(model.arch), "--multiprocessors", str(model.multiprocessors)),
         *("--lengths", ",".join(map(str, lengths)), "--until-gone", str(os.getpid())),
     )
@@ -124,6 +141,14 @@ def present_model() -> Model | None:
         return value.value
 
     return Model(10 * told(_MAJOR) + told(_MINOR), told(_MULTIPROCESSORS))
+
+
+def _cache() -> Path:
+    """Triton's, as Triton finds it, which takes a moment to load."""
+    environment = os.environ  # noqa: TID251
+    if folder := environment.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    return Path(environment.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
 
 
 def _may_write(folder: Path) -> bool:
