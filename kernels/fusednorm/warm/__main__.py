@@ -22,7 +22,7 @@ from triton.runtime.cache import get_cache_manager, triton_key
 from fusednorm.device import INTERPRETED
 from fusednorm.gpus import GPUS, Gpu, of_architectures
 from fusednorm.launch.launch import Launch
-from fusednorm.warm.calls import launches
+from fusednorm.warm.calls import launches, warm
 from fusednorm.warm.driver import AbsentDriver, build_launcher
 from fusednorm.warm.stamps import is_warm, lock_path, note_warm
 from fusednorm.warm.workers import Done, work_off
@@ -111,8 +111,7 @@ class Warming:
         self._driver.current, launch = self._tickets[ticket]
         hits: list[bool] = []
         knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-        options = {"enable_fp_fusion": True, **launch.options}
-        compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
+        compiled = warm(launch)
         # Two GPUs of an architecture, or two lengths, may have the same kernel: a process has it at hand then.
         was_there = not hits or hits[0]
         build_launcher(compiled)

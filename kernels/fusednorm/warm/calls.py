@@ -36,7 +36,7 @@ def launches(gpu: Gpu, length: int, only_warm_up: bool) -> list[Launch]:
         if not only_warm_up:
             for backward, dtype, op in product((False, True), _DTYPES, ("layer_norm", "rms_norm")):
                 fusednorm.warmup(op, dtype, length, backward=backward, device=_META)
-        return list(_distinct(noted))
+        return list(distinct(noted))
 
 
 def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters: bool) -> None:
@@ -55,7 +55,8 @@ def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters:
         getattr(fusednorm, f"{op}_{direction}")(*tensors, *groups, **named)
 
 
-def _distinct(launches: Iterable[Launch]) -> Iterator[Launch]:
+def distinct(launches: Iterable[Launch]) -> Iterator[Launch]:
+    """Launches of different kernels, the first of each."""
     seen: set[Hashable] = set()
     for launch in launches:
         kind = kernel_of(launch)
@@ -75,3 +76,9 @@ def kernel_of(launch: Launch) -> Hashable:
         tuple(sorted(source.attrs)),
         tuple(sorted(specialised.options.items())),
     )
+
+
+def warm(launch: Launch) -> Any:
+    """Compile what a launch needs, for the device that Triton's driver says is current; the compiled kernel."""
+    options = {"enable_fp_fusion": True, **launch.options}
+    return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
