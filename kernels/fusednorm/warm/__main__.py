@@ -57,7 +57,11 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
         # It reads all of Triton, with Python's lock released.
         hashing = threading.Thread(target=triton_key)
         hashing.start()
-    with lock_path().open("w") as lock:
+    try:
+        lock_file = lock_path().open("w")
+    except OSError as error:
+        parser.error(f"Triton's cache cannot be written to: {error}")
+    with lock_file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         warming = Warming(gpus, _integers(asked.lengths), asked.only_warm_up)
         # Nothing may run beside a fork.

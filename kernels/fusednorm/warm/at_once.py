@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fusednorm.gpus import Gpu
 from fusednorm.launch.absent import launches_for
 from fusednorm.warm.calls import distinct, warm
+from fusednorm.warm.driver import build_launcher
 
 
 def compile_at_once(gpu: Gpu, call: Callable[[], object]) -> None:
@@ -25,4 +26,4 @@ def compile_at_once(gpu: Gpu, call: Callable[[], object]) -> None:
         kernels = list(distinct(noted))
     if len(kernels) > 1:
         with ThreadPoolExecutor(len(kernels)) as threads:
-            list(threads.map(warm, kernels))
+            list(threads.map(lambda launch: build_launcher(warm(launch)), kernels))

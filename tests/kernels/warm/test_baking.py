@@ -13,7 +13,10 @@ from fusednorm.warm.calls import launches
 warm.launches = lambda gpu, length, only_warm_up: launches(gpu, length, only_warm_up)[:1]
 said = io.StringIO()
 with contextlib.redirect_stdout(said):
-    code = warm.main(sys.argv[1:])
+    try:
+        code = warm.main(sys.argv[1:])
+    except SystemExit as ended:
+        code = ended.code
 print(json.dumps([code, said.getvalue().splitlines()]))
 """
 
@@ -123,8 +126,12 @@ def test_a_kernel_that_does_not_compile_is_said(tmp_path, monkeypatch):
 
 def test_an_unknown_gpu_needs_its_multiprocessors(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    refused = BAKE.replace("code =", "code = 0\n    try: code =").replace(
-        "print(", "    except SystemExit as error: code = error.code\nprint("
-    )
-    code, _ = compile_elsewhere(refused, "--arch", "77")
+    code, _ = compile_elsewhere(BAKE, "--arch", "77")
     assert code == 2
+
+
+def test_a_cache_that_cannot_be_written_to_is_refused_at_once(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/no-folder-can-be-made-here")
+    code, said = compile_elsewhere(BAKE, *OPTIONS, "--lengths", "64")
+    assert code == 2
+    assert said == []

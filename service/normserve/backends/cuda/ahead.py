@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -100,7 +101,8 @@ class CompilingAhead:
     def abandon(self) -> None:
         """End them: nobody needs what they compile."""
         if self._compiler is not None and self._compiler.poll() is None:
-            self._compiler.terminate()
+            # With all that it has started: they are a session.
+            os.killpg(self._compiler.pid, signal.SIGKILL)
             self._compiler.wait()
 
     def _start(self, model: Model, lengths: Collection[int], cache: Path) -> None:
