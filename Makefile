@@ -81,6 +81,7 @@ bench-serve-gpu:
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
+	$(ON_GPU) benchmarks.serve.ready --out benchmarks/results/serve_gpu_ready.csv --backend triton
 
 bench-peers: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.csv

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.activations import ACTIVATIONS, Activation
-from fusednorm.device import INTERPRETED
+from fusednorm.device import INTERPRETED, stands_in
 from fusednorm.dropout import dropout_threshold
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
@@ -115,7 +115,7 @@ def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
         raise KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
     if tensor.dtype not in FLOAT_DTYPES:
         raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
-    if tensor.device.type != "cuda" and not INTERPRETED:
+    if tensor.device.type != "cuda" and not INTERPRETED and not stands_in(tensor.device):
         raise KernelInputError(f"{name} must be on a CUDA device, got {tensor.device}")
     if like is not None:
         if tensor.device != like.device:

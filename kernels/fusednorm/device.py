@@ -5,6 +5,8 @@ from statistics import median
 
 import torch
 
+from fusednorm.gpus import H200, Gpu
+
 try:
     from triton import knobs
 except ModuleNotFoundError:
@@ -22,20 +24,44 @@ def needs_triton(what: str) -> ModuleNotFoundError:
     )
 
 
+_stand_in: Gpu | None = None
+
+
+def stand_in(gpu: Gpu | None) -> None:
+    """Take meta tensors for those of an absent GPU: calls on them note their launches (`launch.absent`).
+
+    For a process that compiles ahead.  With None, as at first, such calls are refused.
+    """
+    global _stand_in
+    _stand_in = gpu
+    multiprocessor_count.cache_clear()
+    since_hopper.cache_clear()
+
+
+def stands_in(device: torch.device) -> bool:
+    """Whether tensors of the device are taken for those of an absent GPU."""
+    return _stand_in is not None and device.type == "meta"
+
+
+def _absent() -> Gpu:
+    """What tensors of meta are planned for: an H200 for inspection, unless another one was named."""
+    return _stand_in or H200
+
+
 @cache
 def multiprocessor_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; an H200's of meta, for inspection, and few of a CPU."""
+    """Streaming multiprocessors of a CUDA device; those of an absent one for meta, and few of a CPU."""
     if device.type != "cuda":
-        return 132 if device.type == "meta" else 2
+        return _absent().multiprocessors if device.type == "meta" else 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def since_hopper(device: torch.device) -> bool:
     """Whether the device has what came with compute capability 9.0: bulk prefetches into L2, and launches of a
-    kernel before the one that it depends on ends.  Meta, for inspection, has."""
+    kernel before the one that it depends on ends."""
     if device.type != "cuda":
-        return device.type == "meta"
+        return device.type == "meta" and _absent().capability >= (9, 0)
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 

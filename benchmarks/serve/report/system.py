@@ -19,6 +19,11 @@ def cores(text: str) -> set[int]:
     return numbers
 
 
+def own_cores() -> set[int]:
+    """All that this process may use."""
+    return os.sched_getaffinity(0)
+
+
 def described() -> dict[str, object]:
     """The columns that every CSV begins with."""
     said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -4,12 +4,15 @@ from collections.abc import Iterable
 
 import torch
 
-from fusednorm.launch import prepared
+from fusednorm.launch import absent, prepared
 from fusednorm.launch.launch import Launch
 
 
 def run(device: torch.device, launches: Iterable[Launch]) -> None:
-    """Launch in order on the device's current stream."""
+    """Launch in order on the device's current stream; for an absent GPU, note what would be launched."""
+    if device.type == "meta":
+        absent.note(launches)
+        return
     index = device.index if device.type == "cuda" else -1
     if index < 0 or index == torch.cuda.current_device():
         _start(launches, index)

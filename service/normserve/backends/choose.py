@@ -18,12 +18,18 @@ def choose_backend(
         DeviceFailureError: triton was asked for by name and there is no CUDA device.
     """
     if name != "torch":
+        from normserve.backends.cuda.ahead import CompilingAhead
+
+        ahead = CompilingAhead(warm_sizes)
+        ahead.begin()
+
         import torch
 
         if torch.cuda.is_available():
             from normserve.backends.cuda.backend import TritonBackend
 
-            return TritonBackend(slabs, warm_sizes)
+            return TritonBackend(slabs, warm_sizes, ahead)
+        ahead.abandon()
         if name == "triton":
             raise DeviceFailureError("the triton backend needs a CUDA device, torch sees none")
     from normserve.backends.cpu.backend import TorchBackend

@@ -13,8 +13,11 @@ _MOST_GROUPS = 32
 
 
 def warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
-    """A small batch for each length, operation, direction and dtype, with float32 parameters and without."""
-    for size, op, direction, dtype, has_parameters in product(sizes, Op, Pass, DType, (True, False)):
+    """A small batch for each length, operation, direction and dtype, with float32 parameters and without.
+
+    In the order of need: forward before backward, and with parameters before without.
+    """
+    for size, has_parameters, direction, dtype, op in product(sizes, (True, False), Pass, DType, Op):
         tensors = {"x": _zeros(dtype, _ROWS, size)}
         x = tensors["x"]
         if has_parameters:

@@ -1,18 +1,22 @@
 """A CUDA device, through the fusednorm kernels."""
 
+import functools
 import platform
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import fusednorm
 import torch
 import triton
-from fusednorm.device import copy_bandwidth
+from fusednorm.device import copy_bandwidth, multiprocessor_count
 from fusednorm.errors import KernelInputError
+from fusednorm.gpus import Gpu
+from fusednorm.warm.at_once import compile_at_once
 from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
+from normserve.backends.cuda.ahead import CompilingAhead, Model
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of
@@ -44,6 +48,9 @@ from normserve.memory.slabs import SlabPool, Source
 
 _DEVICE = "cuda"
 
+# A very long row that comes alone is taken in another way than several.
+_FEW_ROWS = (1, 2)
+
 
 class TritonBackend:
     """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
@@ -55,14 +62,21 @@ class TritonBackend:
     # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
     inline_bytes = 1024 * 1024
 
-    def __init__(self, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)) -> None:
+    def __init__(
+        self,
+        slabs: SlabPool | None = None,
+        warm_sizes: Collection[int] = (1024,),
+        ahead: CompilingAhead | None = None,
+    ) -> None:
         """Make it.
 
         Args:
             slabs: what bodies are received into; pinned from `start` on.
             warm_sizes: lengths of rows whose kernels `start` compiles.
+            ahead: what compiles them beside, if anything does.
         """
         self._warm_sizes = warm_sizes
+        self._ahead = ahead
         self.compiled: set[Hashable] = set()
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._workplaces = Workplaces(self._slabs, fusednorm, Replays(CudaGraphs()))
@@ -78,13 +92,19 @@ class TritonBackend:
             Lane.SMALL: Pipeline(_CudaStreams(urgent=True), apart=False),
             Lane.LARGE: Pipeline(_CudaStreams(urgent=False)),
         }
+        device = torch.device("cuda", torch.cuda.current_device())
+        # While other processes compile.
+        bandwidth = copy_bandwidth(device)
+        if self._ahead is not None:
+            model = _model(device)
+            self._ahead.finish(Model(model.arch, model.multiprocessors))
         for batch in warm_up_batches(self._warm_sizes):
             self.run(batch).wait()
             self.compiled.update(job.kernel_class() for job in batch.jobs)
         return DeviceInfo(
             name=torch.cuda.get_device_name(),
             kind="cuda",
-            copy_bandwidth=copy_bandwidth(torch.device("cuda", torch.cuda.current_device())),
+            copy_bandwidth=bandwidth,
             versions={
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -96,7 +116,11 @@ class TritonBackend:
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         # A layer says which rows will come; their dtype is most likely its own.
         if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)):
-            fusednorm.warmup(op.value, TORCH_DTYPES[weight.dtype], weight.shape[0], backward=False)
+            warm_up = functools.partial(
+                fusednorm.warmup, op.value, TORCH_DTYPES[weight.dtype], weight.shape[0], backward=False
+            )
+            compile_at_once(_model(torch.device(_DEVICE)), functools.partial(warm_up, device=torch.device("meta")))
+            warm_up()
         return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
 
     def run(self, batch: Batch) -> InFlight:
@@ -160,9 +184,9 @@ class TritonBackend:
 
     @torch.inference_mode()
     def compile(self, job: NormJob) -> None:
+        compile_at_once(_model(torch.device(_DEVICE)), lambda: _call_without_memory(job))
         parameters = {} if job.layer is None else parameters_of(job.layer.resident)
-        # A very long row that comes alone is taken in another way than several.
-        for rows in (1, 2):
+        for rows in _FEW_ROWS:
             tensors = {
                 name: torch.zeros(shape_of(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE)
                 for name, tensor in job.tensors.items()
@@ -190,6 +214,29 @@ class TritonBackend:
             "free": free,
             "total": total,
         }
+
+
+def _call_without_memory(job: NormJob) -> None:
+    """Call what jobs of this one's class run, on tensors that have only shapes."""
+
+    def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    parameters = {} if job.layer is None else parameters_of(job.layer.resident)
+    named = {name: absent(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
+    for rows in _FEW_ROWS:
+        results = results_to_write(job, rows)
+        if results is None or not len(job.x.data):
+            return
+        for name, tensor in job.tensors.items():
+            given = absent(shape_of(job, name, rows), TORCH_DTYPES[tensor.dtype])
+            named[name] = channels_first(job.spec, name, given)
+        written = {name: absent(shape, TORCH_DTYPES[dtype]) for name, (dtype, shape) in results.items()}
+        call_of(fusednorm, job.spec, named, {"out": destinations(job.spec, written)})()
+
+
+def _model(device: torch.device) -> Gpu:
+    return Gpu("", torch.cuda.get_device_capability(device), multiprocessor_count(device))
 
 
 class _OnTheDevice(InFlight):

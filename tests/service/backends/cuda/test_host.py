@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fusednorm.gpus import H200
 from normserve.backends import cpu
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda import replays
@@ -286,7 +287,24 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
     tensors = {name: host(torch.randn(shape), slabs) for name in names} | {"weight": host(torch.randn(8), slabs)}
     spec = NormSpec(op, direction, 1e-5, 2 if op is Op.GROUP_NORM else 0)
     monkeypatch.setattr(torch.cuda, "current_stream", Instant)
+    monkeypatch.setattr(triton, "_model", lambda device: H200)
+    planned = []
+
+    def note_ahead(gpu, call):
+        assert gpu == H200
+        assert not launched
+        call()
+
+    def noting_absent(library, spec, tensors, of_library):
+        assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
+        assert {tensor.device.type for tensor in of_library["out"] if tensor is not None} == {"meta"}
+        planned.append({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return lambda: None
+
+    monkeypatch.setattr(triton, "compile_at_once", note_ahead)
+    monkeypatch.setattr(triton, "call_of", noting_absent)
     backend.compile(NormJob(spec, tensors))
+    assert planned == launched
     assert [each["x"][0] for each in launched] == [1, 2]
     assert {each["x"][1:] for each in launched} == {shape[1:]}
     assert all(each["weight"] == (8,) for each in launched)

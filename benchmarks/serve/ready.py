@@ -1,0 +1,146 @@
+"""How long a start takes: `python -m benchmarks.serve.ready --backend triton --out FILE.csv`.
+
+A server is started with an empty kernel cache, then with what that start left in it, and so on in each round.
+Timed from before the process is made: until it answers at all, until it is ready, and until it has answered a
+request.  Then what the first request of a class takes that no setting foresaw, and the second: with an empty cache
+its kernels are compiled, with a full one they are loaded.  The server's log, on stderr, says how long it waited for
+compilers.
+"""
+
+import argparse
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import httpx
+import numpy as np
+from normserve.codec import safetensors
+from normserve.memory.host_tensors import DType, HostTensor
+
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers.launch import process
+
+COLUMNS = ("cache", "round", "what", "ms", "kernels_in_cache")
+_LATEST_S = 420.0
+_POLL_S = 0.005
+_SAFETENSORS = "application/x-safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of random float32 tensors."""
+
+    what: str
+    path: str
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def body(self) -> bytes:
+        """As safetensors."""
+        numbers = np.random.default_rng(0)
+        tensors = {}
+        for name, shape in self.shapes.items():
+            array = numbers.standard_normal(shape, dtype=np.float32)
+            tensors[name] = HostTensor(DType.FLOAT32, shape, array.data.cast("B"))
+        return b"".join(safetensors.encode(tensors))
+
+
+FORESEEN = Request("foreseen", "/v1/layer_norm", {"x": (8, 1024), "weight": (1024,), "bias": (1024,)})
+UNFORESEEN = (
+    Request("layer_norm of 1280", "/v1/layer_norm", {"x": (8, 1280), "weight": (1280,), "bias": (1280,)}),
+    Request("layer_norm with silu", "/v1/layer_norm?activation=silu", {"x": (8, 1024), "weight": (1024,)}),
+    Request("rms_norm of 8192, residual", "/v1/rms_norm", dict.fromkeys(("x", "residual"), (8, 8192))),
+    Request(
+        "layer_norm backward of 1280",
+        "/v1/layer_norm/backward",
+        {"x": (8, 1280), "dy": (8, 1280), "weight": (1280,), "bias": (1280,)},
+    ),
+    Request(
+        "group_norm nhwc with silu",
+        "/v1/group_norm?num_groups=32&layout=nhwc&activation=silu",
+        {"x": (2, 16, 16, 320), "weight": (320,), "bias": (320,)},
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.ready")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--backend", default="torch", help="torch or triton")
+    parser.add_argument("--rounds", type=int, default=3, help="starts with an empty cache, and with a full one")
+    parser.add_argument("--cores", help="of the server, as in 0-15; all if not given")
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    cores = system.cores(asked.cores) if asked.cores else system.own_cores()
+    for number in range(asked.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("empty", "full"):
+                with results.part(f"{cache} cache"):
+                    for what, seconds in _start(asked.backend, cores, Path(folder)):
+                        kernels = len(list(Path(folder).glob("*/*.cubin")))
+                        about = {"cache": cache, "round": number, "kernels_in_cache": kernels}
+                        results.add(about | {"what": what, "ms": f"{1000 * seconds:.1f}"})
+    for line in table(results.rows):
+        print(line)
+    return results.exit_code
+
+
+def table(rows: list[Mapping[str, object]]) -> list[str]:
+    """Medians of the rounds, a line for each thing that was timed."""
+    times: dict[tuple[object, object], list[float]] = {}
+    for row in rows:
+        times.setdefault((row["cache"], row["what"]), []).append(float(str(row["ms"])))
+    return [
+        f"{cache} cache, {what}: {median(each):.0f} ms ({min(each):.0f} to {max(each):.0f})"
+        for (cache, what), each in times.items()
+    ]
+
+
+def _start(backend: str, cores: set[int], cache: Path) -> Iterator[tuple[str, float]]:
+    """What was timed of one server, and the seconds that it took."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "normserve", "serve", "--port", str(port), "--backend", backend]
+    began = time.perf_counter()
+    environment = {"TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
+    with (
+        process(command, cores, environment) as running,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_LATEST_S) as http,
+    ):
+        _await(http, "/livez", running, began)
+        yield "listens", time.perf_counter() - began
+        _await(http, "/readyz", running, began)
+        yield "ready", time.perf_counter() - began
+        _ask(http, FORESEEN)
+        yield "answered", time.perf_counter() - began
+        for request in (FORESEEN, *UNFORESEEN):
+            for which in ("first", "second"):
+                asked = time.perf_counter()
+                _ask(http, request)
+                yield f"{request.what}, {which} answer", time.perf_counter() - asked
+
+
+def _await(http: httpx.Client, path: str, running: subprocess.Popen[str], began: float) -> None:
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if http.get(path).status_code == httpx.codes.OK:
+                return
+        if running.poll() is not None or time.perf_counter() - began > _LATEST_S:
+            raise RuntimeError(f"the server does not answer {path} with 200")
+        time.sleep(_POLL_S)
+
+
+def _ask(http: httpx.Client, request: Request) -> None:
+    answer = http.post(request.path, content=request.body(), headers={"content-type": _SAFETENSORS})
+    answer.raise_for_status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

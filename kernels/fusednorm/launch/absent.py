@@ -1,0 +1,26 @@
+"""Launches for a GPU that is absent: noted in the order in which they would be made."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from fusednorm.device import stand_in
+from fusednorm.gpus import Gpu
+from fusednorm.launch.launch import Launch
+
+_noted: list[Launch] = []
+
+
+def note(launches: Iterable[Launch]) -> None:
+    """Keep launches that a call on meta tensors would make."""
+    _noted.extend(launches)
+
+
+@contextmanager
+def launches_for(gpu: Gpu) -> Iterator[list[Launch]]:
+    """Calls on meta tensors are calls on such a GPU, as long as this lasts; their launches, as they come."""
+    stand_in(gpu)
+    _noted.clear()
+    try:
+        yield _noted
+    finally:
+        stand_in(None)

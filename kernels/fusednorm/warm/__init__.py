@@ -1,0 +1,1 @@
+"""Compiling ahead of any launch, in parallel processes and with no GPU: `python -m fusednorm.warm`."""

@@ -1,0 +1,164 @@
+"""Compile ahead what a server's warm-up needs, with no GPU: `python -m fusednorm.warm --arch 80,90`.
+
+Kernels go to Triton's cache, TRITON_CACHE_DIR, where a process on such a GPU finds them.  Those that are there
+already are left alone.  TRITON_STORE_BINARY_ONLY=1 leaves out what only people read.  Exits with 1 where a kernel
+was not compiled.
+"""
+
+import argparse
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager, triton_key
+
+from fusednorm.device import INTERPRETED
+from fusednorm.gpus import GPUS, Gpu, of_architectures
+from fusednorm.launch.launch import Launch
+from fusednorm.warm.calls import launches, warm
+from fusednorm.warm.driver import AbsentDriver, build_launcher
+from fusednorm.warm.stamps import is_warm, lock_path, note_warm
+from fusednorm.warm.workers import Done, work_off
+
+DEFAULT_LENGTHS = "1024"
+"""A server's, if it is told nothing else."""
+
+Part = tuple[int, int]
+"""Place of a GPU, and a length of rows."""
+
+
+def main(arguments: list[str] | None = None, hashing: threading.Thread | None = None) -> int:
+    """Compile; the exit code.
+
+    Args:
+        hashing: runs `triton_key`, where that was begun before.
+    """
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if INTERPRETED:
+        parser.error("kernels are compiled, so TRITON_INTERPRET must be unset")
+    archs = _integers(asked.arch)
+    gpus = of_architectures(frozenset(archs))
+    if asked.multiprocessors is not None:
+        gpus = tuple(Gpu("", divmod(arch, 10), asked.multiprocessors) for arch in archs)
+    for arch in archs:
+        if all(gpu.arch != arch for gpu in gpus):
+            known = ", ".join(map(str, sorted({gpu.arch for gpu in GPUS})))
+            parser.error(f"no GPU of architecture {arch} is known, but of {known}: give --multiprocessors")
+    began = time.perf_counter()
+    if hashing is None:
+        # It reads all of Triton, with Python's lock released.
+        hashing = threading.Thread(target=triton_key)
+        hashing.start()
+    try:
+        lock_file = lock_path().open("w")
+    except OSError as error:
+        parser.error(f"Triton's cache cannot be written to: {error}")
+    with lock_file as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        warming = Warming(gpus, _integers(asked.lengths), asked.only_warm_up)
+        # Nothing may run beside a fork.
+        hashing.join()
+        missing = warming.compile(asked.jobs, asked.until_gone)
+    print(f"{time.perf_counter() - began:.1f} s in all", flush=True)
+    return 1 if missing else 0
+
+
+class Warming:
+    """What is to be compiled for some GPUs and lengths of rows, and what was."""
+
+    def __init__(self, gpus: Sequence[Gpu], lengths: Sequence[int], only_warm_up: bool) -> None:
+        self._gpus = gpus
+        self._only_warm_up = only_warm_up
+        self._parts: dict[Part, list[int]] = {}
+        self._tickets: list[tuple[int, Launch]] = []
+        for place, length in product(range(len(gpus)), lengths):
+            gpu = gpus[place]
+            if not is_warm(gpu.arch, gpu.multiprocessors, length, only_warm_up):
+                first = len(self._tickets)
+                self._tickets += [(place, launch) for launch in launches(gpu, length, only_warm_up)]
+                self._parts[place, length] = list(range(first, len(self._tickets)))
+        self._driver = AbsentDriver(gpus)
+        driver.set_active(self._driver)
+
+    def compile(self, jobs: int, until_gone: int | None) -> int:
+        """Compile it in so many processes; how many kernels are missing.
+
+        Args:
+            until_gone: a process without which nobody wants it.
+        """
+        done: dict[int, Done] = {}
+        for each in work_off(range(len(self._tickets)), self._compile, jobs, lambda: _runs(until_gone)):
+            done[each.ticket] = each
+            self._say(each)
+        missing = 0
+        for (place, length), tickets in self._parts.items():
+            gpu = self._gpus[place]
+            lost = sum(ticket not in done or done[ticket].nbytes < 0 for ticket in tickets)
+            missing += lost
+            if not lost:
+                note_warm(gpu.arch, gpu.multiprocessors, length, self._only_warm_up)
+        made = [each for each in done.values() if each.nbytes >= 0 and not each.was_there]
+        nbytes = sum(each.nbytes for each in made)
+        seconds = sum(each.seconds for each in made)
+        print(f"{len(made)} kernels compiled, {nbytes / 1e6:.1f} MB, {seconds:.1f} s of a core; {missing} missing")
+        return missing
+
+    def _compile(self, ticket: int) -> tuple[int, bool]:
+        self._driver.current, launch = self._tickets[ticket]
+        hits: list[bool] = []
+        knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+        compiled = warm(launch)
+        # Two GPUs of an architecture, or two lengths, may have the same kernel: a process has it at hand then.
+        was_there = not hits or hits[0]
+        build_launcher(compiled)
+        return _size(compiled.hash), was_there
+
+    def _say(self, done: Done) -> None:
+        place, launch = self._tickets[done.ticket]
+        became = "failed" if done.nbytes < 0 else "there" if done.was_there else f"{done.nbytes / 1e3:.0f} kB"
+        print(f"sm_{self._gpus[place].arch} {launch.kernel.__name__} {done.seconds:.2f} s {became}", flush=True)
+
+
+def _size(key: str) -> int:
+    """Bytes of a compiled kernel in the cache."""
+    folder = get_cache_manager(key).cache_dir
+    return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+
+
+def _runs(process: int | None) -> bool:
+    """Whether there still is such a process; None stands for one that always is."""
+    return process is None or Path(f"/proc/{process}").exists()
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fusednorm.warm", description=__doc__)
+    parser.add_argument("--arch", required=True, help="compute capabilities without the dot, as in 80,90")
+    parser.add_argument(
+        "--multiprocessors", type=int, help="of a GPU that is not among the known ones of its architecture"
+    )
+    parser.add_argument("--lengths", default=DEFAULT_LENGTHS, help="of rows, as in 768,4096 [default: %(default)s]")
+    parser.add_argument(
+        "--only-warm-up", action="store_true", help="leave out what layers with parameters of x's dtype need"
+    )
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help="processes [default: one a core, %(default)s here]")
+    parser.add_argument(
+        "--until-gone", type=int, metavar="PID", help="stop when the process of that number is gone"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

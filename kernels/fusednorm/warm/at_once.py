@@ -1,0 +1,29 @@
+"""Compiling the kernels of one call side by side, in threads of this process.
+
+A call that runs several kernels would compile them one after another.  Triton's compiler holds Python's lock while
+it reads a kernel's source, a fifth to a half of its time, and not while it lowers that to machine code.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from fusednorm.gpus import Gpu
+from fusednorm.launch.absent import launches_for
+from fusednorm.warm.calls import distinct, warm
+from fusednorm.warm.driver import build_launcher
+
+
+def compile_at_once(gpu: Gpu, call: Callable[[], object]) -> None:
+    """Compile what `call` on meta tensors would launch on this process's GPU, whose facts are given; one at a time.
+
+    A single kernel is left to the call that needs it.  The current device is the first.
+
+    Raises:
+        KernelInputError: as the call does.
+    """
+    with launches_for(gpu) as noted:
+        call()
+        kernels = list(distinct(noted))
+    if len(kernels) > 1:
+        with ThreadPoolExecutor(len(kernels)) as threads:
+            list(threads.map(lambda launch: build_launcher(warm(launch)), kernels))

@@ -1,0 +1,84 @@
+"""Which kernels are compiled ahead for rows of a length."""
+
+import math
+from collections.abc import Hashable, Iterable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+import fusednorm
+from fusednorm.gpus import Gpu
+from fusednorm.launch.absent import launches_for
+from fusednorm.launch.inspection import specialise
+from fusednorm.launch.launch import Launch
+from fusednorm.policy.batch_invariance import require_batch_invariance
+from fusednorm.results import Backward, Forward
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ROWS = 8
+_MOST_GROUPS = 32
+_META = torch.device("meta")
+
+
+def launches(gpu: Gpu, length: int, only_warm_up: bool) -> list[Launch]:
+    """What a server on such a GPU compiles for rows of `length` elements; each kernel once, the first needed first.
+
+    First what its warm-up runs: every operation on x of each dtype, forward before backward, with parameters of
+    float32 before without; a row is a sample of GroupNorm with up to 32 groups.  Then, unless `only_warm_up`, what
+    LayerNorm and RMSNorm run with parameters of x's dtype, as registered layers have them: with and without
+    statistics, forward and backward.
+    """
+    require_batch_invariance(True)
+    with launches_for(gpu) as noted:
+        for with_parameters, direction, dtype in product((True, False), ("forward", "backward"), _DTYPES):
+            _call_each(length, direction, dtype, with_parameters)
+        if not only_warm_up:
+            for backward, dtype, op in product((False, True), _DTYPES, ("layer_norm", "rms_norm")):
+                fusednorm.warmup(op, dtype, length, backward=backward, device=_META)
+        return list(distinct(noted))
+
+
+def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters: bool) -> None:
+    x = torch.empty(_ROWS, length, dtype=dtype, device=_META)
+    parameter = torch.empty(length, device=_META)
+    tensors = (x,) if direction == "forward" else (x, x)
+    for op in ("layer_norm", "rms_norm", "group_norm"):
+        groups: tuple[int, ...] = ()
+        named: dict[str, Any] = {}
+        if with_parameters:
+            named = {"weight": parameter} if op == "rms_norm" else {"weight": parameter, "bias": parameter}
+        if op == "group_norm":
+            groups = (math.gcd(length, _MOST_GROUPS),)
+            # Where torch allocates it by itself, it loads half a second's worth of modules for meta tensors.
+            named["out"] = Forward(x) if direction == "forward" else Backward(x)
+        getattr(fusednorm, f"{op}_{direction}")(*tensors, *groups, **named)
+
+
+def distinct(launches: Iterable[Launch]) -> Iterator[Launch]:
+    """Launches of different kernels, the first of each."""
+    seen: set[Hashable] = set()
+    for launch in launches:
+        kind = kernel_of(launch)
+        if kind not in seen:
+            seen.add(kind)
+            yield launch
+
+
+def kernel_of(launch: Launch) -> Hashable:
+    """What a launch needs compiled: equal of launches that share a compiled kernel."""
+    specialised = specialise(launch)
+    source = specialised.source
+    return (
+        launch.kernel.fn,
+        tuple(source.signature.items()),
+        tuple(sorted(source.constants.items())),
+        tuple(sorted(source.attrs)),
+        tuple(sorted(specialised.options.items())),
+    )
+
+
+def warm(launch: Launch) -> Any:
+    """Compile what a launch needs, for the device that Triton's driver says is current; the compiled kernel."""
+    options = {"enable_fp_fusion": True, **launch.options}
+    return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)

@@ -1,0 +1,50 @@
+"""Triton compiles for the GPU of its active driver; this one stands in for GPUs that are absent."""
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+
+from fusednorm.gpus import Gpu
+
+_THREADS_OF_A_WARP = 32
+
+
+class AbsentDriver:
+    """Has as many devices as GPUs were named, one of them current, and launches nothing."""
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self._gpus = gpus
+        self.current = 0
+
+    def get_current_device(self) -> int:
+        return self.current
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._gpus[self.current].arch, _THREADS_OF_A_WARP)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def build_launcher(kernel: Any) -> None:
+    """Have in the cache what launches a compiled kernel: before 3.7 Triton compiles a stub in C for its parameters.
+
+    That needs CUDA's driver, without which it is left to be done at the first launch, as it is where it fails.
+    """
+    if hasattr(nvidia, "make_launcher") and _has_driver():
+        with contextlib.suppress(Exception):
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+@functools.cache
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

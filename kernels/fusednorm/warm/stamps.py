@@ -1,0 +1,63 @@
+"""Notes in Triton's cache that all kernels of a length are there.
+
+To look for the kernels themselves, each would have to be planned and its sources hashed.  A note is of the
+library's sources, Triton's version and what of the environment Triton compiles by; where it is wrong, as when
+somebody took kernels out of the cache, they are compiled when they are needed.
+"""
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+import triton
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+
+import fusednorm
+
+FOLDER = "fusednorm-warm"
+"""Of the notes, in Triton's cache."""
+
+
+def is_warm(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> bool:
+    """Whether everything was compiled for such a GPU and rows of that length."""
+    enough = (True, False) if only_warm_up else (False,)
+    return any(_path(arch, multiprocessors, length, each).exists() for each in enough)
+
+
+def note_warm(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> None:
+    """From now on `is_warm`.
+
+    Raises:
+        OSError: Triton's cache cannot be written to.
+    """
+    path = _path(arch, multiprocessors, length, only_warm_up)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def lock_path() -> Path:
+    """What a process locks while it compiles ahead, so that others do not compile the same beside it."""
+    folder = Path(knobs.cache.dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "lock"
+
+
+def _path(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> Path:
+    about = f"{_versions()} {arch} {multiprocessors} {length} {only_warm_up}"
+    name = hashlib.sha256(about.encode()).hexdigest()
+    return Path(knobs.cache.dir) / FOLDER / name
+
+
+@functools.cache
+def _versions() -> str:
+    """What compiled kernels depend on, that is the same in every process of an installation."""
+    sources = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(Path(fusednorm.__file__).parent)):
+        for name in sorted(names):
+            if name.endswith(".py"):
+                sources.update(Path(folder, name).read_bytes())
+    environment = sorted(get_cache_invalidating_env_vars().items())
+    return f"{sources.hexdigest()} {triton.__version__} {torch.__version__} {environment}"

@@ -1,0 +1,129 @@
+"""Compiling in parallel processes, which all write to Triton's cache.
+
+Triton's compiler holds Python's lock for much of its time, so threads would wait for one another.  The processes
+are forked, since kernels go to no other process.  Each takes the next ticket out of one pipe, so that tickets are
+taken in order whoever is busy, and says in another what became of it.  One that dies takes down the ticket that it
+has, and no other.
+"""
+
+import os
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+_TICKET = struct.Struct("<i")
+_REPORT = struct.Struct("<idq?")
+_ROUNDS = 2
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of a ticket.
+
+    Attributes:
+        seconds: that it took.
+        nbytes: that it has in the cache; -1 where it failed.
+        was_there: whether nothing was left to do.
+    """
+
+    ticket: int
+    seconds: float
+    nbytes: int
+    was_there: bool
+
+
+Work = Callable[[int], tuple[int, bool]]
+"""Takes a ticket; bytes in the cache, and whether they were there."""
+
+
+def work_off(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]) -> Iterator[Done]:
+    """Have each ticket worked off by one of `jobs` processes, in the order in which they are done.
+
+    A ticket whose process dies is given out once more.
+
+    Args:
+        is_wanted: asked twice a second; once it says no, the processes are killed.
+    """
+    for _ in range(_ROUNDS):
+        left = set(tickets)
+        for done in _round([ticket for ticket in tickets if ticket in left], work, jobs, is_wanted):
+            left.discard(done.ticket)
+            yield done
+        tickets = [ticket for ticket in tickets if ticket in left]
+        if not tickets or not is_wanted():
+            return
+
+
+def _round(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]) -> Iterator[Done]:
+    to_take, to_give = os.pipe()
+    to_hear, to_report = os.pipe()
+    workers = []
+    sys.stdout.flush()
+    for _ in range(min(jobs, len(tickets))):
+        worker = os.fork()
+        if worker == 0:
+            os.close(to_give)
+            os.close(to_hear)
+            _work_until_none_is_left(to_take, to_report, work)
+        workers.append(worker)
+    os.close(to_take)
+    os.close(to_report)
+    try:
+        # A pipe holds some thousands, and the workers take them meanwhile.
+        os.set_blocking(to_give, False)
+        yield from _heard(to_give, to_hear, [_TICKET.pack(ticket) for ticket in tickets], is_wanted)
+    finally:
+        os.close(to_hear)
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+
+
+def _heard(to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable[[], bool]) -> Iterator[Done]:
+    """Give out tickets and hear of them until no worker is left."""
+    tickets.reverse()
+    asked = time.monotonic()
+    while True:
+        readable, writable, _ = select.select([to_hear], [to_give] if tickets else [], [], _POLL_S)
+        if writable:
+            try:
+                os.write(to_give, tickets[-1])
+                tickets.pop()
+            except BrokenPipeError:
+                tickets.clear()
+            if not tickets:
+                os.close(to_give)
+        if readable:
+            report = os.read(to_hear, _REPORT.size)
+            if not report:
+                break
+            ticket, seconds, nbytes, was_there = _REPORT.unpack(report)
+            yield Done(ticket, seconds, nbytes, was_there)
+        if time.monotonic() - asked > _POLL_S:
+            asked = time.monotonic()
+            if not is_wanted():
+                break
+    if tickets:
+        os.close(to_give)
+
+
+def _work_until_none_is_left(to_take: int, to_report: int, work: Work) -> None:
+    """A worker's life; does not return."""
+    parent = os.getppid()
+    # A parent that is killed can tell nobody.
+    while (taken := os.read(to_take, _TICKET.size)) and os.getppid() == parent:
+        (ticket,) = _TICKET.unpack(taken)
+        began = time.perf_counter()
+        try:
+            nbytes, was_there = work(ticket)
+        except Exception:
+            traceback.print_exc()
+            nbytes, was_there = -1, False
+        os.write(to_report, _REPORT.pack(ticket, time.perf_counter() - began, nbytes, was_there))
+    os._exit(0)

@@ -1,0 +1,160 @@
+"""Compiling the warm-up's kernels in processes of their own, beside the rest of the start.
+
+Imports neither torch nor fusednorm before `finish`: with nothing compiled yet, those processes load them at the
+same time as this one.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+_NOTES = "fusednorm-warm"
+# Attributes of a device as the driver numbers them.
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
+# Each kernel takes seconds at most, and there are some forty for a length.
+_PATIENCE_S = 300.0
+# Takes Triton's hash while it imports torch.
+_COMPILER = """
+import sys, threading
+from triton.runtime.cache import triton_key
+hashing = threading.Thread(target=triton_key)
+hashing.start()
+from fusednorm.warm.__main__ import main
+sys.exit(main(sys.argv[1:], hashing))
+"""
+
+
+class Model(NamedTuple):
+    """What plans ask of a device."""
+
+    arch: int
+    multiprocessors: int
+
+
+class CompilingAhead:
+    """Processes that compile what `lengths` of rows need, if that is not in Triton's cache."""
+
+    def __init__(self, lengths: Collection[int]) -> None:
+        self._lengths = lengths
+        self._compiler: subprocess.Popen[bytes] | None = None
+        self._preparing: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start them if there is a device and nothing was ever compiled ahead, before torch is loaded."""
+        model = present_model()
+        if model is None:
+            return
+        cache = _cache()
+        if not (cache / _NOTES).exists():
+            self._start(model, self._lengths, cache)
+        # Not while torch is imported: two threads that import wait for one another.
+        from triton.backends.nvidia.driver import CudaUtils
+        from triton.runtime.cache import triton_key
+
+        def prepare() -> None:
+            # Every key in the cache has a hash of all of Triton: hundreds of megabytes, read without Python's lock.
+            triton_key()
+            # A module in C, compiled where it is not in the cache; whoever needs it next says why it fails.
+            with contextlib.suppress(Exception):
+                CudaUtils()
+
+        self._preparing = threading.Thread(target=prepare, daemon=True)
+        self._preparing.start()
+
+    def finish(self, model: Model) -> None:
+        """Wait until all is compiled; what could not be is left to be compiled at its first use."""
+        from fusednorm.warm.stamps import is_warm
+        from triton import knobs
+
+        if self._preparing is not None:
+            self._preparing.join()
+        missing = [length for length in self._lengths if not is_warm(*model, length, only_warm_up=True)]
+        if not missing:
+            self.abandon()
+            return
+        if self._compiler is None:
+            self._start(model, missing, Path(knobs.cache.dir))
+        if self._compiler is None:
+            return
+        began = time.perf_counter()
+        try:
+            code = self._compiler.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("compiling ahead takes longer than %g s and is given up", _PATIENCE_S)
+            self.abandon()
+            return
+        if code:
+            log.warning("compiling ahead ended with %d: what is missing is compiled when it is needed", code)
+        log.info("waited %.1f s for kernels to be compiled", time.perf_counter() - began)
+
+    def abandon(self) -> None:
+        """End them: nobody needs what they compile."""
+        if self._compiler is not None and self._compiler.poll() is None:
+            # With all that it has started: they are a session.
+            os.killpg(self._compiler.pid, signal.SIGKILL)
+            self._compiler.wait()
+
+    def _start(self, model: Model, lengths: Collection[int], cache: Path) -> None:
+        if not _may_write(cache):
+            return
+        log.info("compiling kernels for rows of %s", ", ".join(map(str, lengths)))
+        self._compiler = subprocess.Popen(
+            command(model, lengths),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # A terminal's interrupt is for this process, without which those end.
+            start_new_session=True,
+        )
+
+
+def command(model: Model, lengths: Collection[int]) -> Sequence[str]:
+    """What compiles ahead for a device."""
+    return (
+        *(sys.executable, "-c", _COMPILER, "--only-warm-up"),
+        *("--arch", str(model.arch), "--multiprocessors", str(model.multiprocessors)),
+        *("--lengths", ",".join(map(str, lengths)), "--until-gone", str(os.getpid())),
+    )
+
+
+def present_model() -> Model | None:
+    """The first CUDA device as the driver tells of it, without a context; None where there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+
+    def told(attribute: int) -> int:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        return value.value
+
+    return Model(10 * told(_MAJOR) + told(_MINOR), told(_MULTIPROCESSORS))
+
+
+def _cache() -> Path:
+    """Triton's, as Triton finds it, which takes a moment to load."""
+    environment = os.environ  # noqa: TID251
+    if folder := environment.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    return Path(environment.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+
+
+def _may_write(folder: Path) -> bool:
+    """Whether files can be made there, be it that the folder must be made first."""
+    while not folder.exists():
+        folder = folder.parent
+    return os.access(folder, os.W_OK)

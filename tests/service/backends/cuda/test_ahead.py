@@ -1,0 +1,246 @@
+"""The warm-up's kernels are compiled beside the start, and the start goes on whatever becomes of that."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fusednorm.warm import stamps
+from normserve.backends.cuda import ahead
+from normserve.backends.cuda.ahead import CompilingAhead, Model, command
+
+from tests.kernels.compiled import compile_elsewhere
+
+MODEL = Model(90, 132)
+LENGTHS = (64, 96)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(ahead, "present_model", lambda: MODEL)
+    monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "as it is")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """Lengths that each compiler was started for; it runs `compilers.program`."""
+
+    class Compilers(list):
+        program = "pass"
+
+    started = Compilers()
+
+    def stand_in(model, lengths):
+        assert model == MODEL
+        started.append(tuple(lengths))
+        return sys.executable, "-S", "-c", started.program
+
+    monkeypatch.setattr(ahead, "command", stand_in)
+    return started
+
+
+def note(*lengths):
+    for length in lengths:
+        stamps.note_warm(*MODEL, length, only_warm_up=True)
+
+
+def test_an_empty_cache_is_filled_from_the_begin_on(cache, compilers):
+    compiling = CompilingAhead(LENGTHS)
+    compilers.program = f"import pathlib; pathlib.Path({str(cache.parent / 'ran')!r}).touch()"
+    compiling.begin()
+    assert compilers == [LENGTHS]
+    compiling.finish(MODEL)
+    assert compilers == [LENGTHS]
+    assert (cache.parent / "ran").exists()
+
+
+def test_a_full_cache_starts_nothing(cache, compilers):
+    note(*LENGTHS)
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    compiling.finish(MODEL)
+    assert compilers == []
+
+
+def test_what_was_baked_with_more_is_enough(cache, compilers):
+    for length in LENGTHS:
+        stamps.note_warm(*MODEL, length, only_warm_up=False)
+    CompilingAhead(LENGTHS).finish(MODEL)
+    assert compilers == []
+
+
+@pytest.mark.parametrize("other", [Model(80, 108), Model(90, 114)])
+def test_what_was_baked_for_another_gpu_is_not(other, cache, compilers):
+    for length in LENGTHS:
+        stamps.note_warm(*other, length, only_warm_up=True)
+    CompilingAhead(LENGTHS).finish(MODEL)
+    assert compilers == [LENGTHS]
+
+
+def test_what_is_missing_is_compiled(cache, compilers):
+    note(LENGTHS[0])
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    assert compilers == []
+    compiling.finish(MODEL)
+    assert compilers == [LENGTHS[1:]]
+
+
+@pytest.mark.parametrize(
+    "program", ["raise SystemExit(1)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_a_compiler_that_fails_stops_nobody(program, cache, compilers, caplog):
+    compilers.program = program
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    with caplog.at_level(logging.WARNING):
+        compiling.finish(MODEL)
+    assert "compiled when it is needed" in caplog.text
+
+
+def test_a_compiler_that_hangs_is_given_up(cache, compilers, monkeypatch, caplog):
+    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.01)
+    compilers.program = "import time; time.sleep(300)"
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    with caplog.at_level(logging.WARNING):
+        compiling.finish(MODEL)
+    assert "given up" in caplog.text
+    assert compiling._compiler.returncode is not None
+
+
+def test_a_compiler_that_nobody_needs_is_ended(cache, compilers):
+    compilers.program = "import time; time.sleep(300)"
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    compiling.abandon()
+    assert compiling._compiler.returncode is not None
+
+
+def test_no_gpu_no_compiler(cache, compilers, monkeypatch):
+    monkeypatch.setattr(ahead, "present_model", lambda: None)
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    compiling.abandon()
+    assert compilers == []
+
+
+def test_a_cache_that_cannot_be_written_to_starts_nothing(cache, compilers, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    compiling.finish(MODEL)
+    assert compilers == []
+
+
+def test_the_folder_of_the_cache_is_tritons(monkeypatch, tmp_path):
+    from triton import knobs
+
+    for name, value in {"TRITON_CACHE_DIR": "", "TRITON_HOME": "/somewhere"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert ahead._cache() == Path(knobs.cache.dir)
+    monkeypatch.delenv("TRITON_HOME")
+    assert ahead._cache() == Path(knobs.cache.dir)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert ahead._cache() == Path(knobs.cache.dir) == tmp_path
+    assert ahead._NOTES == stamps.FOLDER
+
+
+def test_the_command_is_understood(monkeypatch):
+    """By the program that it runs, which compiles nothing here: this process is gone when it looks."""
+    program, dash_c, source, *arguments = command(MODEL, LENGTHS)
+    assert (program, dash_c) == (sys.executable, "-c")
+    script = """
+import json, sys
+from fusednorm.warm import __main__ as warm
+print(json.dumps({name: value for name, value in vars(warm._parser().parse_args(sys.argv[1:])).items()}))
+"""
+    understood = compile_elsewhere(script, *arguments)
+    understood.pop("jobs")
+    assert understood == {
+        "arch": "90",
+        "multiprocessors": 132,
+        "lengths": "64,96",
+        "only_warm_up": True,
+        "until_gone": os.getpid(),
+    }
+    compile(source, "the compiler", "exec")
+
+
+def test_kernels_of_the_warm_up_are_those_that_are_compiled_ahead():
+    """Run on tensors without memory, its batches launch nothing else."""
+    script = """
+import json
+import fusednorm
+import torch
+from fusednorm.gpus import GPUS
+from fusednorm.launch.absent import launches_for
+from fusednorm.policy.batch_invariance import require_batch_invariance
+from fusednorm.warm.calls import kernel_of, launches
+from normserve.backends.launch import call_of, destinations, launch
+from normserve.backends.tensors import TORCH_DTYPES, channels_first, results_to_write, shape_of
+from normserve.backends.warmup import warm_up_batches
+
+def empty(dtype, shape):
+    return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
+
+require_batch_invariance(True)
+compared = []
+for gpu in GPUS[::3]:
+    for length in (64, 300, 1024, 40960):
+        with launches_for(gpu) as noted:
+            for batch in warm_up_batches([length]):
+                (job,) = batch.jobs
+                inputs = {
+                    name: channels_first(job.spec, name, empty(each.dtype, shape_of(job, name, job.rows)))
+                    for name, each in job.tensors.items()
+                }
+                results = {name: empty(*each) for name, each in results_to_write(job, job.rows).items()}
+                call_of(fusednorm, job.spec, inputs, {"out": destinations(job.spec, results)})()
+            warmed_up = {kernel_of(each) for each in noted}
+        compared.append([len(warmed_up), warmed_up == {kernel_of(each) for each in launches(gpu, length, True)}])
+print(json.dumps(compared))
+"""
+    compared = compile_elsewhere(script)
+    assert all(kernels > 30 and are_equal for kernels, are_equal in compared), compared
+
+
+def test_the_driver_is_asked_for_its_first_device(monkeypatch):
+    attributes = {16: 132, 75: 9, 76: 0}
+
+    def attribute(value, number, device):
+        value._obj.value = attributes[number]
+        return 0
+
+    def device(found, ordinal):
+        assert ordinal == 0
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGet=device, cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr(ahead.ctypes, "CDLL", lambda name: driver)
+    assert ahead.present_model() == MODEL
+    driver.cuDeviceGet = lambda *_: 101
+    assert ahead.present_model() is None
+
+
+def test_beginning_loads_no_torch(tmp_path):
+    """Or what compiles would load it after this process, and not at the same time."""
+    script = """
+import json, sys
+for name in [name for name in sys.modules if name.split(".")[0] in ("torch", "fusednorm")]:
+    del sys.modules[name]
+sys.meta_path.insert(0, type("Refusing", (), {"find_spec": staticmethod(
+    lambda name, *_: 1 / 0 if name.split(".")[0] in ("torch", "fusednorm") else None)}))
+from normserve.backends.cuda import ahead
+ahead.present_model = lambda: ahead.Model(90, 132)
+ahead.command = lambda *_: ("true",)
+compiling = ahead.CompilingAhead((64,))
+compiling.begin()
+print(json.dumps(compiling._compiler.wait()))
+"""
+    assert compile_elsewhere(script) == 0
