@@ -1,6 +1,6 @@
 """Kernels of one call, compiled side by side."""
 
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 BEGIN = """
 import functools, json, threading

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 BAKE = """
 import contextlib, io, json, sys

@@ -11,7 +11,7 @@ from fusednorm.warm import stamps
 from normserve.backends.cuda import ahead
 from normserve.backends.cuda.ahead import CompilingAhead, Model, command
 
-from tests.kernels.compiled import compile_elsewhere
+from tests.kernels.harness.compiled import compile_elsewhere
 
 MODEL = Model(90, 132)
 LENGTHS = (64, 96)
