@@ -136,3 +136,9 @@ def test_small_groups_go_several_to_a_program():
     config = choose_forward(Sample(8, 4, 16, channels_last=False), 2, MULTIPROCESSORS)
     assert isinstance(config, ForwardTile)
     assert config.rows > 1
+
+
+@pytest.mark.parametrize("positions", [1, 64, 256, 1024])
+def test_what_one_program_holds_is_not_shared(positions):
+    sample = Sample(GROUPS, 16, positions, channels_last=True)
+    assert isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardResidentBlock)
