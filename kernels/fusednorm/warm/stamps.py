@@ -46,9 +46,8 @@ def lock_path() -> Path:
 
 
 def _path(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> Path:
-    about = f"{_versions()} {arch} {multiprocessors} {length} {only_warm_up}"
-    name = hashlib.sha256(about.encode()).hexdigest()
-    return Path(knobs.cache.dir) / FOLDER / name
+    versions = hashlib.sha256(f"{_versions()} {only_warm_up}".encode()).hexdigest()
+    return Path(knobs.cache.dir) / FOLDER / f"{arch}-{multiprocessors}-{length}-{versions}"
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,13 +52,17 @@ class CompilingAhead:
         self._preparing: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start them if there is a device and nothing was ever compiled ahead, before torch is loaded."""
+        """Start them if there is a device that a length was never compiled ahead for, before torch is loaded."""
         model = present_model()
-        if model is None:
+        # A machine with a GPU may have torch's build for CPUs alone, and no Triton.
+        if model is None or find_spec("triton") is None:
             return
         cache = _cache()
-        if not (cache / _NOTES).exists():
-            self._start(model, self._lengths, cache)
+        about = f"{model.arch}-{model.multiprocessors}"
+        # A note of another version is taken for one of this: which it is `finish` sees.
+        missing = [each for each in self._lengths if not any((cache / _NOTES).glob(f"{about}-{each}-*"))]
+        if missing:
+            self._start(model, missing, cache)
         # Not while torch is imported: two threads that import wait for one another.
         from triton.backends.nvidia.driver import CudaUtils
         from triton.runtime.cache import triton_key

@@ -77,7 +77,9 @@ def test_what_was_baked_with_more_is_enough(cache, compilers):
 def test_what_was_baked_for_another_gpu_is_not(other, cache, compilers):
     for length in LENGTHS:
         stamps.note_warm(*other, length, only_warm_up=True)
-    CompilingAhead(LENGTHS).finish(MODEL)
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    compiling.finish(MODEL)
     assert compilers == [LENGTHS]
 
 
@@ -85,9 +87,20 @@ def test_what_is_missing_is_compiled(cache, compilers):
     note(LENGTHS[0])
     compiling = CompilingAhead(LENGTHS)
     compiling.begin()
-    assert compilers == []
+    assert compilers == [LENGTHS[1:]]
     compiling.finish(MODEL)
     assert compilers == [LENGTHS[1:]]
+
+
+def test_what_another_version_compiled_is_compiled_again(cache, compilers, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(stamps, "_versions", lambda: "others")
+        note(*LENGTHS)
+    compiling = CompilingAhead(LENGTHS)
+    compiling.begin()
+    assert compilers == []
+    compiling.finish(MODEL)
+    assert compilers == [LENGTHS]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +139,13 @@ def test_no_gpu_no_compiler(cache, compilers, monkeypatch):
     compiling = CompilingAhead(LENGTHS)
     compiling.begin()
     compiling.abandon()
+    assert compilers == []
+
+
+def test_no_triton_no_compiler(cache, compilers, monkeypatch):
+    monkeypatch.setattr(ahead, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)
+    CompilingAhead(LENGTHS).begin()
     assert compilers == []
 
 
