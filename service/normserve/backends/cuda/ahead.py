@@ -52,38 +52,46 @@ class CompilingAhead:
         self._preparing: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start them if there is a device that a length was never compiled ahead for, before torch is loaded."""
-        model = present_model()
+        """Start them if there is a device that a length was never compiled ahead for; beside what follows this."""
         # A machine with a GPU may have torch's build for CPUs alone, and no Triton.
-        if model is None or find_spec("triton") is None:
+        if cuda_driver() is None or find_spec("triton") is None:
             return
-        cache = _cache()
-        about = f"{model.arch}-{model.multiprocessors}"
+        imported = threading.Event()
+        self._preparing = threading.Thread(target=self._prepare, args=(imported,), daemon=True)
+        self._preparing.start()
+        try:
+            # Here and not there: this thread imports torch next, and two that import may wait for one another.
+            import triton.backends.nvidia.driver
+            import triton.runtime.cache  # noqa: F401
+        finally:
+            imported.set()
+
+    def _prepare(self, imported: threading.Event) -> None:
+        """What the start needs that holds Python's lock for no time: the driver, files, other processes."""
+        model = present_model()
+        if model is None:
+            return
+        cache, about = _cache(), f"{model.arch}-{model.multiprocessors}"
         # A note of another version is taken for one of this: which it is `finish` sees.
         missing = [each for each in self._lengths if not any((cache / _NOTES).glob(f"{about}-{each}-*"))]
         if missing:
             self._start(model, missing, cache)
-        # Not while torch is imported: two threads that import wait for one another.
-        from triton.backends.nvidia.driver import CudaUtils
-        from triton.runtime.cache import triton_key
+        imported.wait()
+        with contextlib.suppress(Exception):  # Whoever needs these next says why they fail.
+            from triton.backends.nvidia.driver import CudaUtils
+            from triton.runtime.cache import triton_key
 
-        def prepare() -> None:
-            # Every key in the cache has a hash of all of Triton: hundreds of megabytes, read without Python's lock.
+            # Every key in the cache has a hash of all of Triton: hundreds of megabytes.
             triton_key()
-            # A module in C, compiled where it is not in the cache; whoever needs it next says why it fails.
-            with contextlib.suppress(Exception):
-                CudaUtils()
-
-        self._preparing = threading.Thread(target=prepare, daemon=True)
-        self._preparing.start()
+            # A module in C, compiled where it is not in the cache.
+            CudaUtils()
 
     def finish(self, model: Model) -> None:
         """Wait until all is compiled; what could not be is left to be compiled at its first use."""
         from fusednorm.warm.stamps import is_warm
         from triton import knobs
 
-        if self._preparing is not None:
-            self._preparing.join()
+        self._await_preparation()
         missing = [length for length in self._lengths if not is_warm(*model, length, only_warm_up=True)]
         if not missing:
             self.abandon()
@@ -105,10 +113,15 @@ class CompilingAhead:
 
     def abandon(self) -> None:
         """End them: nobody needs what they compile."""
+        self._await_preparation()
         if self._compiler is not None and self._compiler.poll() is None:
             # With all that it has started: they are a session.
             os.killpg(self._compiler.pid, signal.SIGKILL)
             self._compiler.wait()
+
+    def _await_preparation(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
 
     def _start(self, model: Model, lengths: Collection[int], cache: Path) -> None:
         if not _may_write(cache):
@@ -132,14 +145,19 @@ def command(model: Model, lengths: Collection[int]) -> Sequence[str]:
     )
 
 
-def present_model() -> Model | None:
-    """The first CUDA device as the driver tells of it, without a context; None where there is none."""
+def cuda_driver() -> ctypes.CDLL | None:
+    """The driver's library, not initialised; None where there is none."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+
+
+def present_model() -> Model | None:
+    """The first CUDA device as the driver tells of it, without a context; None where there is none."""
+    cuda = cuda_driver()
     device = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return None
 
     def told(attribute: int) -> int:

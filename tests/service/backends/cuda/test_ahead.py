@@ -20,6 +20,7 @@ LENGTHS = (64, 96)
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(ahead, "cuda_driver", object)
     monkeypatch.setattr(ahead, "present_model", lambda: MODEL)
     monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "as it is")
     return tmp_path / "cache"
@@ -43,6 +44,12 @@ def compilers(monkeypatch):
     return started
 
 
+def begin(compiling):
+    """Begin, and wait until it is known what that starts."""
+    compiling.begin()
+    compiling._await_preparation()
+
+
 def note(*lengths):
     for length in lengths:
         stamps.note_warm(*MODEL, length, only_warm_up=True)
@@ -51,7 +58,7 @@ def note(*lengths):
 def test_an_empty_cache_is_filled_from_the_begin_on(cache, compilers):
     compiling = CompilingAhead(LENGTHS)
     compilers.program = f"import pathlib; pathlib.Path({str(cache.parent / 'ran')!r}).touch()"
-    compiling.begin()
+    begin(compiling)
     assert compilers == [LENGTHS]
     compiling.finish(MODEL)
     assert compilers == [LENGTHS]
@@ -86,7 +93,7 @@ def test_what_was_baked_for_another_gpu_is_not(other, cache, compilers):
 def test_what_is_missing_is_compiled(cache, compilers):
     note(LENGTHS[0])
     compiling = CompilingAhead(LENGTHS)
-    compiling.begin()
+    begin(compiling)
     assert compilers == [LENGTHS[1:]]
     compiling.finish(MODEL)
     assert compilers == [LENGTHS[1:]]
@@ -97,7 +104,7 @@ def test_what_another_version_compiled_is_compiled_again(cache, compilers, monke
         before.setattr(stamps, "_versions", lambda: "others")
         note(*LENGTHS)
     compiling = CompilingAhead(LENGTHS)
-    compiling.begin()
+    begin(compiling)
     assert compilers == []
     compiling.finish(MODEL)
     assert compilers == [LENGTHS]
@@ -142,10 +149,18 @@ def test_no_gpu_no_compiler(cache, compilers, monkeypatch):
     assert compilers == []
 
 
+def test_no_driver_nothing_loaded(cache, compilers, monkeypatch):
+    monkeypatch.setattr(ahead, "cuda_driver", lambda: None)
+    compiling = CompilingAhead(LENGTHS)
+    begin(compiling)
+    assert compiling._preparing is None
+    assert compilers == []
+
+
 def test_no_triton_no_compiler(cache, compilers, monkeypatch):
     monkeypatch.setattr(ahead, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)
-    CompilingAhead(LENGTHS).begin()
+    begin(CompilingAhead(LENGTHS))
     assert compilers == []
 
 
@@ -257,10 +272,12 @@ for name in [name for name in sys.modules if name.split(".")[0] in ("torch", "fu
 sys.meta_path.insert(0, type("Refusing", (), {"find_spec": staticmethod(
     lambda name, *_: 1 / 0 if name.split(".")[0] in ("torch", "fusednorm") else None)}))
 from normserve.backends.cuda import ahead
+ahead.cuda_driver = object
 ahead.present_model = lambda: ahead.Model(90, 132)
 ahead.command = lambda *_: ("true",)
 compiling = ahead.CompilingAhead((64,))
 compiling.begin()
+compiling._await_preparation()
 print(json.dumps(compiling._compiler.wait()))
 """
     assert compile_elsewhere(script) == 0
