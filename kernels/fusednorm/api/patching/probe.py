@@ -4,6 +4,7 @@ The module itself is not called: a shallow copy of it is, with random parameters
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,7 +80,8 @@ class Probe:
         for name, values in self._parameters.items():
             parameters[name] = nn.Parameter(values.to(parameter_dtype), requires_grad=False)
         copied.__dict__.update(self._module.__dict__, _parameters=parameters)
-        with torch.no_grad():
+        # torch warns of dtypes that nobody but this mixes.
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             return type(copied).forward(copied, self._x.to(x_dtype))
 
     def matches(self, formula: Formula) -> bool:

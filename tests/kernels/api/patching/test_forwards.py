@@ -137,6 +137,22 @@ def test_what_was_compiled_follows_patch_and_unpatch(x):
     assert ran == [False, True, False, True]
 
 
+def test_compilers_see_rows_as_if_nothing_were_patched(x):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([(node.op, str(node.target)) for node in graph.graph.nodes])
+        return graph
+
+    model = varied(nn.Sequential(nn.LayerNorm(8), GemmaRMSNorm(8), nn.RMSNorm(8))).to(x.device)
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+        fusednorm.patch(model)
+    before, after = graphs
+    assert before == after
+
+
 def test_compilers_see_what_they_can_fuse(x):
     seen = set()
 

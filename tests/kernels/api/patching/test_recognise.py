@@ -1,5 +1,7 @@
 """Which classes of other libraries are norms that the kernels compute, seen by what they compute."""
 
+import warnings
+
 import fusednorm
 import pytest
 import torch
@@ -137,3 +139,13 @@ def test_looking_draws_no_random_numbers_and_calls_no_hooks(device):
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(norm.weight, weight)
     assert norm.weight.grad is None
+
+
+class TalkativeNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        warnings.warn("such dtypes are slow", stacklevel=2)
+        return super().forward(hidden_states)
+
+
+def test_what_is_tried_warns_nobody(device):
+    assert fusednorm.patch(TalkativeNorm(64).to(device)).patched
