@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 from fusednorm.device import INTERPRETED
 from fusednorm.launch.driver import Launcher, launcher_of
+from fusednorm.launch.keys import settle
 
 Key = tuple[Any, ...]
 
@@ -84,6 +85,7 @@ def find(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], de
 def _start_through_triton(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:
+    settle(kernel)
     # Pinned: later versions of Triton change this default, and with it the last bits.
     return kernel[grid](*arguments, enable_fp_fusion=True, **options)
 

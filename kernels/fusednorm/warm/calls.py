@@ -11,6 +11,7 @@ import fusednorm
 from fusednorm.gpus import Gpu
 from fusednorm.launch.absent import launches_for
 from fusednorm.launch.inspection import specialise
+from fusednorm.launch.keys import settle
 from fusednorm.launch.launch import Launch
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.results import Backward, Forward
@@ -81,4 +82,5 @@ def kernel_of(launch: Launch) -> Hashable:
 def warm(launch: Launch) -> Any:
     """Compile what a launch needs, for the device that Triton's driver says is current; the compiled kernel."""
     options = {"enable_fp_fusion": True, **launch.options}
+    settle(launch.kernel)
     return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)

@@ -1,0 +1,45 @@
+"""Keys of kernels in Triton's cache, the same in every process.
+
+Triton's key of a function has the constants that the functions which it calls use, as far as those were hashed
+before it: processes that compile the same kernels in another order do not find each other's (Triton 3.6 and 3.7).
+Here what is called is hashed first.
+"""
+
+import ast
+from collections.abc import Iterator
+from threading import RLock
+from types import ModuleType
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+
+# While a key is computed, others would take it for there.
+_SETTLING = RLock()
+
+
+def settle(function: Any) -> None:
+    """Have the key of a jit function computed, those of the functions that it calls before it."""
+    if not isinstance(function, JITFunction):
+        return
+    with _SETTLING:
+        if function.hash is None:
+            for called in _called(function):
+                if called is not function:
+                    settle(called)
+            _ = function.cache_key
+
+
+def _called(function: Any) -> Iterator[Any]:
+    for node in ast.walk(function.parse()):
+        yield _value(node, function.__globals__)
+
+
+def _value(node: ast.AST, names: dict[str, Any]) -> Any:
+    """What a name stands for, or an attribute of a module."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        module = _value(node.value, names)
+        return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
+    return None
