@@ -13,7 +13,6 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-
 # While a key is computed, others would take it for there.
 _SETTLING = RLock()
 
