@@ -1,10 +1,11 @@
 """normserve's own API: every tensor in one safetensors body, and every answer one."""
 
 from collections.abc import Callable, Mapping
-from urllib.parse import urlencode
 
 from normserve.client import BackwardResult, ForwardResult, HostTensor, operations
-from normserve.client.protocol import Answer, Call
+from normserve.client.answers import Answer
+from normserve.client.calls import Call
+from normserve.codec.media_types import SAFETENSORS
 
 from normload.adapters import Exchange
 from normload.load.cases import Case
@@ -22,9 +23,9 @@ class Native:
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
         """What the client would send."""
         call = _call(case, tensors)
-        target = call.path + ("?" + urlencode(call.params) if call.params else "")
-        headers = {name: value for name, value in call.headers.items() if name != "content-length"}
-        return Exchange(call.method, target, call.parts or (), call.most_bytes, headers)
+        return Exchange(
+            call.method, call.target, call.parts() or (), call.most_bytes, {"content-type": SAFETENSORS}
+        )
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
         """Every tensor in the body."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from normserve.client import ClientError, ConnectionFailedError, UnexpectedAnswerError
+from normserve.client.answers import Answer
 from normserve.client.deadlines import Deadline
-from normserve.client.protocol import Answer
 from normserve.client.reception import Reception, announced_bytes
 
 _HEAD_BYTES = 64 * 1024

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
+from normserve.client.answers import Answer
 from normserve.client.documents import read_json
-from normserve.client.protocol import Answer
 
 from normload.clients.connection import Address, Connection
 from normload.clients.judge import Judge

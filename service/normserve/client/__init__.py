@@ -33,7 +33,7 @@ from normserve.client.errors import (
     UnexpectedAnswerError,
     UnknownLayerError,
 )
-from normserve.client.protocol import DEFAULT_URL
+from normserve.client.methods import DEFAULT_URL
 from normserve.client.results import BackwardResult, ForwardResult, Timing
 from normserve.client.retries import RetryPolicy
 from normserve.memory.host_tensors import DType, HostTensor

@@ -3,10 +3,10 @@
 from typing import Any
 from urllib.parse import quote
 
+from normserve.client.answers import Answer
+from normserve.client.calls import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.protocol import Answer, Call, described, query
 from normserve.client.reception import LIST_BYTES
-from normserve.codec import safetensors
 
 
 def put_layer(
@@ -31,8 +31,8 @@ def put_layer(
         True when the layer is new, False when it replaced one.
     """
     params = query({"op": op, "eps": eps, "num_groups": num_groups, "activation": activation})
-    parts = safetensors.encode(described({"weight": weight, "bias": bias}))
-    return Call("PUT", _path(name), _is_created, params, parts, statuses=(200, 201))
+    tensors = described({"weight": weight, "bias": bias})
+    return Call("PUT", _path(name), _is_created, params, tensors, statuses=(200, 201))
 
 
 def layers() -> Call[list[dict[str, Any]]]:

@@ -4,15 +4,16 @@ import asyncio
 import ssl
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
 from normserve.client import administration, operations
+from normserve.client.calls import Call
+from normserve.client.connecting import Server, async_transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
-from normserve.client.protocol import DEFAULT_URL, Answer, Call, adopt, connection, refuse_redirect, shown
-from normserve.client.reception import Reception, transport_errors
+from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
 
 P = ParamSpec("P")
@@ -45,11 +46,9 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Args and errors: as `Client`; the transport is one of httpx's asynchronous ones, of any make."""
+        self._server = Server.told(url, api_key, timeout_s, max_connections, verify, certificate)
         self._retries = retries or RetryPolicy()
-        self._timeout_s = timeout_s
-        self._api_key = api_key
-        options = connection(url, api_key, timeout_s, max_connections, verify, certificate)
-        self._http = httpx.AsyncClient(transport=transport, event_hooks={"response": [_refuse_redirect]}, **options)
+        self._transport = async_transport_to(self._server, transport)
 
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)
@@ -65,10 +64,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        await self._transport.close()
 
     def __repr__(self) -> str:
-        return shown(self, self._http.base_url)
+        return self._server.shown(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,36 +78,13 @@ class AsyncClient:
         await self.close()
 
     async def _run(self, call: Call[R]) -> R:
-        deadline = Deadline(self._timeout_s)
+        deadline = Deadline(self._server.timeout_s)
         attempts = Attempts(self._retries, deadline)
         while True:
             try:
-                return call.read(await self._exchange(call, deadline), self._api_key)
+                return call.read(await self._transport.exchange(call, deadline), self._server.api_key)
             except ClientError as failure:
                 pause_s = attempts.pause_after(failure)
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
-
-    async def _exchange(self, call: Call[R], deadline: Deadline) -> Answer:
-        request = self._http.build_request(
-            call.method, call.path, params=call.params, headers=call.headers, content=call.async_chunks()
-        )
-        with transport_errors(deadline):
-            async with asyncio.timeout(deadline.left_s()):
-                response = await self._http.send(request, stream=True)
-                try:
-                    reception = Reception(response.status_code, response.headers, call.most_bytes)
-                    if reception.is_wanted:
-                        # As it comes: httpx's own iterators would decompress it.
-                        async for piece in cast(httpx.AsyncByteStream, response.stream):
-                            reception.take(piece)
-                            if not reception.is_wanted:
-                                break
-                finally:
-                    await response.aclose()
-        return Answer(response.status_code, response.headers, memoryview(reception.body))
-
-
-async def _refuse_redirect(response: httpx.Response) -> None:
-    refuse_redirect(response)

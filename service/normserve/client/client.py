@@ -4,17 +4,17 @@ import ssl
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
 from normserve.client import administration, operations
+from normserve.client.calls import Call
+from normserve.client.connecting import Server, transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
-from normserve.client.protocol import DEFAULT_URL, Answer, Call, adopt, connection, refuse_redirect, shown
-from normserve.client.reception import Reception, transport_errors
+from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
-from normserve.client.waiting import keep_deadlines
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,12 +59,9 @@ class Client:
         Raises:
             ValueError: the URL, the key or the timeout is none.
         """
+        self._server = Server.told(url, api_key, timeout_s, max_connections, verify, certificate)
         self._retries = retries or RetryPolicy()
-        self._timeout_s = timeout_s
-        self._api_key = api_key
-        options = connection(url, api_key, timeout_s, max_connections, verify, certificate)
-        self._http = httpx.Client(transport=transport, event_hooks={"response": [refuse_redirect]}, **options)
-        keep_deadlines(self._http)
+        self._transport = transport_to(self._server, transport)
 
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)
@@ -80,10 +77,10 @@ class Client:
 
     def close(self) -> None:
         """Close all connections."""
-        self._http.close()
+        self._transport.close()
 
     def __repr__(self) -> str:
-        return shown(self, self._http.base_url)
+        return self._server.shown(self)
 
     def __enter__(self) -> Self:
         return self
@@ -94,37 +91,13 @@ class Client:
         self.close()
 
     def _run(self, call: Call[R]) -> R:
-        deadline = Deadline(self._timeout_s)
+        deadline = Deadline(self._server.timeout_s)
         attempts = Attempts(self._retries, deadline)
         while True:
             try:
-                return call.read(self._exchange(call, deadline), self._api_key)
+                return call.read(self._transport.exchange(call, deadline), self._server.api_key)
             except ClientError as failure:
                 pause_s = attempts.pause_after(failure)
                 if pause_s is None:
                     raise
             time.sleep(pause_s)
-
-    def _exchange(self, call: Call[R], deadline: Deadline) -> Answer:
-        request = self._http.build_request(
-            call.method,
-            call.path,
-            params=call.params,
-            headers=call.headers,
-            content=call.chunks(),
-            extensions={"timeout": deadline.timeouts()},
-        )
-        with transport_errors(deadline):
-            response = self._http.send(request, stream=True)
-            try:
-                reception = Reception(response.status_code, response.headers, call.most_bytes)
-                # As it comes: httpx's own iterators would decompress it.
-                pieces = cast(httpx.SyncByteStream, response.stream) if reception.is_wanted else ()
-                for piece in pieces:
-                    deadline.check()
-                    reception.take(piece)
-                    if not reception.is_wanted:
-                        break
-            finally:
-                response.close()
-        return Answer(response.status_code, response.headers, memoryview(reception.body))

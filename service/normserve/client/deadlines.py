@@ -1,5 +1,6 @@
 """When a call must be over, whatever it waits for: a connection, the sending, an answer, the next attempt."""
 
+import asyncio
 import threading
 import time
 
@@ -41,6 +42,10 @@ class Deadline:
         """Raises: RequestTimeoutError: it is over."""
         if self.is_over():
             raise self.error()
+
+    def ends(self) -> asyncio.Timeout:
+        """What ends the waiting of a task when it is over."""
+        return asyncio.timeout(self.left_s())
 
     def timeouts(self) -> dict[str, "TimeLeft | None"]:
         """The timeouts of a request as httpx's transports take them."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import TypeVar, cast
 
 from normserve.client import arrays, expectations
+from normserve.client.answers import Answer
+from normserve.client.calls import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.expectations import Expectation
-from normserve.client.protocol import Answer, Call, described, query
 from normserve.client.results import BackwardResult, ForwardResult
-from normserve.codec import safetensors
 from normserve.memory.host_tensors import HostTensor
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResu
             found["y"], found.get("residual_out"), found.get("mean"), found.get("rstd"), answer.timing()
         )
 
-    return Call("POST", f"/v1/{op}", understand, asked, safetensors.encode(sent), most_bytes=expected.most_bytes)
+    return Call("POST", f"/v1/{op}", understand, asked, sent, most_bytes=expected.most_bytes)
 
 
 def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardResult[T]]:
@@ -221,9 +221,7 @@ def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardRe
         dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
         return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, answer.timing())
 
-    return Call(
-        "POST", f"/v1/{op}/backward", understand, asked, safetensors.encode(sent), most_bytes=expected.most_bytes
-    )
+    return Call("POST", f"/v1/{op}/backward", understand, asked, sent, most_bytes=expected.most_bytes)
 
 
 def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:

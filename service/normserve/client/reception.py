@@ -46,7 +46,7 @@ class Reception:
         """
         self._is_error = status >= _FIRST_ERROR
         self._most_bytes = DOCUMENT_BYTES if self._is_error else most_bytes
-        self.body = bytearray()
+        self._pieces = bytearray()
         #: Whether the rest of the body is of use.
         self.is_wanted = True
         if is_compressed(headers):
@@ -60,16 +60,30 @@ class Reception:
         Raises:
             UnexpectedAnswerError: that is more than there can be.
         """
-        if len(self.body) + len(piece) > self._most_bytes:
+        if len(self._pieces) + len(piece) > self._most_bytes:
             self._refuse(f"the answer must have at most {self._most_bytes} bytes, more came")
         elif self.is_wanted:
-            self.body += piece
+            self._pieces += piece
+
+    def body(self) -> memoryview:
+        """All that was taken."""
+        return memoryview(self._pieces)
 
     def _refuse(self, reason: str) -> None:
         if not self._is_error:
             raise UnexpectedAnswerError(reason)
         self.is_wanted = False
-        self.body = bytearray()
+        self._pieces = bytearray()
+
+
+def refuse_redirect(status: int) -> None:
+    """Refuse what points elsewhere, wherever that is.
+
+    Raises:
+        UnexpectedAnswerError: it does.
+    """
+    if 300 <= status < _FIRST_ERROR:
+        raise UnexpectedAnswerError(f"the answer must not be a redirection, its status is {status}")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from normload.clients.pool import make_request
 from normload.load.cases import Case
 from normload.load.elements import narrow
 from normserve.client import DType
-from normserve.client.protocol import Answer
+from normserve.client.answers import Answer
 from normserve.codec import safetensors
 
 CASE = Case("layer_norm", (3, 8), DType.FLOAT32)

@@ -11,7 +11,7 @@ from normload.clients.sender import Sender
 from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
 from normload.load.scenario import Phase
 from normload.measurements.tally import Tally
-from normserve.client.protocol import Answer
+from normserve.client.answers import Answer
 
 from tests.loadtest.conftest import WORKLOAD
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from normserve import client as api
+from normserve.client.answers import Answer
 from normserve.client.errors import api_error
-from normserve.client.protocol import Answer
 
 from .fake_server import HEADERS, FakeServer, tensors_answer
 

@@ -1,0 +1,28 @@
+"""What says who asks, and whom to believe."""
+
+import ssl
+
+import httpx
+
+
+def checked(api_key: str) -> str:
+    """Return the key if it can stand in a header.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    # As part of a header, anything else fails with each request, and with the key in the error's text.
+    if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip() and api_key):
+        raise ValueError("the API key must be printable ASCII, without a blank or a line break at its ends")
+    return api_key
+
+
+def trust(verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None) -> ssl.SSLContext | bool:
+    """What httpx is told about TLS; it deprecates paths."""
+    if isinstance(verify, str):
+        verify = ssl.create_default_context(cafile=verify)
+    if certificate is None:
+        return verify
+    context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
+    context.load_cert_chain(*((certificate,) if isinstance(certificate, str) else certificate))
+    return context

@@ -1,0 +1,144 @@
+"""Calls through httpx: by way of a proxy, or of a transport that somebody made for it."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from http.cookiejar import CookieJar
+from typing import Any, cast
+
+import httpx
+
+from normserve.client.answers import Answer
+from normserve.client.calls import Call
+from normserve.client.deadlines import Deadline
+from normserve.client.http.waiting import keep_deadlines
+from normserve.client.reception import Reception, refuse_redirect, transport_errors
+from normserve.codec.media_types import SAFETENSORS
+
+# Large enough for its overhead to be nothing, small enough for the transport's copy of it to stay in cache.
+_CHUNK_BYTES = 256 * 1024
+
+
+class HttpxTransport:
+    """A `Transport` over httpx's blocking client."""
+
+    def __init__(self, transport: httpx.BaseTransport | None = None, **options: Any) -> None:
+        """Args:
+        transport: of httpx; None leaves the choice to httpx, proxies of the environment included.
+        options: of httpx's client.
+        """
+        hooks = {"response": [_refuse_redirect]}
+        self._http = httpx.Client(transport=transport, event_hooks=hooks, **_as_ever(options))
+        keep_deadlines(self._http)
+
+    def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+        """As `Transport.exchange`."""
+        parts = call.parts()
+        request = self._http.build_request(
+            call.method,
+            call.path,
+            params=call.params,
+            headers=_headers(parts),
+            content=None if parts is None else _chunks(parts),
+            extensions={"timeout": deadline.timeouts()},
+        )
+        with transport_errors(deadline):
+            response = self._http.send(request, stream=True)
+            try:
+                reception = Reception(response.status_code, response.headers, call.most_bytes)
+                # As it comes: httpx's own iterators would decompress it.
+                pieces = cast(httpx.SyncByteStream, response.stream) if reception.is_wanted else ()
+                for piece in pieces:
+                    deadline.check()
+                    reception.take(piece)
+                    if not reception.is_wanted:
+                        break
+            finally:
+                response.close()
+        return Answer(response.status_code, response.headers, reception.body())
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+
+class AsyncHttpxTransport:
+    """An `AsyncTransport` over httpx's asynchronous client."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport | None = None, **options: Any) -> None:
+        """Args: as `HttpxTransport`."""
+        hooks = {"response": [_refuse_redirect_async]}
+        self._http = httpx.AsyncClient(transport=transport, event_hooks=hooks, **_as_ever(options))
+
+    async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+        """As `Transport.exchange`."""
+        parts = call.parts()
+        request = self._http.build_request(
+            call.method,
+            call.path,
+            params=call.params,
+            headers=_headers(parts),
+            content=None if parts is None else _async_chunks(parts),
+        )
+        with transport_errors(deadline):
+            async with deadline.ends():
+                response = await self._http.send(request, stream=True)
+                try:
+                    reception = Reception(response.status_code, response.headers, call.most_bytes)
+                    if reception.is_wanted:
+                        # As it comes: httpx's own iterators would decompress it.
+                        async for piece in cast(httpx.AsyncByteStream, response.stream):
+                            reception.take(piece)
+                            if not reception.is_wanted:
+                                break
+                finally:
+                    await response.aclose()
+        return Answer(response.status_code, response.headers, reception.body())
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+
+def _as_ever(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **options,
+        # A request says itself how much time is left.
+        "timeout": None,
+        # The key must not go where a server points to, and a server has nothing to remember here.
+        "follow_redirects": False,
+        "cookies": _NoCookies(),
+    }
+
+
+def _headers(parts: Sequence[bytes | memoryview] | None) -> dict[str, str]:
+    if parts is None:
+        return {}
+    return {"content-type": SAFETENSORS, "content-length": str(sum(map(len, parts)))}
+
+
+def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[bytes]:
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), _CHUNK_BYTES):
+            # httpx is typed for bytes and content with any buffer of bytes.
+            yield cast(bytes, view[start : start + _CHUNK_BYTES])
+
+
+async def _async_chunks(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
+    for chunk in _chunks(parts):
+        yield chunk
+
+
+class _NoCookies(CookieJar):
+    """Keeps none, and reads none: Python's reader of them meets errors that it does not expect."""
+
+    def extract_cookies(self, response: object, request: object) -> None:
+        """Leave them where they are."""
+
+
+def _refuse_redirect(response: httpx.Response) -> None:
+    # Before httpx reads where to.
+    refuse_redirect(response.status_code)
+
+
+async def _refuse_redirect_async(response: httpx.Response) -> None:
+    refuse_redirect(response.status_code)

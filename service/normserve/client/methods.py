@@ -1,0 +1,19 @@
+"""What both clients have in common but for how they wait."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def adopt(method: Callable[..., Any], build: Callable[..., Any]) -> None:
+    """Give a method that sends what `build` makes the name, text and signature of `build`."""
+    signature = inspect.signature(build)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__name__ = build.__name__
+    method.__doc__ = build.__doc__
+    (result,) = get_args(signature.return_annotation)
+    vars(method)["__signature__"] = signature.replace(
+        parameters=[itself, *signature.parameters.values()], return_annotation=result
+    )
