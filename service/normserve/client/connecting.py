@@ -1,13 +1,21 @@
-"""Which transport takes a client's calls: its URL says which."""
+"""Which transport takes a client's calls: its URL says which, and what its maker and the environment ask for."""
 
 import ssl
-from dataclasses import dataclass
+import sys
+import urllib.request
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
 from normserve.client.deadlines import check_timeout
+from normserve.client.http.address import Address
+from normserve.client.http.awaiting import AsyncSockets
+from normserve.client.http.blocking import Sockets
 from normserve.client.http.credentials import checked, trust
+from normserve.client.http.direct import AsyncDirectTransport, DirectTransport, Requests
+from normserve.client.http.faces import KEEP_S, AsyncSocketTransport, SocketTransport
+from normserve.client.http.opening import Trust
 from normserve.client.http.through_httpx import AsyncHttpxTransport, HttpxTransport
 from normserve.client.transport import AsyncTransport, Transport
 
@@ -18,13 +26,15 @@ class Server:
 
     Attributes:
         url: where it listens.
+        address: the same, read.
         api_key: sent as a bearer token; None is none.
         timeout_s: of a whole call; None is for ever.
         max_connections: requests under way at once.
         verify: of https, as httpx has it.
     """
 
-    url: httpx.URL
+    url: str
+    address: Address
     api_key: str | None
     timeout_s: float | None
     max_connections: int
@@ -46,33 +56,61 @@ class Server:
             ValueError: the URL, the key or the timeout is none.
         """
         check_timeout(timeout_s)
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL:
-            parsed = httpx.URL()
-        # The message does not repeat it: a URL may hold a password.
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError("the URL must be http://HOST:PORT or https://HOST:PORT")
+        address = Address.of(url)
         if api_key is not None:
             checked(api_key)
-        return cls(parsed, api_key, timeout_s, max_connections, trust(verify, certificate))
+        return cls(url, address, api_key, timeout_s, max_connections, trust(verify, certificate))
 
     def shown(self, kind: object) -> str:
         """How a client shows itself: neither its key, nor a password in its URL, nor where it lies in memory."""
-        return f"{type(kind).__name__}({str(self.url.copy_with(userinfo=b''))!r})"
+        url = self.url
+        if self.address.socket_path is None:
+            url = str(httpx.URL(url).copy_with(userinfo=b""))
+        return f"{type(kind).__name__}({url!r})"
 
 
 def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
     """The blocking client's transport; `own` is one of httpx's that its maker wants used."""
-    return HttpxTransport(own, **_options(server))
+    if isinstance(own, SocketTransport):
+        return DirectTransport(_requests(server, own.uds), own.sockets)
+    if own is not None or _needs_httpx(server):
+        return HttpxTransport(own, **_options(server))
+    return DirectTransport(_requests(server), Sockets(Trust(server.verify), server.max_connections, KEEP_S))
 
 
 def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> AsyncTransport:
     """As `transport_to`, of the asynchronous client."""
-    return AsyncHttpxTransport(own, **_options(server))
+    if isinstance(own, AsyncSocketTransport):
+        return AsyncDirectTransport(_requests(server, own.uds), own.sockets)
+    if own is not None or _needs_httpx(server):
+        return AsyncHttpxTransport(own, **_options(server))
+    sockets = AsyncSockets(Trust(server.verify), server.max_connections, KEEP_S)
+    return AsyncDirectTransport(_requests(server), sockets)
+
+
+def _requests(server: Server, uds: str | None = None) -> Requests:
+    address, userinfo = server.address, ""
+    if address.socket_path is None:
+        url = httpx.URL(server.url)
+        userinfo = f"{url.username}:{url.password}" if url.userinfo else ""
+    return Requests(address if uds is None else replace(address, socket_path=uds), server.api_key, userinfo)
+
+
+def _needs_httpx(server: Server) -> bool:
+    """Whether there is a proxy on the way, which the environment says, or no sockets as they are needed here."""
+    if server.address.socket_path is not None:
+        return False
+    if sys.platform == "win32":
+        return True
+    if not urllib.request.getproxies():
+        return False
+    with httpx.Client(verify=False) as asked:
+        return asked._transport_for_url(httpx.URL(server.url)) is not asked._transport
 
 
 def _options(server: Server) -> dict[str, Any]:
+    if server.address.socket_path is not None:
+        raise ValueError("a URL that names a socket takes no transport of httpx's but a SocketTransport")
     # Compression would cost more time than the bytes that it saves: floats hardly shrink.
     headers = {"accept-encoding": "identity"}
     if server.api_key is not None:

@@ -54,7 +54,7 @@ class Reception:
         elif (length := announced_bytes(headers) or 0) > self._most_bytes:
             self._refuse(f"the answer must have at most {self._most_bytes} bytes, {length} are announced")
 
-    def take(self, piece: bytes) -> None:
+    def take(self, piece: bytes | memoryview) -> None:
         """Take the next piece.
 
         Raises:

@@ -1,0 +1,218 @@
+"""Connections of an event loop's tasks, and the waiting for them."""
+
+import asyncio
+import os
+import socket
+import time
+from typing import Any, TypeVar
+
+import httpx
+
+from normserve.client.http.address import Address
+from normserve.client.http.connection import READ, WRITE, Connection, Steps, connecting, shaking_hands
+from normserve.client.http.opening import Place, Trust, encrypted, patience_s, places, unconnected
+from normserve.client.http.waits import Waits, kind_of, late
+
+R = TypeVar("R")
+
+
+class AsyncSockets:
+    """As `blocking.Sockets`, for tasks; another event loop begins with none."""
+
+    def __init__(self, trust: Trust, most: int, keep_s: float) -> None:
+        """Args: as `blocking.Sockets`."""
+        self._trust = trust
+        self._most = most
+        self._keep_s = keep_s
+        self._closed = False
+        self._process = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle: list[Connection] = []
+
+    async def take(self, address: Address, waits: Waits, *, fresh: bool = False) -> tuple[Connection, bool]:
+        """As `blocking.Sockets.take`."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop or self._process != os.getpid():
+            self._begin(loop)
+        free = self._free
+        if free.locked():
+            try:
+                async with asyncio.timeout(waits.left_s("pool")):
+                    await free.acquire()
+            except TimeoutError:
+                raise late("pool") from None
+        else:
+            await free.acquire()
+        try:
+            if self._closed:
+                raise RuntimeError("the client is closed")
+            if not fresh and (kept := self._kept(address)) is not None:
+                return kept, True
+            return await self._opened(address, waits), False
+        except BaseException:
+            free.release()
+            raise
+
+    def give(self, connection: Connection) -> None:
+        """Take a connection back."""
+        if connection.is_reusable and not self._closed:
+            self._idle.append(connection)
+            self._tidy()
+        else:
+            connection.close()
+        self._free.release()
+
+    def close(self) -> None:
+        """Close all; those in use when they come back."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._process == os.getpid():
+            while self._idle:
+                self._idle.pop().close()
+        self._process, self._loop = os.getpid(), loop
+        self._free = asyncio.Semaphore(self._most)
+        self._idle = []
+
+    def _kept(self, address: Address) -> Connection | None:
+        """The connection that was used last."""
+        for place in range(len(self._idle) - 1, -1, -1):
+            if self._idle[place].address == address:
+                kept = self._idle.pop(place)
+                if time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
+                    return kept
+                kept.close()
+        return None
+
+    def _tidy(self) -> None:
+        """Close what nobody has used for long, or what is too many."""
+        while self._idle and (
+            len(self._idle) > self._most or time.monotonic() - self._idle[0].idle_since > self._keep_s
+        ):
+            self._idle.pop(0).close()
+
+    async def _opened(self, address: Address, waits: Waits) -> Connection:
+        try:
+            found = await self._places(address)
+            for place in found:
+                try:
+                    return await self._opened_at(place, address, waits, is_last=place == found[-1])
+                except (OSError, httpx.ConnectTimeout) as error:
+                    failure = error
+            raise failure if found else OSError("the host has no address")
+        # A UnicodeError is a name of which no query can be made: a part of it is too long.
+        except (OSError, UnicodeError) as error:
+            raise httpx.ConnectError(str(error)) from error
+
+    async def _places(self, address: Address) -> list[Place]:
+        if address.socket_path is not None:
+            return [(socket.AF_UNIX, address.socket_path)]
+        loop = asyncio.get_running_loop()
+        return places(await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
+
+    async def _opened_at(self, place: Place, address: Address, waits: Waits, *, is_last: bool) -> Connection:
+        family, where = place
+        made = unconnected(family)
+        try:
+            async with asyncio.timeout(patience_s(waits.left_s("connect"), is_last=is_last)):
+                await drive(connecting(made, where))
+            if address.tls:
+                secured = encrypted(made, address, self._trust.context)
+                made = secured
+                async with asyncio.timeout(waits.left_s("connect")):
+                    await drive(shaking_hands(secured))
+            return Connection(made, address)
+        except TimeoutError:
+            made.close()
+            raise late("connect") from None
+        except BaseException:
+            made.close()
+            raise
+
+
+async def drive(steps: Steps[R], waits: Waits | None = None) -> R:
+    """As `blocking.drive`; without waits of its own it waits until it is cancelled."""
+    try:
+        descriptor, events = next(steps)
+    except StopIteration as stop:
+        at_once: R = stop.value
+        return at_once
+    driven = _Driven(steps, waits)
+    try:
+        driven.wait_for(descriptor, events)
+        outcome: R = await driven.outcome
+        return outcome
+    finally:
+        driven.end()
+        steps.close()
+
+
+class _Driven:
+    """Steps that the event loop takes when what they wait for has come, without waking the task in between."""
+
+    def __init__(self, steps: Steps[Any], waits: Waits | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[Any] = self._loop.create_future()
+        self._steps = steps
+        self._waits = waits
+        self._descriptor = -1
+        self._events = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wait_for(self, descriptor: int, events: int) -> None:
+        """Go on when one of these comes."""
+        changed = events ^ self._events
+        self._descriptor, self._events = descriptor, events
+        if changed & READ:
+            if events & READ:
+                self._loop.add_reader(descriptor, self._step, READ)
+            else:
+                self._loop.remove_reader(descriptor)
+        if changed & WRITE:
+            if events & WRITE:
+                self._loop.add_writer(descriptor, self._step, WRITE)
+            else:
+                self._loop.remove_writer(descriptor)
+        if self._waits is not None:
+            self._time(self._waits, kind_of(events))
+
+    def end(self) -> None:
+        """Wait for nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._events & READ:
+            self._loop.remove_reader(self._descriptor)
+        if self._events & WRITE:
+            self._loop.remove_writer(self._descriptor)
+        self._events = 0
+
+    def _time(self, waits: Waits, kind: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        left_s = waits.left_s(kind)
+        if left_s is not None:
+            self._timer = self._loop.call_later(max(0.0, left_s), self._late, kind)
+
+    def _late(self, kind: str) -> None:
+        self._finish(late(kind))
+
+    def _step(self, came: int) -> None:
+        # Both events of one turn of the loop call this, and the first may have been the last one.
+        if self.outcome.done():
+            return
+        try:
+            descriptor, events = self._steps.send(came)
+        except StopIteration as stop:
+            self.end()
+            self.outcome.set_result(stop.value)
+        except Exception as error:
+            self._finish(error)
+        else:
+            self.wait_for(descriptor, events)
+
+    def _finish(self, error: Exception) -> None:
+        self.end()
+        if not self.outcome.done():
+            self.outcome.set_exception(error)

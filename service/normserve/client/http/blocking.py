@@ -1,0 +1,193 @@
+"""Connections of threads, and the waiting for them."""
+
+import collections
+import math
+import os
+import select
+import socket
+import threading
+import time
+from typing import TypeVar
+
+import httpx
+
+from normserve.client.http.address import Address
+from normserve.client.http.connection import Connection, Steps, connecting, shaking_hands
+from normserve.client.http.opening import Place, Trust, encrypted, patience_s, places, unconnected
+from normserve.client.http.waits import Waits, kind_of, late
+
+R = TypeVar("R")
+
+# A poll's time is a C int of milliseconds.
+_LONGEST_S = 2.0**31 / 1000 - 1
+
+
+class Sockets:
+    """Connections that threads take and give back; a process that was forked off begins with none."""
+
+    def __init__(self, trust: Trust, most: int, keep_s: float) -> None:
+        """Args:
+        trust: of connections with TLS.
+        most: in use at once; who wants more waits.
+        keep_s: how long a connection that nobody uses is kept.
+        """
+        self._trust = trust
+        self._most = most
+        self._keep_s = keep_s
+        self._closed = False
+        self._begin()
+
+    def take(self, address: Address, waits: Waits, *, fresh: bool = False) -> tuple[Connection, bool]:
+        """Return a connection, and whether it was used before; `give` it back, whatever comes of it.
+
+        Args:
+            address: where to.
+            waits: how long opening it, and waiting for another's, may take.
+            fresh: take none that was used before.
+
+        Raises:
+            RuntimeError: these are closed.
+            httpx.ConnectError: it cannot be opened.
+            httpx.TimeoutException: not in time.
+        """
+        if self._process != os.getpid():
+            self._begin()
+        free = self._free
+        left_s = waits.left_s("pool")
+        # What a timeout of the system's own waits for has a limit.
+        if not free.acquire(timeout=None if left_s is None else max(0.0, min(left_s, threading.TIMEOUT_MAX))):
+            raise late("pool")
+        try:
+            if self._closed:
+                raise RuntimeError("the client is closed")
+            if not fresh and (kept := self._kept(address)) is not None:
+                return kept, True
+            return self._opened(address, waits), False
+        except BaseException:
+            free.release()
+            raise
+
+    def give(self, connection: Connection) -> None:
+        """Take a connection back."""
+        if connection.is_reusable and not self._closed:
+            self._idle.append(connection)
+            self._tidy()
+        else:
+            connection.close()
+        self._free.release()
+
+    def close(self) -> None:
+        """Close all; those in use when they come back."""
+        self._closed = True
+        self._close_idle()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._free = threading.Semaphore(self._most)
+        # Appending and popping take no lock.
+        self._idle: collections.deque[Connection] = collections.deque()
+
+    def _kept(self, address: Address) -> Connection | None:
+        """The connection that was used last."""
+        others = []
+        found = None
+        while found is None:
+            try:
+                kept = self._idle.pop()
+            except IndexError:
+                break
+            if kept.address != address:
+                others.append(kept)
+            elif time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
+                found = kept
+            else:
+                kept.close()
+        self._idle.extend(reversed(others))
+        return found
+
+    def _tidy(self) -> None:
+        """Close what nobody has used for long, or what is too many."""
+        while self._idle:
+            try:
+                oldest = self._idle.popleft()
+            except IndexError:
+                return
+            if len(self._idle) < self._most and time.monotonic() - oldest.idle_since <= self._keep_s:
+                self._idle.appendleft(oldest)
+                return
+            oldest.close()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
+
+    def _opened(self, address: Address, waits: Waits) -> Connection:
+        try:
+            found = self._places(address)
+            for place in found:
+                try:
+                    return self._opened_at(place, address, waits, is_last=place == found[-1])
+                except (OSError, httpx.ConnectTimeout) as error:
+                    failure = error
+            raise failure if found else OSError("the host has no address")
+        # A UnicodeError is a name of which no query can be made: a part of it is too long.
+        except (OSError, UnicodeError) as error:
+            raise httpx.ConnectError(str(error)) from error
+
+    def _places(self, address: Address) -> list[Place]:
+        if address.socket_path is not None:
+            return [(socket.AF_UNIX, address.socket_path)]
+        return places(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
+
+    def _opened_at(self, place: Place, address: Address, waits: Waits, *, is_last: bool) -> Connection:
+        family, where = place
+        made = unconnected(family)
+        try:
+            drive(connecting(made, where), _Connecting(waits, is_last=is_last))
+            if address.tls:
+                secured = encrypted(made, address, self._trust.context)
+                made = secured
+                drive(shaking_hands(secured), _Connecting(waits, is_last=True))
+            return Connection(made, address)
+        except BaseException:
+            made.close()
+            raise
+
+
+class _Connecting:
+    """The waits of one try to connect."""
+
+    def __init__(self, waits: Waits, *, is_last: bool) -> None:
+        left_s = patience_s(waits.left_s("connect"), is_last=is_last)
+        self._end = None if left_s is None else time.monotonic() + left_s
+
+    def left_s(self, kind: str) -> float | None:
+        return None if self._end is None else self._end - time.monotonic()
+
+
+def drive(steps: Steps[R], waits: Waits) -> R:
+    """Wait for what the steps wait for, and return what they do.
+
+    Raises:
+        httpx.TimeoutException: a wait was too long.
+    """
+    try:
+        descriptor, events = next(steps)
+        while True:
+            kind = "connect" if isinstance(waits, _Connecting) else kind_of(events)
+            left_s = waits.left_s(kind)
+            if left_s is not None and left_s <= 0:
+                raise late(kind)
+            poll = select.poll()
+            poll.register(descriptor, events)
+            came = poll.poll(None if left_s is None else math.ceil(min(left_s, _LONGEST_S) * 1000))
+            if came:
+                descriptor, events = steps.send(came[0][1])
+    except StopIteration as stop:
+        result: R = stop.value
+        return result
+    finally:
+        steps.close()

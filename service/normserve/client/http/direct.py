@@ -1,0 +1,124 @@
+"""Calls over connections of our own."""
+
+import base64
+from typing import Any
+
+import httpx
+
+from normserve.client.answers import Answer
+from normserve.client.calls import Call
+from normserve.client.deadlines import Deadline
+from normserve.client.http.address import Address
+from normserve.client.http.awaiting import AsyncSockets
+from normserve.client.http.awaiting import drive as drive_tasks
+from normserve.client.http.blocking import Sockets, drive
+from normserve.client.http.connection import Connection
+from normserve.client.http.heads import request_head
+from normserve.client.http.waits import WholeCall
+from normserve.client.reception import transport_errors
+from normserve.codec.media_types import SAFETENSORS
+
+_CONTENT_TYPE = SAFETENSORS.encode()
+
+
+class Requests:
+    """Makes the requests of calls to one server."""
+
+    def __init__(self, address: Address, api_key: str | None = None, userinfo: str = "") -> None:
+        """Args:
+        address: of the server.
+        api_key: sent as a bearer token.
+        userinfo: NAME:PASSWORD, sent in place of a key.
+        """
+        self.address = address
+        # Compression would cost more time than the bytes that it saves: floats hardly shrink.
+        self._headers = [
+            (b"Host", address.host_header.encode("ascii")),
+            (b"Accept", b"*/*"),
+            (b"Accept-Encoding", b"identity"),
+            (b"User-Agent", b"normserve-client"),
+        ]
+        if userinfo:
+            self._headers.append((b"Authorization", b"Basic " + base64.b64encode(userinfo.encode())))
+        elif api_key is not None:
+            self._headers.append((b"Authorization", b"Bearer " + api_key.encode("ascii")))
+        self._of_all = b"".join(b"%b: %b\r\n" % header for header in self._headers)
+
+    def request(self, call: Call[Any]) -> tuple[bytes, list[bytes | memoryview]]:
+        """A call's head and the parts of its body."""
+        parts = call.parts()
+        own: list[tuple[bytes, bytes]] = []
+        if parts is not None:
+            length = sum(map(len, parts))
+            own = [(b"Content-Type", _CONTENT_TYPE), (b"Content-Length", b"%d" % length)]
+        target = self.address.target(call.target)
+        head = request_head(call.method.encode("ascii"), target.encode("ascii"), own)
+        return head[:-2] + self._of_all + b"\r\n", parts or []
+
+
+class DirectTransport:
+    """A `Transport` of the blocking client."""
+
+    def __init__(self, requests: Requests, sockets: Sockets) -> None:
+        self._requests = requests
+        self._sockets = sockets
+
+    def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+        """As `Transport.exchange`."""
+        head, parts = self._requests.request(call)
+        waits = WholeCall(deadline)
+        with transport_errors(deadline):
+            fresh = False
+            while True:
+                connection, used = self._sockets.take(self._requests.address, waits, fresh=fresh)
+                try:
+                    return drive(connection.exchange(head, parts, call.most_bytes), waits)
+                except (httpx.NetworkError, httpx.RemoteProtocolError):
+                    if not (used and _may_go_again(call, connection)):
+                        raise
+                finally:
+                    self._sockets.give(connection)
+                fresh = True
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._sockets.close()
+
+
+class AsyncDirectTransport:
+    """An `AsyncTransport` of the asynchronous client."""
+
+    def __init__(self, requests: Requests, sockets: AsyncSockets) -> None:
+        self._requests = requests
+        self._sockets = sockets
+
+    async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+        """As `Transport.exchange`."""
+        head, parts = self._requests.request(call)
+        waits = WholeCall(deadline)
+        with transport_errors(deadline):
+            fresh = False
+            async with deadline.ends():
+                while True:
+                    connection, used = await self._sockets.take(self._requests.address, waits, fresh=fresh)
+                    try:
+                        return await drive_tasks(connection.exchange(head, parts, call.most_bytes))
+                    except (httpx.NetworkError, httpx.RemoteProtocolError):
+                        if not (used and _may_go_again(call, connection)):
+                            raise
+                    finally:
+                        self._sockets.give(connection)
+                    fresh = True
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._sockets.close()
+
+
+def _may_go_again(call: Call[Any], connection: Connection) -> bool:
+    """Whether a call that broke with a kept connection may be sent once more at once.
+
+    The server may have closed the connection while the request was under way.  Operations change nothing, and to
+    register a layer twice is to register it; but what was deleted would not be found the second time.
+    """
+    return not connection.has_answered and call.method != "DELETE"
