@@ -66,7 +66,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     server_cores, client_cores = map(system.cores, asked.cores)
     parameters = make_parameters()
     with contextlib.ExitStack() as stack:
-        contexts: dict[str, ssl.SSLContext | None] = {"tcp": None, "tls": _certificates(folder)}
+        contexts: dict[str, ssl.SSLContext | None] = {"tcp": None, "tls": certificates(folder)}
         served = {}
         for transport, context in contexts.items():
             own = folder / transport
@@ -167,12 +167,13 @@ def _turn(line: Line, seconds: float) -> list[float]:
     return times
 
 
-def _certificates(folder: Path) -> ssl.SSLContext:
-    """Of a server, in server.pem; what a client of it trusts."""
+def certificates(folder: Path) -> ssl.SSLContext:
+    """Of a server, in server.pem, and who vouches for it, in authority.pem; what a client of it trusts."""
     authority = trustme.CA()
     authority.issue_cert("localhost", "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(
         folder / "server.pem"
     )
+    authority.cert_pem.write_to_path(folder / "authority.pem")
     context = ssl.create_default_context()
     authority.configure_trust(context)
     return context

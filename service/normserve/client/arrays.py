@@ -3,6 +3,7 @@
 torch is never imported here: who hands over a torch tensor has imported it already.
 """
 
+import functools
 import sys
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,9 @@ import numpy as np
 from normserve.memory.host_tensors import DType, HostTensor
 
 T = TypeVar("T")
+
+# What most arrays are of; to find the name of a type takes numpy longer.
+_LITTLE: dict[np.dtype[Any], DType] = {np.dtype("<f4"): DType.FLOAT32, np.dtype("<f2"): DType.FLOAT16}
 
 
 def to_host(name: str, value: object) -> HostTensor:
@@ -63,6 +67,9 @@ def _dtype(name: str, dtype_name: str) -> DType:
 
 
 def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
+    dtype = _LITTLE.get(array.dtype)
+    if dtype is not None and array.flags.c_contiguous:
+        return HostTensor(dtype, array.shape, array.reshape(-1).view(np.uint8).data)
     dtype = _dtype(name, array.dtype.name)
     flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
     return HostTensor(dtype, array.shape, flat.view(np.uint8).data)
@@ -79,6 +86,7 @@ def _to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
     return np.frombuffer(tensor.data, _numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
+@functools.cache
 def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     try:
         little: np.dtype[Any] = np.dtype(dtype.value).newbyteorder("<")

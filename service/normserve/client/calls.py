@@ -1,5 +1,6 @@
 """A call of the API without any input or output: what is sent, and how the answer is read."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -10,7 +11,7 @@ from normserve.client.answers import Answer
 from normserve.client.errors import UnexpectedAnswerError, api_error
 from normserve.client.reception import DOCUMENT_BYTES
 from normserve.codec import safetensors
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.host_tensors import DType, HostTensor
 
 R = TypeVar("R")
 
@@ -38,7 +39,7 @@ class Call(Generic[R]):
     @property
     def target(self) -> str:
         """The path with its query."""
-        return f"{self.path}?{urlencode(self.params)}" if self.params else self.path
+        return _target(self.path, tuple(self.params.items()))
 
     def parts(self) -> list[bytes | memoryview] | None:
         """The tensors as safetensors in pieces, of which all but the first are their own memory; None is no body.
@@ -46,7 +47,7 @@ class Call(Generic[R]):
         Raises:
             ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
         """
-        return None if self.tensors is None else safetensors.encode(self.tensors)
+        return None if self.tensors is None else _encoded(self.tensors)
 
     def read(self, answer: Answer, api_key: str | None = None) -> R:
         """Return what the answer says.
@@ -63,6 +64,32 @@ class Call(Generic[R]):
             expected = " or ".join(map(str, self.statuses))
             raise UnexpectedAnswerError(f"the answer's status must be {expected}, or an error, got {answer.status}")
         return self.understand(answer)
+
+
+# What callers ask for is often the same, but for the numbers in it.
+_KEPT = 256
+
+
+@functools.lru_cache(_KEPT)
+def _target(path: str, params: tuple[tuple[str, str], ...]) -> str:
+    return f"{path}?{urlencode(params)}" if params else path
+
+
+def _encoded(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
+    """As `safetensors.encode`."""
+    for name, tensor in tensors.items():
+        if tensor.fortran_order or tensor.data.nbytes != tensor.nbytes:
+            # Which says what is wrong.
+            return safetensors.encode({name: tensor})
+    header, order = _layout(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    return [header, *(tensors[name].data for name in order)]
+
+
+@functools.lru_cache(_KEPT)
+def _layout(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[bytes, list[str]]:
+    """All that precedes the data, and the order of those."""
+    tensors = {name: (dtype, shape) for name, dtype, shape in described}
+    return safetensors.encode_header(tensors), safetensors.data_order(tensors)
 
 
 def described(tensors: Mapping[str, object]) -> dict[str, HostTensor]:

@@ -4,6 +4,7 @@ A request that the server must refuse, say with an x of the wrong rank, has an e
 refused here before it is sent.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +14,10 @@ from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
 
 _LENGTH_BYTES = 8
+_Described = tuple[tuple[str, DType, tuple[int, ...]], ...]
+_Query = tuple[tuple[str, str], ...]
+
+# Bytes of an element of any type.
 _WIDEST_BYTES = max(dtype.itemsize for dtype in DType)
 
 
@@ -51,13 +56,13 @@ class Output:
         return shape[:-1] == tuple(samples) and shape[-1] > 0 and channels % shape[-1] == 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Expectation:
     """All of an answer's tensors, by their names in the API."""
 
     outputs: Mapping[str, Output]
 
-    @property
+    @functools.cached_property
     def most_bytes(self) -> int:
         """What the answer can have as safetensors: their bytes, and the longest header that the codec reads."""
         header = _LENGTH_BYTES + safetensors.REQUEST_LIMITS.header_bytes
@@ -83,6 +88,10 @@ class Expectation:
             raise UnexpectedAnswerError("the answer's mean and rstd must be of one shape, they are not")
 
 
+# What callers ask for is often the same, but for the numbers in it.
+_KEPT = 256
+
+
 def forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
     """What a forward pass answers.
 
@@ -91,6 +100,29 @@ def forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str
         tensors: what is sent.
         params: the request's query.
     """
+    return _forward(op, _described(tensors), tuple(params.items()))
+
+
+def backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
+    """What a backward pass answers; args as `forward`."""
+    return _backward(op, _described(tensors), tuple(params.items()))
+
+
+def _described(tensors: Mapping[str, HostTensor]) -> "_Described":
+    return tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A tensor that is sent, without its memory."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(_KEPT)
+def _forward(op: str, described: "_Described", query: "_Query") -> Expectation:
+    tensors, params = _by_name(described), dict(query)
     x = tensors["x"]
     outputs = {"y": Output(x.shape, _dtype(params.get("out_dtype"), x.dtype))}
     if "residual" in tensors:
@@ -101,8 +133,9 @@ def forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str
     return Expectation(outputs)
 
 
-def backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
-    """What a backward pass answers; args as `forward`."""
+@functools.lru_cache(_KEPT)
+def _backward(op: str, described: "_Described", query: "_Query") -> Expectation:
+    tensors, params = _by_name(described), dict(query)
     x = tensors["x"]
     outputs = {"dx": Output(x.shape, x.dtype)}
     for name in ("weight", "bias", "scale", "shift"):
@@ -113,6 +146,10 @@ def backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, st
         if op != "rms_norm":
             outputs["dbias"] = Output((_size(op, x.shape, params),), None, is_optional=True)
     return Expectation(outputs)
+
+
+def _by_name(described: "_Described") -> dict[str, _Sent]:
+    return {name: _Sent(dtype, shape) for name, dtype, shape in described}
 
 
 def _dtype(name: str | None, of_x: DType) -> DType | None:

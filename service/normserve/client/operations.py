@@ -190,7 +190,7 @@ def group_norm_backward(
 
 def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResult[T]]:
     tensors, params = _divided(arguments)
-    if params["out_dtype"] is not None:
+    if "out_dtype" in params:
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
         arrays.check_holds(x, str(params["out_dtype"]))
 
@@ -225,9 +225,13 @@ def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardRe
 
 
 def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Tensors, and parameters."""
-    tensors = {name: value for name, value in arguments.items() if name in _TENSORS}
-    return tensors, {name: value for name, value in arguments.items() if name not in _TENSORS}
+    """Tensors, and parameters, of those that were given."""
+    tensors: dict[str, object] = {}
+    params: dict[str, object] = {}
+    for name, value in arguments.items():
+        if value is not None:
+            (tensors if name in _TENSORS else params)[name] = value
+    return tensors, params
 
 
 def _read(answer: Answer, expected: Expectation) -> Mapping[str, HostTensor]:

@@ -1,6 +1,7 @@
 """Calls over connections of our own."""
 
 import base64
+import functools
 from typing import Any
 
 import httpx
@@ -32,28 +33,29 @@ class Requests:
         """
         self.address = address
         # Compression would cost more time than the bytes that it saves: floats hardly shrink.
-        self._headers = [
+        self._of_all = [
             (b"Host", address.host_header.encode("ascii")),
             (b"Accept", b"*/*"),
             (b"Accept-Encoding", b"identity"),
             (b"User-Agent", b"normserve-client"),
         ]
         if userinfo:
-            self._headers.append((b"Authorization", b"Basic " + base64.b64encode(userinfo.encode())))
+            self._of_all.append((b"Authorization", b"Basic " + base64.b64encode(userinfo.encode())))
         elif api_key is not None:
-            self._headers.append((b"Authorization", b"Bearer " + api_key.encode("ascii")))
-        self._of_all = b"".join(b"%b: %b\r\n" % header for header in self._headers)
+            self._of_all.append((b"Authorization", b"Bearer " + api_key.encode("ascii")))
+        # What callers ask for is often the same, but for the numbers in it.
+        self._head = functools.lru_cache(256)(self._made)
 
     def request(self, call: Call[Any]) -> tuple[bytes, list[bytes | memoryview]]:
         """A call's head and the parts of its body."""
         parts = call.parts()
-        own: list[tuple[bytes, bytes]] = []
-        if parts is not None:
-            length = sum(map(len, parts))
-            own = [(b"Content-Type", _CONTENT_TYPE), (b"Content-Length", b"%d" % length)]
-        target = self.address.target(call.target)
-        head = request_head(call.method.encode("ascii"), target.encode("ascii"), own)
-        return head[:-2] + self._of_all + b"\r\n", parts or []
+        length = None if parts is None else sum(map(len, parts))
+        return self._head(call.method, call.target, length), parts or []
+
+    def _made(self, method: str, target: str, length: int | None) -> bytes:
+        own = [] if length is None else [(b"Content-Type", _CONTENT_TYPE), (b"Content-Length", b"%d" % length)]
+        target = self.address.target(target)
+        return request_head(method.encode("ascii"), target.encode("ascii"), [*self._of_all, *own])
 
 
 class DirectTransport:

@@ -1,0 +1,189 @@
+"""What a Python caller sees: `python -m benchmarks.serve.client --out FILE.csv`.
+
+Whole calls, arrays in and out, LayerNorm of [rows, 1024] float32 with a registered layer over one connection: the
+clients of `normserve.client`, plain httpx, and some thirty lines over a socket that do what any caller must.  TCP
+and the Unix socket are one server's, TLS another's, on the same core; the callers have another core.  In each round
+each caller has its turn, in an order that changes from round to round; ratios are taken within a round, and their
+median counts.  Answers are compared with torch's before anything is timed.  What a call adds to a process's memory
+at most is taken in processes of their own.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.serve.clients import callers, posts
+from benchmarks.serve.clients.callers import CALLERS, Endpoint
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+from benchmarks.serve.tls import certificates
+
+SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
+TRANSPORTS = ("tcp", "unix", "tls")
+COLUMNS = (
+    *("transport", "size", "nbytes", "caller", "round"),
+    *("per_second", "p50_ms", "cpu_ms", "over_socket", "peak_over_body"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.client")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--size", choices=SIZES, action="append", help="of x; all if not given")
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="all if not given")
+    parser.add_argument("--caller", choices=CALLERS, action="append", help="besides the socket; all if not given")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each caller")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--backend", default="torch", help="of the servers: torch or triton")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the callers, as in 0-7 8"
+    )
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(results, Path(folder), asked)
+    print(table(results.rows))
+    return results.exit_code
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each transport, size, caller and round."""
+    server_cores, caller_cores = map(system.cores, asked.cores)
+    parameters = posts.make_parameters()
+    transports = asked.transport or TRANSPORTS
+    chosen = [callers.SOCKET, *(name for name in asked.caller or CALLERS if name != callers.SOCKET)]
+    with contextlib.ExitStack() as stack:
+        endpoints = dict(_endpoints(stack, folder, server_cores, asked.backend, transports))
+        os.sched_setaffinity(0, caller_cores)
+        for size in asked.size or SIZES:
+            x = np.random.default_rng(0).standard_normal((SIZES[size] // 4 // posts.COLS, posts.COLS), np.float32)
+            right = posts.expected(x, parameters).float().numpy()
+            for transport in transports:
+                with results.part(f"{transport}, {size}"):
+                    peaks = {name: _peak(name, endpoints[transport], x) for name in chosen}
+                    of_all = {"transport": transport, "size": size, "nbytes": x.nbytes}
+                    turns = _rounds(chosen, endpoints[transport], x, right, asked.rounds, asked.seconds)
+                    for number, timed in enumerate(turns):
+                        for name, figures in timed.items():
+                            over = figures["p50_ms"] / timed[callers.SOCKET]["p50_ms"]
+                            row = {"caller": name, "round": number, **figures, "over_socket": over}
+                            row["peak_over_body"] = peaks[name] / x.nbytes
+                            shown = {key: f"{value:.4g}" for key, value in row.items() if isinstance(value, float)}
+                            results.add(of_all | row | shown)
+
+
+def _endpoints(
+    stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str, transports: Sequence[str]
+) -> Iterator[tuple[str, Endpoint]]:
+    parameters = posts.make_parameters()
+    plain = folder / "plain"
+    plain.mkdir()
+    tcp, unix = stack.enter_context(launch.normserve(cores, plain, parameters, backend))
+    yield "tcp", Endpoint(f"http://127.0.0.1:{tcp.address}", launch.LAYER)
+    yield "unix", Endpoint(f"http+unix://{unix.address}", launch.LAYER)
+    if "tls" in transports:
+        secured = folder / "tls"
+        secured.mkdir()
+        trusted = certificates(folder)
+        options = ("--tls-cert", str(folder / "server.pem"))
+        tls, _ = stack.enter_context(launch.normserve(cores, secured, parameters, backend, options, trust=trusted))
+        yield "tls", Endpoint(f"https://127.0.0.1:{tls.address}", launch.LAYER, str(folder / "authority.pem"))
+
+
+def _rounds(
+    chosen: Sequence[str], endpoint: Endpoint, x: np.ndarray, right: np.ndarray, rounds: int, seconds: float
+) -> Iterator[dict[str, dict[str, float]]]:
+    """What each caller took in each round."""
+    with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
+        asked = {name: stack.enter_context(CALLERS[name](endpoint, x, runner)) for name in chosen}
+        for caller in asked.values():
+            (y,) = caller.times(1, 0.0).results
+            np.testing.assert_allclose(y, right, rtol=1e-5, atol=3e-5)
+        for number in range(rounds):
+            timed = {}
+            for name in random.Random(number).sample(chosen, len(chosen)):
+                asked[name].times(1, seconds / 5)
+                busy = time.process_time()
+                times = asked[name].times(3, seconds).seconds
+                busy = time.process_time() - busy
+                timed[name] = {
+                    "per_second": len(times) / sum(times),
+                    "p50_ms": median(times) * 1000,
+                    "cpu_ms": busy / len(times) * 1000,
+                }
+            yield timed
+
+
+def _peak(name: str, endpoint: Endpoint, x: np.ndarray) -> int:
+    """Bytes that a call adds to a process's memory at most, beyond what it holds before: x is there already."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_grow, args=(name, endpoint, x.shape, theirs))
+    process.start()
+    theirs.close()
+    try:
+        grown: int = ours.recv()
+    finally:
+        process.join()
+    return grown
+
+
+def _grow(
+    name: str, endpoint: Endpoint, shape: tuple[int, ...], pipe: "multiprocessing.connection.Connection"
+) -> None:
+    x = np.ones(shape, np.float32)
+    small = np.ones((1, shape[1]), np.float32)
+    with asyncio.Runner() as runner, CALLERS[name](endpoint, x, runner) as caller:
+        with CALLERS[name](endpoint, small, runner) as warm:
+            warm.times(3, 0.0)
+        before = _memory("VmRSS")
+        # So the peak is counted anew.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        caller.times(1, 0.0)
+        pipe.send(_memory("VmHWM") - before)
+
+
+def _memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """For each transport a line for each size: p50 over the socket's, and of each caller its ratio to that."""
+    names = list(dict.fromkeys(str(row["caller"]) for row in rows))
+    lines = []
+    for transport in dict.fromkeys(str(row["transport"]) for row in rows):
+        others = [name for name in names if name != callers.SOCKET]
+        lines += [
+            f"| {transport} | socket, ms | " + " | ".join(f"{name}, ms | over socket" for name in others) + " |",
+            "|" + "---|" * (2 + 2 * len(others)),
+        ]
+        of_transport = [row for row in rows if row["transport"] == transport]
+        for size in dict.fromkeys(str(row["size"]) for row in of_transport):
+            of = {name: [r for r in of_transport if (r["size"], r["caller"]) == (size, name)] for name in names}
+            cells = [size, _median(of[callers.SOCKET], "p50_ms")]
+            for name in others:
+                cells += [_median(of[name], "p50_ms"), _median(of[name], "over_socket")]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _median(rows: Sequence[Mapping[str, object]], column: str) -> str:
+    return f"{median(float(str(row[column])) for row in rows):.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

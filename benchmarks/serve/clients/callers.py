@@ -1,0 +1,178 @@
+"""Callers of a server from Python, one connection each: arrays in, arrays out."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+from normserve.client import AsyncClient, Client
+from normserve.client.http.address import Address
+from normserve.codec import safetensors
+from normserve.memory.host_tensors import DType
+
+SOCKET = "socket"
+
+_SAFETENSORS = "application/x-safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where to ask, and whom to believe.
+
+    Attributes:
+        url: of the server.
+        layer: the registered layer.
+        authority: of https: the file that the server's certificate goes back to.
+    """
+
+    url: str
+    layer: str
+    authority: str | None = None
+
+    @property
+    def target(self) -> str:
+        """Path and query."""
+        return f"/v1/layer_norm?layer={self.layer}"
+
+    def context(self) -> ssl.SSLContext | None:
+        """Of https."""
+        return None if self.authority is None else ssl.create_default_context(cafile=self.authority)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What some calls came to: how long each took, and the last result."""
+
+    seconds: list[float]
+    results: list[np.ndarray]
+
+
+class Caller:
+    """Calls again and again."""
+
+    def __init__(self, ask: Callable[[], np.ndarray]) -> None:
+        self._ask = ask
+
+    def times(self, least: int, seconds: float) -> Times:
+        """Call for so long, and so often at least."""
+        taken: list[float] = []
+        began = ended = time.perf_counter()
+        while len(taken) < least or ended - began < seconds:
+            sent = time.perf_counter()
+            y = self._ask()
+            ended = time.perf_counter()
+            taken.append(ended - sent)
+            result = y
+            del y
+        return Times(taken, [result])
+
+
+class AsyncCaller:
+    """The same of an event loop."""
+
+    def __init__(self, runner: asyncio.Runner, client: AsyncClient, x: np.ndarray, layer: str) -> None:
+        self._runner = runner
+        self._client = client
+        self._x = x
+        self._layer = layer
+
+    def times(self, least: int, seconds: float) -> Times:
+        """As `Caller.times`."""
+        return self._runner.run(self._times(least, seconds))
+
+    async def _times(self, least: int, seconds: float) -> Times:
+        taken: list[float] = []
+        began = ended = time.perf_counter()
+        while len(taken) < least or ended - began < seconds:
+            sent = time.perf_counter()
+            result = await self._client.layer_norm(self._x, layer=self._layer)
+            ended = time.perf_counter()
+            taken.append(ended - sent)
+            y = result.y
+            del result
+        return Times(taken, [y])
+
+
+def _over_a_socket(connected: socket.socket, endpoint: Endpoint, x: np.ndarray) -> Callable[[], np.ndarray]:
+    """What any caller must do, and nothing else: send a request that was made before, receive what comes."""
+    header = safetensors.encode_header({"x": (DType.FLOAT32, x.shape)})
+    head = f"POST {endpoint.target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {_SAFETENSORS}\r\n"
+    head += f"Content-Length: {len(header) + x.nbytes}\r\n\r\n"
+    request = head.encode() + header + x.tobytes()
+
+    def ask() -> np.ndarray:
+        connected.sendall(request)
+        came = b""
+        while (end := came.find(b"\r\n\r\n")) < 0:
+            came += connected.recv(65536)
+        _, _, length = came[:end].lower().partition(b"content-length: ")
+        body = np.empty(int(length.partition(b"\r\n")[0]), np.uint8)
+        have = len(came) - end - 4
+        body[:have] = np.frombuffer(came, np.uint8, offset=end + 4)
+        view = body.data
+        while have < len(view):
+            have += connected.recv_into(view[have:])
+        start = 8 + int.from_bytes(view[:8], "little")
+        return body[start:].view(np.float32).reshape(x.shape)
+
+    return ask
+
+
+@contextlib.contextmanager
+def _socket(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Caller]:
+    address, context = Address.of(endpoint.url), endpoint.context()
+    with contextlib.ExitStack() as stack:
+        if address.socket_path is not None:
+            connected = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connected.connect(address.socket_path)
+        else:
+            connected = stack.enter_context(socket.create_connection((address.host, address.port)))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if context is not None:
+            connected = stack.enter_context(context.wrap_socket(connected, server_hostname=address.host))
+        yield Caller(_over_a_socket(connected, endpoint, x))
+
+
+@contextlib.contextmanager
+def _client(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Caller]:
+    with Client(endpoint.url, verify=endpoint.authority or True, max_connections=1) as client:
+        yield Caller(lambda: client.layer_norm(x, layer=endpoint.layer).y)
+
+
+@contextlib.contextmanager
+def _async_client(endpoint: Endpoint, x: np.ndarray, runner: asyncio.Runner) -> Iterator[AsyncCaller]:
+    client = AsyncClient(endpoint.url, verify=endpoint.authority or True, max_connections=1)
+    try:
+        yield AsyncCaller(runner, client, x, endpoint.layer)
+    finally:
+        runner.run(client.close())
+
+
+@contextlib.contextmanager
+def _httpx(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Caller]:
+    """A request as httpx's documentation makes it, with the codec's own encoding."""
+    address = Address.of(endpoint.url)
+    header = safetensors.encode_header({"x": (DType.FLOAT32, x.shape)})
+    transport = httpx.HTTPTransport(uds=address.socket_path, verify=endpoint.context() or True)
+    url = "http://localhost" if address.socket_path is not None else endpoint.url
+
+    def ask(http: httpx.Client) -> np.ndarray:
+        answer = http.post(endpoint.target, content=header + x.tobytes(), headers={"content-type": _SAFETENSORS})
+        answer.raise_for_status()
+        data = safetensors.decode(memoryview(answer.content))["y"].data
+        return np.frombuffer(data, np.float32).reshape(x.shape)
+
+    with httpx.Client(base_url=url, transport=transport, timeout=60) as http:
+        yield Caller(lambda: ask(http))
+
+
+#: By the names in the results.
+CALLERS: Mapping[
+    str, Callable[[Endpoint, np.ndarray, asyncio.Runner], AbstractContextManager[Caller | AsyncCaller]]
+] = {SOCKET: _socket, "Client": _client, "AsyncClient": _async_client, "httpx": _httpx}
