@@ -149,18 +149,17 @@ def test_tls_keeps_the_deadline(raw_server, drips):
     slow = [OK + b"Content-Length: 60000\r\n\r\n", lambda connected: server.drip()(connected)] if drips else [sips]
     server = raw_server([ANSWER], slow, tls=there)
     x = X if drips else np.zeros((2**11, 2**12), np.float32)
-    with api.Client(server.url, transport=httpx.HTTPTransport(verify=here), timeout_s=5.0) as client:
+    with api.Client(server.url, verify=here, timeout_s=5.0) as client:
         assert (normalise(client).y == X).all()
     began = time.monotonic()
     with (
-        api.Client(server.url, transport=httpx.HTTPTransport(verify=here), timeout_s=0.3) as client,
+        api.Client(server.url, verify=here, timeout_s=0.3) as client,
         pytest.raises(api.RequestTimeoutError),
     ):
         client.layer_norm(x)
 
     async def call():
-        transport = httpx.AsyncHTTPTransport(verify=here)
-        async with api.AsyncClient(server.url, transport=transport, timeout_s=0.3) as client:
+        async with api.AsyncClient(server.url, verify=here, timeout_s=0.3) as client:
             await client.layer_norm(x)
 
     with pytest.raises(api.RequestTimeoutError):

@@ -19,11 +19,13 @@ def test_the_public_names_are_pinned():
     assert set(client.__all__) - set(dir(errors)) == {
         "DEFAULT_URL",
         "AsyncClient",
+        "AsyncSocketTransport",
         "BackwardResult",
         "Client",
         "DType",
         "ForwardResult",
         "HostTensor",
         "RetryPolicy",
+        "SocketTransport",
         "Timing",
     }

@@ -186,6 +186,8 @@ def drive(steps: Steps[R], waits: Waits) -> R:
             came = poll.poll(None if left_s is None else math.ceil(min(left_s, _LONGEST_S) * 1000))
             if came:
                 descriptor, events = steps.send(came[0][1])
+            elif left_s is not None and left_s <= _LONGEST_S:
+                raise late(kind)
     except StopIteration as stop:
         result: R = stop.value
         return result

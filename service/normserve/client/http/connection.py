@@ -153,11 +153,11 @@ class Connection:
         """
         while True:
             raw = self._next_head()
-            while raw is None:
-                if self._stop - self._start > HEAD_BYTES:
-                    raise httpx.RemoteProtocolError(f"an answer's head must be at most {HEAD_BYTES} bytes")
+            while raw is None and self._stop - self._start <= HEAD_BYTES:
                 yield from self._receive_more()
                 raw = self._next_head()
+            if raw is None or len(raw) > HEAD_BYTES:
+                raise httpx.RemoteProtocolError(f"an answer's head must be at most {HEAD_BYTES} bytes")
             head = read_head(raw, has_body=has_body)
             if head.status >= 200:
                 return head

@@ -1,0 +1,42 @@
+import pytest
+from normserve.client.http.address import Address
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "header"),
+    [
+        ("http://host", Address("host", 80), "host:80"),
+        ("https://host/", Address("host", 443, tls=True), "host:443"),
+        ("http://[::1]:8000/a/b/?c=d", Address("::1", 8000, prefix="/a/b", query="c=d"), "[::1]:8000"),
+        ("http://B\u00fccher.example:1", Address("xn--bcher-kva.example", 1), "xn--bcher-kva.example:1"),
+        ("http+unix:///run/a b.sock", Address("localhost", 0, socket_path="/run/a b.sock"), "localhost"),
+        ("http+unix://here.sock", Address("localhost", 0, socket_path="here.sock"), "localhost"),
+    ],
+)
+def test_a_url_says_where(url, address, header):
+    assert Address.of(url) == address
+    assert Address.of(url).host_header == header
+
+
+def test_a_target_lies_below_the_url():
+    assert Address.of("http://h/a/?k=1").target("/v1/x?b=c") == "/a/v1/x?b=c&k=1"
+    assert Address.of("http://h?k=1").target("/v1/x") == "/v1/x?k=1"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "host",
+        "ftp://host",
+        "http://",
+        "http://h:port",
+        "http+unix://",
+        "http+unix:///",
+        "http+unix:///a\0",
+        "http://h\r\n",
+    ],
+)
+def test_what_is_none_is_refused(url):
+    with pytest.raises(ValueError, match=r"the URL must be http://HOST:PORT, .* or http\+unix://PATH"):
+        Address.of(url)

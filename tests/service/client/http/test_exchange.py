@@ -1,0 +1,393 @@
+"""Exchanges with servers that do what HTTP allows, and what it does not; over real connections."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import tracemalloc
+
+import httpx
+import numpy as np
+import pytest
+from normserve import client as api
+from normserve.client.http.heads import HEAD_BYTES
+
+from tests.service.client.fake_server import tensors_answer
+from tests.service.client.small_call import ANSWER, OK, RIGHT, TOO_LONG_S, X, either, normalise
+
+CLOSES = ANSWER.replace(b"Content-Length", b"Connection: close\r\nContent-Length")
+REFUSAL = b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: 21\r\n\r\n" + b'{"code": "too_large"}'
+LARGE = np.zeros((4096, 4096), np.float32)
+
+
+def times(count):
+    """Calls one after another; what the last one came to."""
+
+    def use(client):
+        return [normalise(client) for _ in range(count)][-1]
+
+    async def use_async(client):
+        return [await normalise(client) for _ in range(count)][-1]
+
+    return either(use, use_async)
+
+
+def next_head(connected):
+    """A step that waits for the next request's head and says whether it came."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        piece = connected.recv(2**16)
+        if not piece:
+            return
+        head += piece
+
+
+def gone(connected):
+    """A step that closes at once, whatever was not read."""
+    connected.close()
+
+
+def test_a_connection_is_used_again(ask, raw_server):
+    server = raw_server([ANSWER, next_head, ANSWER])
+    assert (ask(server.url, times(2)).y == X).all()
+    assert len(server.heads) == 1
+
+
+def test_each_result_has_memory_of_its_own(ask, raw_server):
+    other = tensors_answer(y=X + 1).content
+    server = raw_server([ANSWER, next_head, OK + b"Content-Length: %d\r\n\r\n" % len(other) + other])
+
+    def use(client):
+        return client.layer_norm(X).y, client.layer_norm(X).y
+
+    async def use_async(client):
+        return (await client.layer_norm(X)).y, (await client.layer_norm(X)).y
+
+    first, second = ask(server.url, either(use, use_async))
+    assert (first == X).all()
+    assert (second == X + 1).all()
+
+
+@pytest.mark.parametrize("kept", [[ANSWER], [CLOSES], [ANSWER, b"more"]], ids=["idle", "said", "unasked"])
+def test_a_connection_that_ended_while_nobody_asked_is_not_used(ask, raw_server, kept):
+    server = raw_server(kept, [ANSWER])
+    closed = threading.Event()
+    server.scripts[0].append(lambda connected: (connected.shutdown(socket.SHUT_WR), closed.set()))
+
+    def use(client):
+        normalise(client)
+        assert closed.wait(TOO_LONG_S)
+        return normalise(client)
+
+    async def use_async(client):
+        await normalise(client)
+        assert closed.wait(TOO_LONG_S)
+        return await normalise(client)
+
+    assert (ask(server.url, either(use, use_async)).y == X).all()
+    assert len(server.heads) == 2
+
+
+def test_a_kept_connection_that_breaks_before_an_answer_is_replaced_at_once(ask, raw_server):
+    server = raw_server([ANSWER, next_head], [ANSWER])
+    # There is one attempt, and the second connection belongs to it.
+    assert (ask(server.url, times(2), tries=1).y == X).all()
+    assert len(server.heads) == 2
+
+
+def test_a_new_connection_that_breaks_is_not(ask, raw_server):
+    server = raw_server([gone])
+    with pytest.raises(api.ConnectionFailedError):
+        ask(server.url, normalise, tries=1)
+    assert len(server.heads) == 1
+
+
+def test_neither_is_one_whose_answer_had_begun_nor_what_deletes(ask, raw_server):
+    server = raw_server([ANSWER, next_head, b"HTTP/1.1"], [ANSWER])
+    with pytest.raises(api.ConnectionFailedError):
+        ask(server.url, times(2), tries=1)
+    assert len(server.heads) == 1
+
+    deleting = raw_server([ANSWER, next_head], [b"HTTP/1.1 204 No Content\r\n\r\n"])
+
+    def use(client):
+        normalise(client)
+        client.delete_layer("a")
+
+    async def use_async(client):
+        await normalise(client)
+        await client.delete_layer("a")
+
+    with pytest.raises(api.ConnectionFailedError):
+        ask(deleting.url, either(use, use_async), tries=1)
+    assert len(deleting.heads) == 1
+
+
+@pytest.mark.parametrize("end", ["closes", "stays", "interim"])
+def test_a_refusal_before_the_body_was_read_is_read(ask, raw_server, end):
+    steps = {
+        "closes": [REFUSAL, gone],
+        "stays": [REFUSAL.replace(b"Connection: close\r\n", b""), lambda connected: server.silence(connected)],
+        "interim": [b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", REFUSAL, gone],
+    }
+    server = raw_server(steps[end])
+    with pytest.raises(api.TooLargeError):
+        ask(server.url, lambda client: client.layer_norm(LARGE), timeout_s=TOO_LONG_S)
+
+
+def test_an_interim_answer_does_not_end_the_sending(ask, raw_server):
+    def reads_all(connected):
+        head = server.heads[-1]
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        left = length - len(head.partition(b"\r\n\r\n")[2])
+        while left:
+            left -= len(connected.recv(2**16))
+
+    server = raw_server([b"HTTP/1.1 100 Continue\r\n\r\n" * 3, reads_all, ANSWER])
+    with pytest.raises(api.UnexpectedAnswerError, match="y must be"):
+        ask(server.url, lambda client: client.layer_norm(LARGE), timeout_s=TOO_LONG_S)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + ANSWER,
+        OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(RIGHT), RIGHT),
+        OK + b"\r\n" + RIGHT,
+        ANSWER.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        ANSWER + b"more than that",
+    ],
+    ids=["interim", "chunked", "until-close", "1.0", "longer"],
+)
+def test_answers_may_come_in_many_ways(ask, raw_server, answer):
+    for cut in (0, 20, len(answer) - 3):
+        server = raw_server([answer[:cut], lambda _: None, answer[cut:]])
+        assert (ask(server.url, normalise).y == X).all()
+
+
+def test_nothing_follows_more_than_was_announced(ask, raw_server):
+    server = raw_server([ANSWER + b"HTTP/1.1 200 OK\r\n", next_head], [ANSWER])
+    assert (ask(server.url, times(2), tries=1).y == X).all()
+    assert len(server.heads) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ANSWER[:-1],
+        ANSWER[:40],
+        b"",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b" % (len(RIGHT), RIGHT[:9]),
+        OK + b"X: " + b"x" * 2**20,
+        OK + b"X: y\r\n" * (HEAD_BYTES // 6) + b"\r\n",
+    ],
+    ids=["body", "head", "nothing", "chunk", "long-header", "many-headers"],
+)
+def test_what_is_cut_off_or_without_end_is_an_error(ask, raw_server, answer):
+    with pytest.raises(api.ConnectionFailedError):
+        ask(raw_server([answer]).url, normalise, timeout_s=TOO_LONG_S)
+
+
+def test_a_head_that_goes_on_while_a_body_is_sent_is_an_error(ask, raw_server):
+    server = raw_server([b"HTTP/1.1 1", lambda connected: server.flood()(connected)])
+    with pytest.raises(api.ConnectionFailedError):
+        ask(server.url, lambda client: client.layer_norm(LARGE), timeout_s=TOO_LONG_S)
+
+
+def test_a_call_takes_no_memory_but_its_result_s(ask, raw_server):
+    large = LARGE[:2048]
+    body = tensors_answer(y=large).content
+
+    def takes_it(connected):
+        left = large.nbytes
+        while left > 2**16:
+            left -= len(connected.recv(min(2**16, left)))
+
+    server = raw_server([takes_it, OK + b"Content-Length: %d\r\n\r\n" % len(body), lambda c: c.sendall(body)])
+
+    def measured(client):
+        tracemalloc.start()
+        return client.layer_norm(large)
+
+    try:
+        result = ask(server.url, measured, timeout_s=TOO_LONG_S)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (result.y == large).all()
+    assert peak < 1.1 * large.nbytes
+
+
+def test_a_cancelled_call_s_connection_is_not_used_again(raw_server):
+    server = raw_server(
+        [OK + b"Content-Length: 500\r\n\r\n", lambda connected: server.silence(connected)], [ANSWER]
+    )
+
+    async def main():
+        async with api.AsyncClient(server.url, max_connections=1, retries=api.RetryPolicy(tries=1)) as client:
+            call = asyncio.create_task(client.layer_norm(X))
+            while not server.heads:
+                await asyncio.sleep(0.001)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            return await client.layer_norm(X)
+
+    assert (asyncio.run(main()).y == X).all()
+    assert len(server.heads) == 2
+
+
+def test_another_event_loop_has_other_connections(raw_server):
+    server = raw_server([ANSWER, next_head], [ANSWER])
+    client = api.AsyncClient(server.url, retries=api.RetryPolicy(tries=1))
+    for _ in range(2):
+        assert (asyncio.run(client.layer_norm(X)).y == X).all()
+    assert len(server.heads) == 2
+    asyncio.run(client.close())
+
+
+def test_another_process_has_other_connections(raw_server):
+    server = raw_server([ANSWER, next_head, ANSWER])
+    with api.Client(server.url, retries=api.RetryPolicy(tries=1), timeout_s=TOO_LONG_S) as client:
+        normalise(client)
+        server.scripts.insert(0, [ANSWER])
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                os._exit(0 if (normalise(client).y == X).all() else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        # The one that was there is this process's still.
+        normalise(client)
+    assert len(server.heads) == 2
+
+
+def test_threads_share_a_client(raw_server):
+    answered = [ANSWER, next_head] * 20
+    server = raw_server(answered)
+    wrong = []
+
+    def calls():
+        for _ in range(10):
+            if not (normalise(client).y == X).all():
+                wrong.append(1)
+
+    with api.Client(server.url, max_connections=2) as client:
+        threads = [threading.Thread(target=calls) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert len(server.heads) <= 4
+
+
+def test_who_waits_for_a_connection_waits_no_longer_than_a_call_may_take(ask, raw_server):
+    server = raw_server([lambda connected: server.silence(connected)])
+
+    def late(client):
+        with contextlib.suppress(api.ClientError):
+            normalise(client)
+
+    def both(client):
+        other = threading.Thread(target=late, args=(client,))
+        other.start()
+        with pytest.raises(api.RequestTimeoutError):
+            normalise(client)
+        other.join()
+
+    async def both_async(client):
+        outcomes = await asyncio.gather(*(normalise(client) for _ in range(2)), return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {api.RequestTimeoutError}
+
+    ask(server.url, either(both, both_async), timeout_s=0.2, max_connections=1)
+    assert len(server.heads) == 1
+
+
+def test_a_closed_client_says_so():
+    client = api.Client()
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.info()
+
+
+def test_a_socket_in_the_file_system_is_a_server(ask, tmp_path):
+    path = tmp_path / "a b.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        heads = []
+
+        def serve():
+            connected, _ = listener.accept()
+            with connected:
+                heads.append(connected.recv(2**16))
+                connected.sendall(ANSWER)
+                connected.recv(1)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        assert (ask(f"http+unix://{path}", normalise).y == X).all()
+        server.join(TOO_LONG_S)
+    assert b"\r\nHost: localhost\r\n" in heads[0]
+    with pytest.raises(api.ConnectionFailedError):
+        ask(f"http+unix://{path}", normalise)
+
+
+def test_a_socket_takes_no_transport_that_knows_none():
+    with pytest.raises(ValueError, match="takes no transport"):
+        api.Client("http+unix:///run/x", transport=httpx.HTTPTransport())
+
+
+def test_version_6_of_the_protocol_of_addresses(ask):
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no address of version 6")
+    with listener:
+
+        def serve():
+            connected, _ = listener.accept()
+            with connected:
+                connected.recv(2**16)
+                connected.sendall(ANSWER)
+                connected.recv(1)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        assert (ask(f"http://[::1]:{listener.getsockname()[1]}", normalise).y == X).all()
+        server.join(TOO_LONG_S)
+
+
+def test_a_proxy_of_the_environment_is_asked(ask, raw_server, monkeypatch):
+    proxy, server = raw_server([ANSWER]), raw_server([ANSWER])
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert (ask("http://far.example", normalise).y == X).all()
+    assert proxy.heads[0].startswith(b"POST http://far.example/v1/layer_norm HTTP/1.1\r\n")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert (ask(server.url, normalise).y == X).all()
+    assert len(proxy.heads) == 1
+
+
+def test_a_password_in_the_url_is_sent(ask, raw_server):
+    server = raw_server([ANSWER])
+    ask(server.url.replace("http://", "http://user:p%40ss@"), normalise, api_key="key")
+    assert b"\r\nAuthorization: Basic dXNlcjpwQHNz\r\n" in server.heads[0]
+    assert b"Bearer" not in server.heads[0]
+
+
+def test_nothing_that_a_caller_names_becomes_a_header(ask, raw_server):
+    server = raw_server([ANSWER])
+    for use in (
+        lambda client: client.layer_norm(X, layer="a HTTP/1.1\r\nX-Own: 1"),
+        lambda client: client.layer_norm(X, activation="\r\nX-Own: 1\r\n\r\n"),
+    ):
+        ask(server.url, use)
+    for name in ("a\r\nX-Own: 1", "\u00fc/../..", ""):
+        with contextlib.suppress(api.ClientError):
+            ask(server.url, lambda client, name=name: client.delete_layer(name))
+    assert len(server.heads) == 5
+    assert not any(b"\r\nX-Own" in head for head in server.heads)

@@ -1,0 +1,127 @@
+"""What is taken for an answer's head, and what is not sent as a request's."""
+
+import httpx
+import pytest
+from normserve.client.http.heads import HEAD_BYTES, read_head, request_head
+
+
+def head(*lines):
+    return b"\r\n".join([*lines, b"", b""])
+
+
+def test_a_head_says_how_its_body_ends():
+    plain = read_head(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-Name: a", b"x-name: b"))
+    assert (plain.status, plain.reason, plain.length, plain.chunks, plain.stays) == (200, b"OK", 5, None, True)
+    assert plain.headers == {"content-length": "5", "x-name": "a, b"}
+    assert plain.fields[1:] == [(b"X-Name", b"a"), (b"x-name", b"b")]
+    chunked = read_head(head(b"HTTP/1.1 200 OK", b"Transfer-Encoding: Chunked"))
+    assert (chunked.length, chunked.stays) == (None, True)
+    assert chunked.chunks is not None
+    until_close = read_head(head(b"HTTP/1.1 200 OK"))
+    assert (until_close.length, until_close.chunks, until_close.stays) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "stays"),
+    [
+        ([b"HTTP/1.1 200 OK", b"Connection: close"], False),
+        ([b"HTTP/1.1 200 OK", b"Connection: Keep-Alive, Close"], False),
+        ([b"HTTP/1.0 200 OK"], False),
+        ([b"HTTP/1.0 200 OK", b"Connection: keep-alive"], True),
+    ],
+)
+def test_a_head_says_whether_the_connection_stays(lines, stays):
+    assert read_head(head(*lines, b"Content-Length: 0")).stays is stays
+
+
+def test_no_body_comes_where_none_can():
+    assert read_head(head(b"HTTP/1.1 204 No Content")).length == 0
+    assert read_head(head(b"HTTP/1.1 304 Not Modified", b"Content-Length: 7")).length == 0
+    assert read_head(head(b"HTTP/1.1 200 OK", b"Content-Length: 7"), has_body=False).length == 0
+    assert read_head(head(b"HTTP/1.1 103 Early Hints", b"Link: x")).length == 0
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [b""],
+        [b"HTTP/2 200"],
+        [b"HTTP/1.1 20 OK"],
+        [b"HTTP/1.1 101 Switching Protocols", b"Upgrade: x", b"Connection: upgrade"],
+        [b"HTTP/1.1 200 OK", b"Content-Length: 5", b"Content-Length: 6"],
+        [b"HTTP/1.1 200 OK", b"Content-Length: -1"],
+        [b"HTTP/1.1 200 OK", b"Content-Length: 1, 2"],
+        [b"HTTP/1.1 200 OK", b"Content-Length: " + b"9" * 5000],
+        [b"HTTP/1.1 200 OK", b"Content-Length: 5", b"Transfer-Encoding: chunked"],
+        [b"HTTP/1.1 200 OK", b"Transfer-Encoding: gzip, chunked"],
+        [b"HTTP/1.1 200 OK", b"Transfer-Encoding: identity"],
+        [b"HTTP/1.1 200 OK", b"X: a\0b"],
+        [b"HTTP/1.1 200 OK", b": x"],
+        [b"HTTP/1.1 200 OK", b"no colon"],
+    ],
+)
+def test_what_is_no_head_is_refused(lines):
+    with pytest.raises(httpx.RemoteProtocolError):
+        read_head(head(*lines))
+
+
+def chunks():
+    return read_head(head(b"HTTP/1.1 200 OK", b"Transfer-Encoding: chunked")).chunks
+
+
+def test_chunks_are_read_however_they_are_cut():
+    body = b"5\r\nhello\r\n1;name=value\r\n!\r\n0\r\nTrailer: x\r\n\r\n"
+    for step in (1, 2, 7, len(body)):
+        reader = chunks()
+        read = b"".join(reader.feed(body[start : start + step]) for start in range(0, len(body), step))
+        assert read == b"hello!"
+        assert reader.is_complete
+        assert not reader.has_more
+
+
+@pytest.mark.parametrize("more", [b"x", b"HTTP/1.1 200 OK\r\n"])
+def test_what_comes_behind_the_last_chunk_is_noticed(more):
+    reader = chunks()
+    assert reader.feed(b"1\r\na\r\n0\r\n\r\n" + more) == b"a"
+    assert (reader.is_complete, reader.has_more) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "body", [b"-1\r\n", b"xyz\r\n", b"f" * 30 + b"\r\n", b"1\r\nab\r\n", b"1\nx\n"], ids=lambda body: body[:6]
+)
+def test_what_are_no_chunks_is_refused(body):
+    with pytest.raises(httpx.RemoteProtocolError):
+        chunks().feed(body)
+
+
+@pytest.mark.parametrize("beginning", [b"5;name=", b"0\r\nTrailer: "])
+def test_what_is_no_body_is_bounded(beginning):
+    reader = chunks()
+    reader.feed(beginning + b"x" * (HEAD_BYTES - len(beginning)))
+    with pytest.raises(httpx.RemoteProtocolError):
+        reader.feed(b"x")
+
+
+def test_a_request_s_head_is_what_it_was_given():
+    made = request_head(b"POST", b"/v1/x?a=b", [(b"Host", b"h"), (b"X", b"")])
+    assert made == b"POST /v1/x?a=b HTTP/1.1\r\nHost: h\r\nX: \r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "header"),
+    [
+        (b"GET /", b"/", (b"a", b"b")),
+        (b"", b"/", (b"a", b"b")),
+        (b"GET", b"/ HTTP/1.1\r\nX: y", (b"a", b"b")),
+        (b"GET", b"", (b"a", b"b")),
+        (b"GET", b"/\xff", (b"a", b"b")),
+        (b"GET", b"/", (b"a", b"b\r\nX: y")),
+        (b"GET", b"/", (b"a", b"b\n")),
+        (b"GET", b"/", (b"a", b"\0")),
+        (b"GET", b"/", (b"a: b\r\nc", b"d")),
+        (b"GET", b"/", (b"", b"d")),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_not_sent(method, target, header):
+    with pytest.raises(httpx.LocalProtocolError):
+        request_head(method, target, [header])
