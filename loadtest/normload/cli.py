@@ -11,9 +11,9 @@ from typing import Any
 
 from normserve.client import DEFAULT_URL, ClientError
 from normserve.client.deadlines import check_timeout
+from normserve.client.http.address import Address
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.connection import Address
 from normload.clients.fleet import HarnessError
 from normload.load import scenario
 from normload.measurements.result import Result, read_result
@@ -191,7 +191,7 @@ def _url(text: str) -> str:
     try:
         Address.of(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
     return text
 
 

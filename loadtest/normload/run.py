@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from normserve.client import Client, RetryPolicy
+from normserve.client.http.address import Address
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.connection import Address
 from normload.clients.fleet import Fleet
 from normload.clients.pool import require_askable
 from normload.clients.worker import Progress, Setup
@@ -123,7 +123,7 @@ def run(
         fleet.wait_until_ready()
         conductor = _Conductor(scenario, fleet, watcher)
         conductor.warm_up()
-        echo = conductor.echo() if is_loopback(address.host) else None
+        echo = conductor.echo(address)
         conductor.go_through()
     return conductor.result(target, seed, info, started, most, echo)
 
@@ -144,14 +144,16 @@ class _Conductor:
         self._watcher.stage("asking for everything once", None)
         self._apart.append(self._fleet.ask_all())
 
-    def echo(self) -> Echo | None:
-        """The loopback's ceiling for messages as large as these."""
+    def echo(self, address: Address) -> Echo | None:
+        """The ceiling of this machine's own sockets for messages as large as these, where the server is on it."""
+        is_unix = address.socket_path is not None
         total = self._apart[0].total()
-        if not total.ok:
+        if not total.ok or not (is_unix or is_loopback(address.host)):
             return None
         self._watcher.stage("measuring the loopback", None)
         with suppress(OSError, EOFError):
-            return measure_echo(max(1, total.moved_bytes // total.ok // 2), self._fleet.processes)
+            nbytes = max(1, total.moved_bytes // total.ok // 2)
+            return measure_echo(nbytes, self._fleet.processes, is_unix=is_unix)
         return None
 
     def go_through(self) -> None:

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from normserve.client import HostTensor
+from normserve.client.http.address import Address
+from normserve.client.http.heads import request_head
 
 from normload.adapters import Adapter
-from normload.clients.connection import Address, request_head
 from normload.load.cases import Case
 from normload.load.tables import ScenarioError
 
@@ -42,8 +43,10 @@ def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | 
     tensors = case.tensors()
     exchange = adapter.exchange(case, tensors)
     nbytes = sum(memoryview(part).nbytes for part in exchange.parts)
-    headers = {"Accept-Encoding": "identity"} | dict(exchange.headers)
+    headers = {"Host": address.host_header, "Accept-Encoding": "identity"} | dict(exchange.headers)
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
-    head = request_head(address, exchange.method, exchange.target, headers, nbytes)
+    headers["Content-Length"] = str(nbytes)
+    fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    head = request_head(exchange.method.encode("ascii"), address.target(exchange.target).encode("ascii"), fields)
     return Request(case, tensors, head, exchange.parts, nbytes, exchange.most_bytes)

@@ -1,16 +1,24 @@
-"""Sends requests on a number of connections, a thread for each, and keeps a record of every one."""
+"""Sends requests on a number of connections, all of them in one thread, and keeps a record of every one.
 
+The thread waits for answers and for requests to come due.  Whether an answer is right, and how long the server says
+that it took, is looked at while nothing comes, or when much of that is left over.
+"""
+
+import collections
 import random
 import re
-import threading
+import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
 from normserve.client.answers import Answer
 from normserve.client.documents import read_json
+from normserve.client.http.address import Address
+from normserve.client.http.connection import Steps
 
-from normload.clients.connection import Address, Connection
+from normload.clients.connection import FAILURES, Connection, meaning
 from normload.clients.judge import Judge
 from normload.clients.pool import Request
 from normload.load.arrivals import Arrivals, Slot
@@ -26,7 +34,69 @@ _MOST_CODES = 64
 # A server that does not answer while everything is asked for once is asked no more before the run.
 _MOST_TIMEOUTS = 3
 
+# How often it is looked whether an exchange takes too long, and how often who runs this is called.
+_LOOK_S = 0.05
+_REPORT_S = 0.2
+
+# Ended exchanges, and bytes of answers to check, that may be left over until there is time.
+_MOST_LEFT, _MOST_LEFT_BYTES = 4096, 64 * 2**20
+
+# There is time to look at an answer if nothing is due for so long.
+_SETTLE_S = 0.0005
+
+# A wait that ends with a request's time is exact only by select(), which waits for microseconds.
+_EXACT_S = 0.01
+
 Records = list[tuple[int, Record]]
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A request under way, or ended.
+
+    Attributes:
+        connection: that it is on.
+        slot: what is asked, and when it was due.
+        free, sent, ended: by the clock.
+        check: whether the answer is compared with the right one.
+        steps: what is left to do.
+        descriptor: that it waits for.
+        answer: what came.
+        code: as in `Record`; "" of an answer whose status says it.
+    """
+
+    connection: Connection
+    slot: Slot
+    free: float
+    sent: float
+    check: bool
+    steps: Steps[Answer]
+    descriptor: int = -1
+    ended: float = 0.0
+    answer: Answer | None = None
+    code: str = ""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A segment under way.
+
+    Attributes:
+        arrivals, starts: of the segment.
+        free: connections that nobody uses, since when, the longest first.
+        resting: those that failed, and until when.
+        busy: exchanges by the descriptor that they wait for.
+        events: what the kernel is asked for.
+        is_over: whether nothing more comes due.
+    """
+
+    arrivals: Arrivals
+    starts: Sequence[float]
+    free: collections.deque[tuple[Connection, float]]
+    events: select.epoll
+    resting: collections.deque[tuple[float, Connection]] = field(default_factory=collections.deque)
+    busy: dict[int, _Exchange] = field(default_factory=dict)
+    is_over: bool = False
 
 
 class Sender:
@@ -58,38 +128,48 @@ class Sender:
         self._timeout_s = timeout_s
         self._connections: list[Connection] = []
         self._records: Records = []
-        self._failure: BaseException | None = None
+        # Ended, with the start of their phase, and not looked at yet.
+        self._left: collections.deque[tuple[_Exchange, float]] = collections.deque()
+        self._left_bytes = 0
         self._codes: set[str] = set()
 
-    def run(self, arrivals: Arrivals, connections: int, starts: Sequence[float]) -> list[threading.Thread]:
-        """Begin to send; who calls joins the threads that come back, and takes the records.
+    def run(
+        self, arrivals: Arrivals, connections: int, starts: Sequence[float], report: Callable[[], None]
+    ) -> None:
+        """Send all that comes due.
 
         Args:
             arrivals: when to send what.
             connections: requests under way at once, at most.
             starts: of the segment's phases, by the clock.
+            report: called several times a second; it may take the records, and stop the arrivals.
         """
-        while len(self._connections) < connections:
-            self._connections.append(Connection(self._address, self._timeout_s))
-        threads = [
-            threading.Thread(target=self._guarded, args=(connection, arrivals, starts), daemon=True)
-            for connection in self._connections[:connections]
-        ]
-        for thread in threads:
-            thread.start()
-        return threads
+        if not connections:
+            return
+        now = time.perf_counter()
+        free = collections.deque((connection, now) for connection in self._opened(connections))
+        with select.epoll() as events:
+            run = _Run(arrivals, starts, free, events)
+            look = reported = now
+            try:
+                while not run.is_over or run.busy:
+                    self._wait(run, self._send_due(run))
+                    now = time.perf_counter()
+                    if now >= look + _LOOK_S:
+                        look = now
+                        self._end_late(run, now)
+                    if now >= reported + _REPORT_S:
+                        reported = now
+                        report()
+            finally:
+                for exchange in run.busy.values():
+                    exchange.steps.close()
+        while self._left:
+            self._settle()
 
     def take_records(self) -> Records:
-        """What ended since the last call, each with its phase's place.
-
-        Raises whatever ended a thread.
-        """
-        if self._failure is not None:
-            raise self._failure
-        # A thread may still append to the list that it has looked up, so only what is there is taken out of it.
-        count = len(self._records)
-        taken = self._records[:count]
-        del self._records[:count]
+        """What was looked at since the last call, each with its phase's place."""
+        taken, self._records = self._records, []
         return taken
 
     def ask_all(self) -> list[Record]:
@@ -97,11 +177,18 @@ class Sender:
 
         It ends early when too many were waited for in vain: each of them takes the whole of the timeout.
         """
-        if not self._connections:
-            self._connections.append(Connection(self._address, self._timeout_s))
+        (connection,) = self._opened(1)
         records: list[Record] = []
-        for number in range(len(self._pool)):
-            records.append(self._send(self._connections[0], number))
+        for number, request in enumerate(self._pool):
+            began = time.perf_counter()
+            steps = connection.steps(request.head, request.parts, request.most_bytes)
+            exchange = _Exchange(connection, Slot(0, began, number), began, began, True, steps)
+            try:
+                exchange.answer = connection.wait_for(exchange.steps)
+            except ClientError as error:
+                exchange.code = _code(error)
+            exchange.ended = time.perf_counter()
+            records.append(self._record(exchange, began))
             if sum(record.code == TIMEOUT for record in records) == _MOST_TIMEOUTS:
                 break
         return records
@@ -111,52 +198,125 @@ class Sender:
         for connection in self._connections:
             connection.close()
 
-    def _send(self, connection: Connection, number: int) -> Record:
-        began = time.perf_counter()
-        slot = Slot(0, began, number)
-        return self._exchange(connection, slot, free=began, start=began, check=True)
+    def _opened(self, count: int) -> list[Connection]:
+        while len(self._connections) < count:
+            self._connections.append(Connection(self._address, self._timeout_s))
+        return self._connections[:count]
 
-    def _guarded(self, connection: Connection, arrivals: Arrivals, starts: Sequence[float]) -> None:
-        try:
-            self._connection(connection, arrivals, starts)
-        except BaseException as error:
-            self._failure = error
-            arrivals.stop()
-
-    def _connection(self, connection: Connection, arrivals: Arrivals, starts: Sequence[float]) -> None:
-        while True:
-            free = time.perf_counter()
-            if (slot := arrivals.next()) is None:
-                return
-            start = starts[slot.phase]
-            if max(slot.due, time.perf_counter()) > arrivals.cutoff:
-                record = self._left_out(slot, start, arrivals.cutoff)
+    def _send_due(self, run: _Run) -> float | None:
+        """Send all that is due and has a connection; the seconds until more is due, or None where nobody waits."""
+        now = time.perf_counter()
+        while run.resting and run.resting[0][0] <= now:
+            until, connection = run.resting.popleft()
+            run.free.append((connection, until))
+        while run.free:
+            slot = run.arrivals.next(now)
+            if slot is None:
+                run.is_over = True
+                return None
+            if isinstance(slot, float):
+                return slot
+            connection, free = run.free.popleft()
+            now = time.perf_counter()
+            if max(slot.due, now) > run.arrivals.cutoff:
+                start = run.starts[slot.phase]
+                self._records.append((slot.phase, self._left_out(slot, start, run.arrivals.cutoff)))
+                run.free.appendleft((connection, free))
             else:
-                check = self._choices.random() < self._check_share
-                record = self._exchange(connection, slot, free=free, start=start, check=check)
-            self._records.append((slot.phase, record))
-            if record.code == CONNECTION_FAILED:
-                time.sleep(_PAUSE_S)
+                self._begin(run, connection, slot, free)
+                now = time.perf_counter()
+        return None
+
+    def _begin(self, run: _Run, connection: Connection, slot: Slot, free: float) -> None:
+        request = self._pool[slot.request]
+        check = self._choices.random() < self._check_share
+        steps = connection.steps(request.head, request.parts, request.most_bytes)
+        exchange = _Exchange(connection, slot, free, time.perf_counter(), check, steps)
+        self._step(run, exchange, None)
+
+    def _wait(self, run: _Run, due_s: float | None) -> None:
+        """Wait for answers, or for what is due; while nothing comes, look at an answer that came before."""
+        most = len(run.busy) + 1
+        came = run.events.poll(0, most)
+        if not came:
+            if self._left and (due_s is None or due_s > _SETTLE_S):
+                self._settle()
+                return
+            wait_s = _LOOK_S if due_s is None else min(due_s, _LOOK_S)
+            if run.resting:
+                wait_s = min(wait_s, _PAUSE_S)
+            if due_s is not None and wait_s < _EXACT_S:
+                select.select([run.events], (), (), wait_s)
+                came = run.events.poll(0, most)
+            elif run.busy or not run.is_over:
+                came = run.events.poll(wait_s, most)
+        for descriptor, events in came:
+            if (exchange := run.busy.pop(descriptor, None)) is not None:
+                self._step(run, exchange, events)
+
+    def _step(self, run: _Run, exchange: _Exchange, came: int | None) -> None:
+        try:
+            descriptor, events = next(exchange.steps) if came is None else exchange.steps.send(came)
+        except StopIteration as stop:
+            exchange.answer = stop.value
+            self._end(run, exchange)
+        except FAILURES as error:
+            exchange.code = _code(meaning(error))
+            self._end(run, exchange)
+        else:
+            exchange.descriptor = descriptor
+            run.busy[descriptor] = exchange
+            # Each wait asks anew: a connection that was opened in place of another may have its number.
+            try:
+                run.events.modify(descriptor, events | select.EPOLLONESHOT)
+            except FileNotFoundError:
+                run.events.register(descriptor, events | select.EPOLLONESHOT)
+
+    def _end(self, run: _Run, exchange: _Exchange) -> None:
+        exchange.ended = time.perf_counter()
+        answer = exchange.answer
+        if answer is None or answer.status != 200:
+            # Its text is there until the next exchange.
+            exchange.code = exchange.code or self._problem(answer)
+            exchange.check = False
+        elif exchange.check:
+            exchange.connection.leave()
+            self._left_bytes += len(answer.body)
+        self._left.append((exchange, run.starts[exchange.slot.phase]))
+        if exchange.code == CONNECTION_FAILED:
+            run.resting.append((exchange.ended + _PAUSE_S, exchange.connection))
+        else:
+            run.free.append((exchange.connection, exchange.ended))
+        while len(self._left) > _MOST_LEFT or self._left_bytes > _MOST_LEFT_BYTES:
+            self._settle()
+
+    def _end_late(self, run: _Run, now: float) -> None:
+        for exchange in [each for each in run.busy.values() if each.sent + self._timeout_s <= now]:
+            del run.busy[exchange.descriptor]
+            exchange.steps.close()
+            exchange.code = TIMEOUT
+            self._end(run, exchange)
+
+    def _settle(self) -> None:
+        """Make the record of an exchange that ended, the first of those that are left."""
+        exchange, start = self._left.popleft()
+        if exchange.check and exchange.answer is not None:
+            self._left_bytes -= len(exchange.answer.body)
+        self._records.append((exchange.slot.phase, self._record(exchange, start)))
 
     def _left_out(self, slot: Slot, start: float, cutoff: float) -> Record:
         operation = self._pool[slot.request].case.operation
         never = cutoff - start
         return Record(operation, slot.due - start, never, never, never, 0, NOT_SENT)
 
-    def _exchange(self, connection: Connection, slot: Slot, *, free: float, start: float, check: bool) -> Record:
+    def _record(self, exchange: _Exchange, start: float) -> Record:
+        slot, answer = exchange.slot, exchange.answer
         request = self._pool[slot.request]
-        answer: Answer | None = None
-        sent = time.perf_counter()
-        try:
-            answer = connection.exchange(request.head, request.parts, request.most_bytes)
-            code = OK if answer.status == 200 else ""
-        except ClientError as error:
-            code = _code(error)
-        ended = time.perf_counter()
-        times = (slot.due - start, free - start, sent - start, ended - start)
-        if answer is None or code != OK:
+        times = (slot.due - start, exchange.free - start, exchange.sent - start, exchange.ended - start)
+        if answer is None or answer.status != 200:
             status = answer.status if answer else 0
-            return Record(request.case.operation, *times, status, code or self._problem(answer), request.nbytes)
+            code = exchange.code or self._problem(answer)
+            return Record(request.case.operation, *times, status, code, request.nbytes)
         timing = answer.timing()
         # A launch's time is every request's of its batch: each gets an equal part of it.
         kernel_s = timing.stages_ms.get("kernel", 0.0) / 1000 / max(1, timing.batch_size)
@@ -164,13 +324,13 @@ class Sender:
             request.case.operation,
             *times,
             answer.status,
-            code,
+            OK,
             request.nbytes,
             len(answer.body),
             timing.kernel_bytes,
             kernel_s,
-            check,
-            self._judge.fault(slot.request, answer) if check else None,
+            exchange.check,
+            self._judge.fault(slot.request, answer) if exchange.check else None,
         )
 
     def _problem(self, answer: Answer | None) -> str:

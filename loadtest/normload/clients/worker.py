@@ -2,14 +2,14 @@
 
 import gc
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from normserve.client.http.address import Address
+
 from normload.adapters.registry import ADAPTERS
-from normload.clients.connection import Address
 from normload.clients.judge import Judge
 from normload.clients.pool import make_request
 from normload.clients.sender import Sender
@@ -17,10 +17,6 @@ from normload.load.arrivals import Arrivals, ClosedLoop, Draws, OpenLoop
 from normload.load.cases import Case
 from normload.load.scenario import Phase
 from normload.measurements.tally import OK, Record, Tally
-
-_REPORT_S = 0.2
-# A thread whose answer has come waits at most so long for another that computes.
-_SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,6 @@ def main(setup: Setup, pipe: "Connection[Done | Progress | Failed, AskAll | Load
     """Do what comes through the pipe, until None comes or its other end is closed."""
     # Ctrl-C goes to all processes of a terminal; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.setswitchinterval(_SWITCH_S)
     try:
         worker = Worker(setup)
         gc.collect()
@@ -156,16 +151,18 @@ class Worker:
             starts.append(starts[-1] + phase.duration_s)
         tallies = [Tally(phase.duration_s) for phase in command.phases]
         arrivals = self._arrivals(command)
-        began, busy = time.perf_counter(), time.process_time()
-        threads = self._sender.run(arrivals, command.connections, starts)
-        while any(thread.is_alive() for thread in threads):
-            if pipe.poll(_REPORT_S):
+
+        def report() -> None:
+            if pipe.poll():
                 pipe.recv()
                 arrivals.stop()
             pipe.send(self._fold(tallies))
-        self._fold(tallies)
+
+        began, busy = time.perf_counter(), time.process_time()
+        self._sender.run(arrivals, command.connections, starts, report)
         cpu = (time.process_time() - busy) / (time.perf_counter() - began)
-        return Done(tallies, cpu if threads else 0.0)
+        self._fold(tallies)
+        return Done(tallies, cpu if command.connections else 0.0)
 
     def _arrivals(self, command: Load) -> Arrivals:
         setup, (first, *_) = self._setup, command.phases

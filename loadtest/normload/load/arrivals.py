@@ -1,15 +1,13 @@
 """When the next request is sent, and which.
 
 A schedule is the same whatever the server, and however many processes share it: each of them walks the whole of it
-and sends every n-th request.  Threads that are free wait for the next place in it together; where all are busy when
-one comes due it is late, and its latency counts from when it was due.
+and sends every n-th request.  Where all connections are busy when one comes due it is late, and its latency counts
+from when it was due.
 """
 
 import itertools
 import math
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,8 +37,8 @@ class Arrivals(Protocol):
     #: By the clock; what is due but not sent by then is not sent any more.
     cutoff: float
 
-    def next(self) -> Slot | None:
-        """Wait until a request is due and return it; None when all are sent, or at a stop."""
+    def next(self, now: float) -> Slot | float | None:
+        """A request that is due now; else the seconds until one is, or None when all are sent, or at a stop."""
 
     def stop(self) -> None:
         """Let nothing more be due."""
@@ -56,7 +54,6 @@ class OpenLoop:
         grace_s: float,
         draws: "Draws",
         share: tuple[int, int] = (0, 1),
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Args:
         phases: one after another, their rates in requests a second.
@@ -64,26 +61,24 @@ class OpenLoop:
         grace_s: how long after the last one's end a late request is still sent.
         draws: when and which.
         share: send the requests whose number leaves the first as remainder after division by the second.
-        clock: seconds, rising.
         """
         self.cutoff = start + sum(phase.duration_s for phase in phases) + grace_s
-        self._clock = clock
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._slots = itertools.islice(draws.schedule(phases, start), share[0], None, share[1])
+        self._slots: Iterator[Slot] = itertools.islice(draws.schedule(phases, start), share[0], None, share[1])
+        self._following = next(self._slots, None)
 
-    def next(self) -> Slot | None:
-        """Wait until a request is due and return it; None when all are sent, or at a stop."""
-        with self._lock:
-            slot = next(self._slots, None)
-        if slot is None or self._stop.is_set():
+    def next(self, now: float) -> Slot | float | None:
+        """As `Arrivals.next`."""
+        slot = self._following
+        if slot is None:
             return None
-        delay_s = slot.due - self._clock()
-        return None if delay_s > 0 and self._stop.wait(delay_s) else slot
+        if slot.due > now:
+            return slot.due - now
+        self._following = next(self._slots, None)
+        return slot
 
     def stop(self) -> None:
         """Let nothing more be due."""
-        self._stop.set()
+        self._following, self._slots = None, iter(())
 
 
 class ClosedLoop:
@@ -97,30 +92,21 @@ class ClosedLoop:
         phase: Phase,
         start: float,
         draws: "Draws",
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Args: as `OpenLoop`."""
         self.cutoff = math.inf
         self._start, self._end = start, start + phase.duration_s
-        self._clock = clock
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
         self._requests = draws.requests()
 
-    def next(self) -> Slot | None:
-        """Return a request that is due now; None when the phase is over, or at a stop."""
-        early_s = self._start - self._clock()
-        if early_s > 0:
-            self._stop.wait(early_s)
-        now = self._clock()
-        if now >= self._end or self._stop.is_set():
+    def next(self, now: float) -> Slot | float | None:
+        """As `Arrivals.next`."""
+        if now >= self._end:
             return None
-        with self._lock:
-            return Slot(0, now, next(self._requests))
+        return self._start - now if now < self._start else Slot(0, now, next(self._requests))
 
     def stop(self) -> None:
         """Let nothing more be due."""
-        self._stop.set()
+        self._end = -math.inf
 
 
 class Draws:

@@ -49,8 +49,8 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
-def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS) -> Echo:
-    """Send messages back and forth between processes for some time.
+def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix: bool = False) -> Echo:
+    """Send messages back and forth between processes for some time, over TCP or Unix domain sockets.
 
     Raises:
         TimeoutError: a process did not come to it.
@@ -60,7 +60,7 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS) -> Echo:
     pipes, processes = [], []
     for _ in range(pairs):
         ours, theirs = context.Pipe()
-        here, there = _connected()
+        here, there = socket.socketpair() if is_unix else _connected()
         processes.append(context.Process(target=_echo, args=(there, nbytes), daemon=True))
         processes.append(context.Process(target=_ask, args=(here, nbytes, seconds, theirs), daemon=True))
         pipes.append(ours)

@@ -5,6 +5,7 @@ from normload.measurements.result import Result
 from normload.measurements.tally import NOT_SENT
 
 _BUSY = 0.8
+_NOTICEABLE = 0.2
 _LAG_S = 0.002
 _LAG_PART = 0.25
 _FEW = 1000
@@ -19,6 +20,11 @@ def remarks_on(result: Result, *, stopped: bool) -> list[str]:
         remarks.append(
             f"The client was the limit: a process of it was busy {max(result.cpu):.0%} of the time. "
             "Give it more --processes, or more cores."
+        )
+    elif result.cpu and max(result.cpu) > _NOTICEABLE and _is_closed(result):
+        remarks.append(
+            f"The client itself was busy {max(result.cpu):.0%} of the time, and a closed loop's rate is that of "
+            "server and client together."
         )
     total = result.whole.total
     lag = Histogram()
@@ -40,3 +46,7 @@ def remarks_on(result: Result, *, stopped: bool) -> list[str]:
     if 0 < total.ok < _FEW:
         remarks.append(f"{total.ok} answers are few: p99.9 is close to the maximum.")
     return remarks
+
+
+def _is_closed(result: Result) -> bool:
+    return any(each.phase.arrivals == "closed" for each in result.phases)

@@ -3,7 +3,8 @@
 import socket
 import threading
 
-from normload.clients.connection import Address, Connection
+from normload.clients.connection import Connection
+from normserve.client.http.address import Address
 
 
 class Scripted:
@@ -19,7 +20,7 @@ class Scripted:
 
     def connection(self, timeout_s=5.0):
         host, port = self.listener.getsockname()
-        return Connection(Address(host, port, tls=False, prefix="", query=""), timeout_s)
+        return Connection(Address(host, port), timeout_s)
 
     def _serve(self):
         for script in self._scripts:

@@ -1,13 +1,13 @@
 import pytest
 from normload.adapters.native import Native
 from normload.clients import oracle
-from normload.clients.connection import Address
 from normload.clients.judge import Judge
 from normload.clients.pool import make_request
 from normload.load.cases import Case
 from normload.load.elements import narrow
 from normserve.client import DType
 from normserve.client.answers import Answer
+from normserve.client.http.address import Address
 from normserve.codec import safetensors
 
 CASE = Case("layer_norm", (3, 8), DType.FLOAT32)

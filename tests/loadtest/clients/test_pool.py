@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 from normload.adapters.native import Native
 from normload.adapters.registry import ADAPTERS
-from normload.clients.connection import Address
 from normload.clients.pool import make_request, require_askable
 from normload.load.cases import Case
 from normload.load.elements import widen
 from normload.load.tables import ScenarioError
 from normserve.client import DType
+from normserve.client.http.address import Address
 from normserve.codec import safetensors
 
 CASE = Case("rms_norm", (3, 8), DType.FLOAT16)

@@ -1,10 +1,9 @@
-"""Threads that send, against a server that answers well, badly, or not for a while."""
+"""Who sends, against a server that answers well, badly, or not for a while."""
 
 import time
 
 import pytest
 from normload.adapters.native import Native
-from normload.clients.connection import Address
 from normload.clients.judge import Judge
 from normload.clients.pool import make_request
 from normload.clients.sender import Sender
@@ -12,6 +11,7 @@ from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
 from normload.load.scenario import Phase
 from normload.measurements.tally import Tally
 from normserve.client.answers import Answer
+from normserve.client.http.address import Address
 
 from tests.loadtest.conftest import WORKLOAD
 
@@ -41,8 +41,7 @@ def played(sender, phase, connections, grace_s=5.0):
         arrivals = ClosedLoop(phase, start, draws())
     else:
         arrivals = OpenLoop([phase], start, grace_s, draws())
-    for thread in sender.run(arrivals, connections, [start]):
-        thread.join()
+    sender.run(arrivals, connections, [start], lambda: None)
     return [record for _, record in sender.take_records()]
 
 
@@ -195,6 +194,6 @@ def test_what_the_server_says_of_its_device_is_kept(sender):
 
 
 def test_an_error_of_the_harness_is_not_swallowed(sender, monkeypatch):
-    monkeypatch.setattr(sender, "_exchange", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(sender, "_record", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         played(sender, Phase("a", "closed", 5.0, connections=1), connections=1)

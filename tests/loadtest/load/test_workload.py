@@ -1,8 +1,10 @@
+import tomllib
 from collections import Counter
 
 import pytest
 from normload.load.cases import OPERATIONS, Case
-from normload.load.workload import Workload
+from normload.load.tables import ScenarioError, Table
+from normload.load.workload import Workload, read_workload
 from normserve.client import DType
 
 
@@ -52,3 +54,12 @@ def test_cases_of_ones_own_have_the_seed_s_numbers():
     ((case, share),) = own.drawn(1)
     assert share == 2.0
     assert case.tensors() != own.drawn(2)[0][0].tensors()
+
+
+@pytest.mark.parametrize("key", ["mix = { layer_norm = 1 }", "min_kib = 1", "max_mib = 1", "pool = 4"])
+def test_what_cases_of_ones_own_make_needless_is_said_to_be(key):
+    text = f'[workload]\n{key}\n[[workload.cases]]\noperation = "rms_norm"\nshape = [4, 8]\n'
+    table = Table("file", tomllib.loads(text)).table("workload")
+    name = key.partition(" ")[0]
+    with pytest.raises(ScenarioError, match=rf"{name} has no meaning beside \[\[workload.cases\]\]"):
+        read_workload(table)

@@ -24,6 +24,16 @@ def test_a_busy_client_was_the_limit():
     assert "The client was the limit" in said(made_result([0.01] * 1000, cpu=[0.2, 0.95]))
 
 
+def test_a_closed_loop_s_client_has_its_share_said():
+    phase = PhaseResult(
+        Phase("a", "closed", 10.0, connections=4), 0.0, 10.0, made_result([0.01] * 2000).phases[0].tally
+    )
+    busy = made_result([], phases=[phase], cpu=[0.2, 0.45])
+    assert "The client itself was busy 45% of the time" in said(busy)
+    assert said(made_result([], phases=[phase], cpu=[0.1])) == ""
+    assert said(made_result([0.01] * 1000, cpu=[0.45])) == ""
+
+
 def test_a_late_client_is_said_to_be():
     assert "late by itself" in said(lagging(0.010, took_s=0.010))
     # Of latencies of a second, ten milliseconds are nothing.

@@ -20,7 +20,7 @@ import numpy as np
 from normserve.client.answers import Answer
 from normserve.client.http.address import Address
 from normserve.client.http.heads import HEAD_BYTES, AnswerHead, read_head
-from normserve.client.reception import Reception, refuse_redirect
+from normserve.client.reception import Reception
 
 R = TypeVar("R")
 
@@ -40,6 +40,10 @@ _RECORD_BYTES = 16 * 1024
 _MOST_PARTS = 64
 
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
+
+
+class EndedEarlyError(httpx.RemoteProtocolError):
+    """The server closed the connection before its answer was whole."""
 
 
 class Connection:
@@ -80,26 +84,35 @@ class Connection:
         self.is_reusable = False
         self._socket.close()
 
-    def exchange(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[Answer]:
+    def exchange(
+        self,
+        head: bytes,
+        parts: Sequence[bytes | memoryview],
+        most_bytes: int,
+        room: memoryview | None = None,
+    ) -> Steps[Answer]:
         """Send a request and return its answer.
 
         Args:
             head, parts: of the request.
             most_bytes: what the body of a successful answer can have; an error's is left out if it is too long.
+            room: memory for the body, used if that has a length and fits; None always makes new memory.
 
         Raises:
-            UnexpectedAnswerError: the answer is longer than that, or points elsewhere.
+            UnexpectedAnswerError: the answer is longer than that, or compressed.
             httpx.TransportError: there is none, or what came is no HTTP.
         """
         sent = yield from self.send([head, *parts])
         answer = yield from self.head()
         status, headers = answer.status, answer.headers
-        refuse_redirect(status)
         reception = Reception(status, headers, most_bytes)
         body = memoryview(b"")
         if answer.length is not None and reception.is_wanted:
-            # Not cleared before it is filled, which a bytearray would be.
-            body = np.empty(answer.length, np.uint8).data
+            if room is not None and len(room) >= answer.length:
+                body = room[: answer.length]
+            else:
+                # Not cleared before it is filled, which a bytearray would be.
+                body = np.empty(answer.length, np.uint8).data
             yield from self._fill(body)
             self.end(answer, sent)
         else:
@@ -291,7 +304,7 @@ class Connection:
     def _ended(self) -> httpx.TransportError:
         if self._failure is not None and not self.has_answered:
             return httpx.WriteError(str(self._failure))
-        return httpx.RemoteProtocolError("the server closed the connection before its answer was whole")
+        return EndedEarlyError("the server closed the connection before its answer was whole")
 
     def _broken(self, error: OSError) -> httpx.TransportError:
         if self._failure is not None and not self.has_answered:

@@ -16,7 +16,7 @@ from normserve.client.http.blocking import Sockets, drive
 from normserve.client.http.connection import Connection
 from normserve.client.http.heads import request_head
 from normserve.client.http.waits import WholeCall
-from normserve.client.reception import transport_errors
+from normserve.client.reception import refuse_redirect, transport_errors
 from normserve.codec.media_types import SAFETENSORS
 
 _CONTENT_TYPE = SAFETENSORS.encode()
@@ -74,7 +74,7 @@ class DirectTransport:
             while True:
                 connection, used = self._sockets.take(self._requests.address, waits, fresh=fresh)
                 try:
-                    return drive(connection.exchange(head, parts, call.most_bytes), waits)
+                    return _final(drive(connection.exchange(head, parts, call.most_bytes), waits))
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
                     if not (used and _may_go_again(call, connection)):
                         raise
@@ -104,7 +104,7 @@ class AsyncDirectTransport:
                 while True:
                     connection, used = await self._sockets.take(self._requests.address, waits, fresh=fresh)
                     try:
-                        return await drive_tasks(connection.exchange(head, parts, call.most_bytes))
+                        return _final(await drive_tasks(connection.exchange(head, parts, call.most_bytes)))
                     except (httpx.NetworkError, httpx.RemoteProtocolError):
                         if not (used and _may_go_again(call, connection)):
                             raise
@@ -115,6 +115,11 @@ class AsyncDirectTransport:
     async def close(self) -> None:
         """Close all connections."""
         self._sockets.close()
+
+
+def _final(answer: Answer) -> Answer:
+    refuse_redirect(answer.status)
+    return answer
 
 
 def _may_go_again(call: Call[Any], connection: Connection) -> bool:

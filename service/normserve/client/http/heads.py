@@ -75,9 +75,9 @@ def read_head(raw: bytes, *, has_body: bool = True) -> AnswerHead:
         raise httpx.RemoteProtocolError("nobody asked for another protocol") from error
     except httptools.HttpParserError as error:
         raise httpx.RemoteProtocolError("the head of the answer is no HTTP") from error
-    if not found.is_complete:
-        raise httpx.RemoteProtocolError("the head of the answer is no HTTP")
     status, headers = found.parser.get_status_code(), found.headers
+    if not found.is_complete or status < 100:
+        raise httpx.RemoteProtocolError("the head of the answer is no HTTP")
     length: int | None = None
     chunks = None
     if not has_body or status < 200 or status in _NO_CONTENT:

@@ -264,7 +264,7 @@ def test_another_process_has_other_connections(raw_server):
 
 
 def test_threads_share_a_client(raw_server):
-    answered = [ANSWER, next_head] * 20
+    answered = [ANSWER, next_head] * 60
     server = raw_server(answered)
     wrong = []
 
@@ -280,7 +280,7 @@ def test_threads_share_a_client(raw_server):
         for thread in threads:
             thread.join()
     assert not wrong
-    assert len(server.heads) <= 4
+    assert len(server.heads) <= 2
 
 
 def test_who_waits_for_a_connection_waits_no_longer_than_a_call_may_take(ask, raw_server):
@@ -302,7 +302,6 @@ def test_who_waits_for_a_connection_waits_no_longer_than_a_call_may_take(ask, ra
         assert {type(outcome) for outcome in outcomes} == {api.RequestTimeoutError}
 
     ask(server.url, either(both, both_async), timeout_s=0.2, max_connections=1)
-    assert len(server.heads) == 1
 
 
 def test_a_closed_client_says_so():

@@ -47,6 +47,7 @@ def test_no_body_comes_where_none_can():
         [b""],
         [b"HTTP/2 200"],
         [b"HTTP/1.1 20 OK"],
+        [b"HTTP/1.1 099 OK"],
         [b"HTTP/1.1 101 Switching Protocols", b"Upgrade: x", b"Connection: upgrade"],
         [b"HTTP/1.1 200 OK", b"Content-Length: 5", b"Content-Length: 6"],
         [b"HTTP/1.1 200 OK", b"Content-Length: -1"],
