@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 import httpx
@@ -72,6 +73,8 @@ class Connection:
         self._buffer = bytearray(_FIRST_BYTES)
         self._start = self._stop = 0
         self._failure: OSError | None = None
+        # Of the parts of a request, by the first call.
+        self._already = 0
 
     def is_quiet(self) -> bool:
         """Whether there is nothing to read while nobody asks: neither an end nor what nobody asked for."""
@@ -105,25 +108,26 @@ class Connection:
         sent = yield from self.send([head, *parts])
         answer = yield from self.head()
         status, headers = answer.status, answer.headers
-        reception = Reception(status, headers, most_bytes)
-        body = memoryview(b"")
-        if answer.length is not None and reception.is_wanted:
-            if room is not None and len(room) >= answer.length:
-                body = room[: answer.length]
-            else:
+        length, reception = answer.length, None
+        # What is as it should be needs no second look.
+        if status >= 400 or length is None or length > most_bytes or "content-encoding" in headers:
+            reception = Reception(status, headers, most_bytes)
+        if length is not None and (reception is None or reception.is_wanted):
+            if room is None or len(room) < length:
                 # Not cleared before it is filled, which a bytearray would be.
-                body = np.empty(answer.length, np.uint8).data
+                room = np.empty(length, np.uint8).data
+            body = room[:length]
             yield from self._fill(body)
             self.end(answer, sent)
-        else:
-            while reception.is_wanted:
-                piece = yield from self.piece(answer)
-                if piece is None:
-                    self.end(answer, sent)
-                    break
-                reception.take(piece)
-            body = reception.body()
-        return Answer(status, headers, body)
+            return Answer(status, headers, body)
+        reception = reception or Reception(status, headers, most_bytes)
+        while reception.is_wanted:
+            piece = yield from self.piece(answer)
+            if piece is None:
+                self.end(answer, sent)
+                break
+            reception.take(piece)
+        return Answer(status, headers, reception.body())
 
     def send(self, parts: Sequence[bytes | memoryview]) -> Steps[bool]:
         """Send these one after another; return whether all of it went, and not an answer came before.
@@ -132,11 +136,15 @@ class Connection:
         """
         self.is_reusable = self.has_answered = False
         self._failure = None
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        if self._tls:
-            views = _coalesced(views)
         turn = 0
         try:
+            if not self._tls and self._send_at_once(parts):
+                return True
+            views = [memoryview(part).cast("B") for part in parts if len(part)]
+            if self._tls:
+                views = _coalesced(views)
+            else:
+                _advance(views, self._already)
             while views:
                 try:
                     sent = self._send_some(views)
@@ -210,6 +218,13 @@ class Connection:
         has_more = self._start < self._stop or (head.chunks is not None and head.chunks.has_more)
         self.is_reusable = sent and head.stays and not has_more
         self.idle_since = time.monotonic()
+
+    def _send_at_once(self, parts: Sequence[bytes | memoryview]) -> bool:
+        """Send what the socket takes without a wait; return whether that is all."""
+        self._already = 0
+        with suppress(*_LATER):
+            self._already = self._socket.sendmsg(parts[:_MOST_PARTS])
+        return self._already == sum(map(len, parts))
 
     def _send_some(self, views: list[memoryview]) -> int:
         return self._socket.send(views[0]) if self._tls else self._socket.sendmsg(views[:_MOST_PARTS])

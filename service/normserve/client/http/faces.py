@@ -1,7 +1,7 @@
 """The sockets as transports of httpx, for clients of its own: with its hooks, authentication and redirections."""
 
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -59,7 +59,7 @@ class SocketTransport(httpx.BaseTransport):
             self.sockets.give(connection)
             raise
         stream = _Stream(self.sockets, connection, answer, waits, sent=sent)
-        return httpx.Response(answer.status, headers=answer.fields, stream=stream, extensions=_extensions(answer))
+        return _response(answer, stream)
 
     def close(self) -> None:
         """Close all connections."""
@@ -100,7 +100,7 @@ class AsyncSocketTransport(httpx.AsyncBaseTransport):
             self.sockets.give(connection)
             raise
         stream = _AsyncStream(self.sockets, connection, answer, waits, sent=sent)
-        return httpx.Response(answer.status, headers=answer.fields, stream=stream, extensions=_extensions(answer))
+        return _response(answer, stream)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -199,5 +199,7 @@ def _begun(connection: Connection, head: bytes, parts: list[bytes], method: str)
     return sent, answer
 
 
-def _extensions(answer: AnswerHead) -> Mapping[str, Any]:
-    return {"http_version": b"HTTP/1.1", "reason_phrase": answer.reason}
+def _response(answer: AnswerHead, stream: _Stream | _AsyncStream) -> httpx.Response:
+    reason, fields = answer.lines()
+    extensions = {"http_version": b"HTTP/1.1", "reason_phrase": reason}
+    return httpx.Response(answer.status, headers=fields, stream=stream, extensions=extensions)

@@ -40,21 +40,26 @@ class AnswerHead:
     """The head of an answer.
 
     Attributes:
-        status, reason: of its first line.
-        fields: as they came.
-        headers: the same by name in lower case; values of one name are joined by commas.
+        raw: its bytes.
+        status: of its first line.
+        headers: by name in lower case; values of one name are joined by commas.
         length: of the body; None where its end says itself.
         chunks: reads a body in chunks; None where it is none.
         stays: whether the server keeps the connection behind it.
     """
 
+    raw: bytes
     status: int
-    reason: bytes
-    fields: list[tuple[bytes, bytes]]
     headers: dict[str, str]
     length: int | None
     chunks: "Chunks | None"
     stays: bool
+
+    def lines(self) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        """The reason that the first line gives, and all others as they came."""
+        found = _Found()
+        _feed(found, self.raw)
+        return found.reason, found.fields
 
 
 def read_head(raw: bytes, *, has_body: bool = True) -> AnswerHead:
@@ -67,40 +72,67 @@ def read_head(raw: bytes, *, has_body: bool = True) -> AnswerHead:
     Raises:
         httpx.RemoteProtocolError: it is none.
     """
-    found = _Found()
-    found.parser = httptools.HttpResponseParser(found)
-    try:
-        found.parser.feed_data(raw)
-    except httptools.HttpParserUpgrade as error:
-        raise httpx.RemoteProtocolError("nobody asked for another protocol") from error
-    except httptools.HttpParserError as error:
-        raise httpx.RemoteProtocolError("the head of the answer is no HTTP") from error
-    status, headers = found.parser.get_status_code(), found.headers
-    if not found.is_complete or status < 100:
+    # Most heads have each name once and no chunks behind them, and need no call of Python's for each line.
+    quick = _Quick()
+    _feed(quick, raw)
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in quick.found.items()}
+    stays, found = quick.stays, None
+    if raw.count(b"\r\n") != len(headers) + 2 or "transfer-encoding" in headers:
+        found = _Found()
+        _feed(found, raw)
+        headers = {}
+        for name, value in found.fields:
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    status: int = quick.parser.get_status_code()
+    if not quick.is_complete or status < 100:
         raise httpx.RemoteProtocolError("the head of the answer is no HTTP")
     length: int | None = None
     chunks = None
     if not has_body or status < 200 or status in _NO_CONTENT:
         length = 0
-    elif "transfer-encoding" in headers:
+    elif found is not None and "transfer-encoding" in headers:
         if headers["transfer-encoding"].strip().lower() != "chunked":
             raise httpx.RemoteProtocolError("the answer has an unknown transfer encoding")
         chunks = Chunks(found)
     elif "content-length" in headers:
         length = int(headers["content-length"])
-    return AnswerHead(status, found.reason, found.fields, headers, length, chunks, found.stays)
+    return AnswerHead(raw, status, headers, length, chunks, stays)
+
+
+def _feed(protocol: "_Quick | _Found", raw: bytes) -> None:
+    protocol.parser = httptools.HttpResponseParser(protocol)
+    try:
+        protocol.parser.feed_data(raw)
+    except httptools.HttpParserUpgrade as error:
+        raise httpx.RemoteProtocolError("nobody asked for another protocol") from error
+    except httptools.HttpParserError as error:
+        raise httpx.RemoteProtocolError("the head of the answer is no HTTP") from error
+
+
+class _Quick:
+    """What the parser says of a head, the last of each name."""
+
+    def __init__(self) -> None:
+        self.parser: Any = None
+        self.found: dict[bytes, bytes] = {}
+        self.is_complete = False
+        self.stays = False
+        self.on_header = self.found.__setitem__
+
+    def on_headers_complete(self) -> None:
+        self.is_complete = True
+        self.stays = self.parser.should_keep_alive()
 
 
 class _Found:
-    """What the parser says."""
+    """What the parser says of a head, all of it, and of the chunks behind it."""
 
     def __init__(self) -> None:
         self.parser: Any = None
         self.reason = b""
         self.fields: list[tuple[bytes, bytes]] = []
-        self.headers: dict[str, str] = {}
         self.is_complete = False
-        self.stays = False
         self.pieces: list[bytes] = []
         self.messages = 0
         self.ended = 0
@@ -113,15 +145,11 @@ class _Found:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Behind the body they are trailers, which nobody wants.
-        if self.is_complete:
-            return
-        self.fields.append((name, value))
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+        if not self.is_complete:
+            self.fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
-        self.stays = self.parser.should_keep_alive()
 
     def on_body(self, piece: bytes) -> None:
         self.pieces.append(piece)

@@ -1,0 +1,140 @@
+"""What normload itself costs: `python -m benchmarks.serve.load --out FILE.csv`.
+
+One process of normload and the client in C in alternating turns, the same request from both: LayerNorm of float32
+rows of 1024, closed loops, over TCP and the Unix socket.  The server is on one core, who asks on another.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from normload.adapters.native import Native
+from normload.clients.worker import Load, Setup, Worker
+from normload.load.cases import Case
+from normload.load.scenario import Phase
+from normserve.client import DType
+
+from benchmarks.serve.clients.closed_loop import ClosedLoop, Turn
+from benchmarks.serve.clients.posts import COLS, make_parameters
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
+
+#: Rows and connections.
+CASES = {"1 row": (1, 1), "1 row, 16 connections": (1, 16), "256 rows": (256, 1)}
+COLUMNS = (
+    *("transport", "case", "client", "round"),
+    *("per_second", "p50_ms", "client_cores", "rate_over_c", "p50_over_c"),
+)
+_MEDIA_TYPE = "application/x-safetensors"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.load")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--case", choices=CASES, action="append", help="all if not given")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each client")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    parser.add_argument("--backend", default="torch", help="of the server: torch or triton")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the server and of the clients, as in 0-7 8"
+    )
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    server_cores, client_cores = map(system.cores, asked.cores)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        served = stack.enter_context(launch.normserve(server_cores, folder, make_parameters(), asked.backend))
+        client = ClosedLoop(folder, client_cores)
+        os.sched_setaffinity(0, client_cores)
+        for transport, server in zip(("tcp", "unix"), served, strict=True):
+            for case in asked.case or CASES:
+                with results.part(f"{transport}, {case}"):
+                    _measure(results, client, server, transport, case, asked.rounds, asked.seconds)
+    print(table(results.rows))
+    return results.exit_code
+
+
+def _measure(
+    results: Results, client: ClosedLoop, server: Served, transport: str, name: str, rounds: int, seconds: float
+) -> None:
+    rows, connections = CASES[name]
+    case = Case("layer_norm", (rows, COLS), DType.FLOAT32, affine=False)
+    exchange = Native().exchange(case, case.tensors())
+    body = b"".join(bytes(part) for part in exchange.parts)
+    asked = replace(server, path=exchange.target)
+    url = f"http://127.0.0.1:{server.address}" if transport == "tcp" else f"http+unix://{server.address}"
+    worker = Worker(Setup(url, "normserve", None, 60.0, [(case, 1.0)], 0, 0.02, 0, 1))
+    worker.ask_all()
+    for number in range(rounds):
+        turns: dict[str, Turn] = {}
+        for which in random.Random(number).sample(("c", "normload"), 2):
+            if which == "c":
+                turns[which] = client.turn(asked, _MEDIA_TYPE, body, seconds, connections)
+            else:
+                _turn(worker, number, seconds / 5, connections)
+                turns[which] = _turn(worker, number, seconds, connections)
+        for which, turn in turns.items():
+            results.add(
+                {
+                    "transport": transport,
+                    "case": name,
+                    "client": which,
+                    "round": number,
+                    "per_second": f"{turn.per_second:.1f}",
+                    "p50_ms": f"{turn.p50_s * 1000:.4f}",
+                    "client_cores": f"{turn.client_cores:.3f}",
+                    "rate_over_c": f"{turn.per_second / turns['c'].per_second:.3f}",
+                    "p50_over_c": f"{turn.p50_s / turns['c'].p50_s:.3f}",
+                }
+            )
+
+
+class _Nobody:
+    """A parent that only listens."""
+
+    def poll(self) -> bool:
+        return False
+
+    def send(self, _: object) -> None:
+        return None
+
+
+def _turn(worker: Worker, number: int, seconds: float, connections: int) -> Turn:
+    phase = Phase("turn", "closed", seconds, connections=connections)
+    load = Load(number, (phase,), time.perf_counter(), connections, 0.0)
+    done = worker.load(load, cast(Any, _Nobody()))
+    (tally,) = done.tallies
+    return Turn(tally.in_time().ok / seconds, tally.service.percentile(50), done.cpu)
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A line for each transport and case: both clients' medians, and the medians of their ratios."""
+    lines = ["| | C, 1/s | normload, 1/s | of C's rate | of C's p50 | cores |", "|---|---|---|---|---|---|"]
+    for key in dict.fromkeys((str(row["transport"]), str(row["case"])) for row in rows):
+        of = {
+            which: [row for row in rows if (row["transport"], row["case"], row["client"]) == (*key, which)]
+            for which in ("c", "normload")
+        }
+        cells = [f"{_median(of[which], 'per_second'):.0f}" for which in of]
+        cells += [f"{_median(of['normload'], each):.2f}" for each in ("rate_over_c", "p50_over_c", "client_cores")]
+        lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _median(rows: Sequence[Mapping[str, object]], column: str) -> float:
+    return median(float(str(row[column])) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
