@@ -1,11 +1,20 @@
 """Both clients against a real server: operations and gradients compared with torch's own in float64."""
 
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from normload.adapters.native import Native
+from normload.clients.judge import Judge
+from normload.clients.pool import make_request
+from normload.clients.sender import Sender
+from normload.load.arrivals import ClosedLoop, Draws
+from normload.load.scenario import Phase
+from normload.load.workload import Workload
 from normserve.client import (
     AsyncClient,
     Client,
@@ -15,6 +24,7 @@ from normserve.client import (
     UnauthorizedError,
     UnknownLayerError,
 )
+from normserve.client.http.address import Address
 
 CASES = {
     "layer_norm": ((5, 7, 33), 33, {}, lambda h, w, b: F.layer_norm(h, (33,), w, b, 1e-5)),
@@ -114,6 +124,49 @@ def test_a_refusal_before_the_body_is_read_reaches_the_sender(start_server):
     with Client(server.url, api_key="wrong", retries=RetryPolicy(tries=1)) as client:  # noqa: SIM117
         with pytest.raises(UnauthorizedError):
             client.layer_norm(x)
+
+
+@pytest.fixture(scope="module")
+def at_a_socket(launched, tmp_path_factory):
+    """The URL of a server's Unix domain socket."""
+    path = tmp_path_factory.mktemp("uds") / "normserve.sock"
+    launched("--uds", str(path))
+    return f"http+unix://{path}"
+
+
+def test_a_socket_in_the_file_system_answers_as_a_port_does(client, at_a_socket):
+    x, large = random(3, 8).numpy(), random(2048, 2048).numpy()
+
+    async def main():
+        async with AsyncClient(at_a_socket) as other:
+            return await other.layer_norm(x), await other.layer_norm(large)
+
+    with Client(at_a_socket) as other:
+        results = [other.layer_norm(x), other.layer_norm(large), *asyncio.run(main())]
+    for result, given in zip(results, (x, large, x, large), strict=True):
+        np.testing.assert_array_equal(result.y, client.layer_norm(given).y)
+
+
+def test_the_load_test_asks_at_a_socket(at_a_socket):
+    phase = Phase("a", "closed", 0.2, connections=4)
+    address = Address.of(at_a_socket)
+    drawn = Workload(max_bytes=2**12, pool=5).drawn(0)
+    pool = [make_request(case, Native(), address, None) for case, _ in drawn]
+    sender = Sender(address, pool, Judge(Native(), pool), check_share=1.0, seed=0, timeout_s=20.0)
+    assert {(record.code, record.fault) for record in sender.ask_all()} == {("ok", None)}
+    start = time.perf_counter()
+    sender.run(ClosedLoop(phase, start, Draws((0,), [1.0] * 5)), 4, [start], lambda: None)
+    records = [record for _, record in sender.take_records()]
+    assert len(records) > 4
+    assert {(record.code, record.checked, record.fault) for record in records} == {("ok", True, None)}
+    sender.close()
+
+
+def test_threads_share_a_client(server):
+    given = [random(5, 16, seed=seed) for seed in range(8)]
+    with Client(server.url, max_connections=3) as client, ThreadPoolExecutor(8) as threads:
+        for x, result in zip(given * 5, threads.map(client.layer_norm, given * 5), strict=True):
+            assert_close(result.y, F.layer_norm(x.double(), (16,)))
 
 
 def test_many_requests_of_one_asynchronous_client(server):

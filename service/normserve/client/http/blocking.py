@@ -5,14 +5,16 @@ import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
+from contextlib import suppress
 from typing import TypeVar
 
 import httpx
 
 from normserve.client.http.address import Address
-from normserve.client.http.connection import Connection, Steps, connecting, shaking_hands
+from normserve.client.http.connection import Connection, Fill, Steps, connecting, shaking_hands
 from normserve.client.http.opening import Place, Trust, encrypted, patience_s, places, unconnected
 from normserve.client.http.waits import Waits, kind_of, late
 
@@ -151,6 +153,9 @@ class Sockets:
                 secured = encrypted(made, address, self._trust.context)
                 made = secured
                 drive(shaking_hands(secured), _Connecting(waits, is_last=True))
+            else:
+                # For `filling`, which nothing else needs.
+                made.setblocking(True)
             return Connection(made, address)
         except BaseException:
             made.close()
@@ -166,6 +171,29 @@ class _Connecting:
 
     def left_s(self, kind: str) -> float | None:
         return None if self._end is None else self._end - time.monotonic()
+
+
+def filling(waits: Waits) -> Fill:
+    """Receives a body with one call of the kernel's, which copies what comes without waking this thread."""
+
+    def fill(connected: socket.socket, view: memoryview) -> int:
+        while True:
+            left_s = waits.left_s("read")
+            if left_s is not None and left_s <= 0:
+                raise late("read")
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left_s))
+            with suppress(BlockingIOError):
+                return connected.recv_into(view, 0, socket.MSG_WAITALL)
+
+    return fill
+
+
+def _timeval(seconds: float | None) -> bytes:
+    """As the kernel has it; nothing is for ever."""
+    if seconds is None:
+        return struct.pack("@ll", 0, 0)
+    whole = int(min(seconds, _LONGEST_S))
+    return struct.pack("@ll", whole, max(1, int((min(seconds, _LONGEST_S) - whole) * 1e6)))
 
 
 def drive(steps: Steps[R], waits: Waits) -> R:

@@ -11,7 +11,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +27,9 @@ R = TypeVar("R")
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 
+#: Receives into memory all that fits, however long it takes, as long as there is time; 0 is the end.
+Fill: TypeAlias = Callable[[socket.socket, memoryview], int]
+
 #: Something that waits now and then for events at a descriptor.
 Steps: TypeAlias = Generator[tuple[int, int], int, R]
 
@@ -39,6 +42,12 @@ _TURN_BYTES = 4 * 2**20
 # One record of TLS; more than one part in it saves a record and a call.
 _RECORD_BYTES = 16 * 1024
 _MOST_PARTS = 64
+
+# A large body is received in portions of this size at least.
+_LEAST_BYTES = 256 * 1024
+
+# A socket without TLS may be one that blocks; what is not asked to does not.
+_NOW = socket.MSG_DONTWAIT
 
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
 
@@ -93,6 +102,7 @@ class Connection:
         parts: Sequence[bytes | memoryview],
         most_bytes: int,
         room: memoryview | None = None,
+        fill: Fill | None = None,
     ) -> Steps[Answer]:
         """Send a request and return its answer.
 
@@ -100,6 +110,7 @@ class Connection:
             head, parts: of the request.
             most_bytes: what the body of a successful answer can have; an error's is left out if it is too long.
             room: memory for the body, used if that has a length and fits; None always makes new memory.
+            fill: receives as much of a body as comes in time, for who may block the thread; it returns how much.
 
         Raises:
             UnexpectedAnswerError: the answer is longer than that, or compressed.
@@ -117,7 +128,7 @@ class Connection:
                 # Not cleared before it is filled, which a bytearray would be.
                 room = np.empty(length, np.uint8).data
             body = room[:length]
-            yield from self._fill(body)
+            yield from self._fill(body, fill)
             self.end(answer, sent)
             return Answer(status, headers, body)
         reception = reception or Reception(status, headers, most_bytes)
@@ -223,11 +234,13 @@ class Connection:
         """Send what the socket takes without a wait; return whether that is all."""
         self._already = 0
         with suppress(*_LATER):
-            self._already = self._socket.sendmsg(parts[:_MOST_PARTS])
+            self._already = self._socket.sendmsg(parts[:_MOST_PARTS], (), _NOW)
         return self._already == sum(map(len, parts))
 
     def _send_some(self, views: list[memoryview]) -> int:
-        return self._socket.send(views[0]) if self._tls else self._socket.sendmsg(views[:_MOST_PARTS])
+        if self._tls:
+            return self._socket.send(views[0])
+        return self._socket.sendmsg(views[:_MOST_PARTS], (), _NOW)
 
     def _is_refused(self) -> bool:
         """Whether an answer that is no interim one came while there is more to send, or nothing can."""
@@ -279,15 +292,43 @@ class Connection:
             self._start, self._stop = 0, self._stop - self._start
         if self._stop == len(self._buffer):
             self._buffer += bytes(len(self._buffer))
-        got = self._socket.recv_into(memoryview(self._buffer)[self._stop :])
+        got = self._recv_into(memoryview(self._buffer)[self._stop :])
         self.has_answered = self.has_answered or got > 0
         self._stop += got
         return got
 
-    def _fill(self, view: memoryview) -> Steps[None]:
+    def _fill(self, view: memoryview, fill: Fill | None) -> Steps[None]:
         already = self._take(len(view))
         view[: len(already)] = already
         view = view[len(already) :]
+        if self._tls:
+            yield from self._fill_in_turns(view)
+            return
+        few = len(view) <= _LEAST_BYTES
+        try:
+            while view:
+                if fill is not None:
+                    got = self._filled(fill, view)
+                else:
+                    if not few:
+                        # Nobody is woken for less, but at the end.
+                        least = min(_LEAST_BYTES, len(view))
+                        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                    got = yield from self._receive(view)
+                if not got:
+                    raise self._ended()
+                view = view[got:]
+        finally:
+            if fill is None and not few:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+    def _filled(self, fill: Fill, view: memoryview) -> int:
+        try:
+            return fill(self._socket, view)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _fill_in_turns(self, view: memoryview) -> Steps[None]:
         turn = 0
         while view:
             got = yield from self._receive(view)
@@ -295,7 +336,7 @@ class Connection:
                 raise self._ended()
             view = view[got:]
             turn += got
-            if self._tls and turn >= _TURN_BYTES:
+            if turn >= _TURN_BYTES:
                 turn = 0
                 # Bytes that were decrypted already are no event, but that it can be written to is one.
                 yield self._descriptor, READ | WRITE
@@ -306,7 +347,7 @@ class Connection:
             if not self._tls:
                 yield self._descriptor, READ
             try:
-                return self._socket.recv_into(view)
+                return self._recv_into(view)
             except ssl.SSLWantReadError:
                 yield self._descriptor, READ
             except ssl.SSLWantWriteError:
@@ -315,6 +356,9 @@ class Connection:
                 continue
             except OSError as error:
                 raise self._broken(error) from error
+
+    def _recv_into(self, view: memoryview) -> int:
+        return self._socket.recv_into(view) if self._tls else self._socket.recv_into(view, 0, _NOW)
 
     def _ended(self) -> httpx.TransportError:
         if self._failure is not None and not self.has_answered:

@@ -12,7 +12,7 @@ from normserve.client.deadlines import Deadline
 from normserve.client.http.address import Address
 from normserve.client.http.awaiting import AsyncSockets
 from normserve.client.http.awaiting import drive as drive_tasks
-from normserve.client.http.blocking import Sockets, drive
+from normserve.client.http.blocking import Sockets, drive, filling
 from normserve.client.http.connection import Connection
 from normserve.client.http.heads import request_head
 from normserve.client.http.waits import WholeCall
@@ -69,12 +69,13 @@ class DirectTransport:
         """As `Transport.exchange`."""
         head, parts = self._requests.request(call)
         waits = WholeCall(deadline)
+        fill = filling(waits)
         with transport_errors(deadline):
             fresh = False
             while True:
                 connection, used = self._sockets.take(self._requests.address, waits, fresh=fresh)
                 try:
-                    return _final(drive(connection.exchange(head, parts, call.most_bytes), waits))
+                    return _final(drive(connection.exchange(head, parts, call.most_bytes, fill=fill), waits))
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
                     if not (used and _may_go_again(call, connection)):
                         raise

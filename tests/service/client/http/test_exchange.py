@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import threading
 import tracemalloc
 
 import httpx
 import numpy as np
 import pytest
+import trustme
 from normserve import client as api
 from normserve.client.http.heads import HEAD_BYTES
 
@@ -141,6 +143,21 @@ def test_a_refusal_before_the_body_was_read_is_read(ask, raw_server, end):
     server = raw_server(steps[end])
     with pytest.raises(api.TooLargeError):
         ask(server.url, lambda client: client.layer_norm(LARGE), timeout_s=TOO_LONG_S)
+
+
+def test_tls_is_spoken_and_a_refusal_read_through_it(ask, raw_server):
+    authority = trustme.CA()
+    there, here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(there)
+    authority.configure_trust(here)
+    server = raw_server([ANSWER, next_head, ANSWER], tls=there)
+    assert (ask(server.url, times(2), verify=here).y == X).all()
+    assert len(server.heads) == 1
+    server = raw_server([REFUSAL, lambda connected: server.silence(connected)], tls=there)
+    with pytest.raises(api.TooLargeError):
+        ask(server.url, lambda client: client.layer_norm(LARGE), verify=here, timeout_s=TOO_LONG_S)
+    with pytest.raises(api.ConnectionFailedError, match="certificate"):
+        ask(server.url, normalise, timeout_s=TOO_LONG_S)
 
 
 def test_an_interim_answer_does_not_end_the_sending(ask, raw_server):
