@@ -59,9 +59,10 @@ class Address:
 
     @property
     def host_header(self) -> str:
-        """As the Host header has it."""
+        """As the Host header has it: with a port that does not go without saying."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.socket_path is not None else f"{host}:{self.port}"
+        is_usual = self.port == _PORTS["https" if self.tls else "http"]
+        return host if is_usual or self.socket_path is not None else f"{host}:{self.port}"
 
     def target(self, path: str) -> str:
         """What a request line asks for; `path` is below the server's URL, with its query."""

@@ -25,7 +25,9 @@ from normserve.client.reception import Reception
 
 R = TypeVar("R")
 
-READ, WRITE = select.POLLIN, select.POLLOUT
+# The events of `select.poll`; Windows has none, and leaves these connections to httpx.
+READ: int = getattr(select, "POLLIN", 1)
+WRITE: int = getattr(select, "POLLOUT", 4)
 
 #: Receives into memory all that fits, however long it takes, as long as there is time; 0 is the end.
 Fill: TypeAlias = Callable[[socket.socket, memoryview], int]
@@ -47,7 +49,7 @@ _MOST_PARTS = 64
 _LEAST_BYTES = 256 * 1024
 
 # A socket without TLS may be one that blocks; what is not asked to does not.
-_NOW = socket.MSG_DONTWAIT
+_NOW: int = getattr(socket, "MSG_DONTWAIT", 0)
 
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
 

@@ -1,12 +1,12 @@
 """How long a wait of an exchange may take."""
 
-import select
 from collections.abc import Mapping
 from typing import Protocol
 
 import httpx
 
 from normserve.client.deadlines import Deadline
+from normserve.client.http.connection import WRITE
 
 
 class Waits(Protocol):
@@ -56,4 +56,4 @@ def late(kind: str) -> httpx.TimeoutException:
 
 def kind_of(events: int) -> str:
     """Which of an exchange's waits this is."""
-    return "write" if events & select.POLLOUT else "read"
+    return "write" if events & WRITE else "read"

@@ -5,8 +5,9 @@ from normserve.client.http.address import Address
 @pytest.mark.parametrize(
     ("url", "address", "header"),
     [
-        ("http://host", Address("host", 80), "host:80"),
-        ("https://host/", Address("host", 443, tls=True), "host:443"),
+        ("http://host", Address("host", 80), "host"),
+        ("https://host/", Address("host", 443, tls=True), "host"),
+        ("https://host:80", Address("host", 80, tls=True), "host:80"),
         ("http://[::1]:8000/a/b/?c=d", Address("::1", 8000, prefix="/a/b", query="c=d"), "[::1]:8000"),
         ("http://B\u00fccher.example:1", Address("xn--bcher-kva.example", 1), "xn--bcher-kva.example:1"),
         ("http+unix:///run/a b.sock", Address("localhost", 0, socket_path="/run/a b.sock"), "localhost"),
