@@ -24,6 +24,10 @@ R = TypeVar("R")
 _LONGEST_S = 2.0**31 / 1000 - 1
 
 
+# The kernel sends for so long at a time; between, it is looked whether there is an answer already, and still time.
+_SENDING_S = 0.02
+
+
 class Sockets:
     """Connections that threads take and give back; a process that was forked off begins with none."""
 
@@ -154,9 +158,9 @@ class Sockets:
                 made = secured
                 drive(shaking_hands(secured), _Connecting(waits, is_last=True))
             else:
-                # For `filling`, which nothing else needs.
                 made.setblocking(True)
-            return Connection(made, address)
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SENDING_S))
+            return Connection(made, address, blocks=not address.tls)
         except BaseException:
             made.close()
             raise

@@ -68,10 +68,12 @@ class Connection:
         idle_since: when it was last used, by time.monotonic.
     """
 
-    def __init__(self, connected: socket.socket, address: Address) -> None:
+    def __init__(self, connected: socket.socket, address: Address, *, blocks: bool = False) -> None:
         """Args:
         connected: does not block, and has done its handshake.
         address: where to.
+        blocks: that it does block after all, sending not for long (SO_SNDTIMEO): who has a thread to spare need not
+            be woken for each part that the socket takes.
         """
         self.address = address
         self.is_reusable = True
@@ -80,6 +82,7 @@ class Connection:
         self._socket = connected
         self._descriptor = connected.fileno()
         self._tls = isinstance(connected, ssl.SSLSocket)
+        self._send_flags = 0 if blocks else _NOW
         # What came and was not taken yet lies between the two.
         self._buffer = bytearray(_FIRST_BYTES)
         self._start = self._stop = 0
@@ -236,13 +239,13 @@ class Connection:
         """Send what the socket takes without a wait; return whether that is all."""
         self._already = 0
         with suppress(*_LATER):
-            self._already = self._socket.sendmsg(parts[:_MOST_PARTS], (), _NOW)
+            self._already = self._socket.sendmsg(parts[:_MOST_PARTS], (), self._send_flags)
         return self._already == sum(map(len, parts))
 
     def _send_some(self, views: list[memoryview]) -> int:
         if self._tls:
             return self._socket.send(views[0])
-        return self._socket.sendmsg(views[:_MOST_PARTS], (), _NOW)
+        return self._socket.sendmsg(views[:_MOST_PARTS], (), self._send_flags)
 
     def _is_refused(self) -> bool:
         """Whether an answer that is no interim one came while there is more to send, or nothing can."""
