@@ -20,10 +20,10 @@ from normserve.codec import npy as npy_codec
 from normserve.codec import safetensors as safetensors_codec
 from normserve.errors import InvalidParameterError, NormserveError
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
-from normserve.http.routes.parameters import make_spec, operation_parameters, parse_query
 from normserve.jobs.job import Op, Pass
 from normserve.peers import siblings
 from normserve.peers.siblings import Link, RefusedError
+from normserve.requests.parameters import make_spec, operation_parameters, parse_query
 
 from tests.service.http.transport.drive import Answer, drive
 

@@ -38,11 +38,10 @@ from normserve.http.authorisation import Authorisation
 from normserve.http.exchange import Exchange
 from normserve.http.middleware import Edge, respond_problem, unexpected
 from normserve.http.origins import Origins, hosts_of
-from normserve.http.routes.admission import Admission
 from normserve.http.routes.body import BodyReader
 from normserve.http.routes.direct import DirectPaths
 from normserve.http.routes.docs import describe
-from normserve.http.routes.layers import Layers, make_layer
+from normserve.http.routes.layers import Layers
 from normserve.http.routes.operations import Operations
 from normserve.http.routes.page import Page
 from normserve.http.routes.scopes import RouteScopes
@@ -54,6 +53,8 @@ from normserve.logs import audit
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.peers.siblings import Siblings
+from normserve.requests.admission import Admission
+from normserve.requests.layers import make_layer
 from normserve.settings import Settings
 
 # What the framework may refuse by a status.

@@ -17,11 +17,12 @@ from fastapi import FastAPI
 from normserve import __version__
 from normserve.errors import NormserveError
 from normserve.http.app import Service, create_app
-from normserve.http.problems import NO_SNIFFING, render, status_of
+from normserve.http.problems import NO_SNIFFING, render
 from normserve.http.routes.status import curl_line
 from normserve.http.transport import Connection, Manners, Patience, listen
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
+from normserve.problems import status_of
 from normserve.process.channel import Channel
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
 from normserve.process.listeners import listening, url_of
