@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from normserve import errors
-from normserve.errors import NormserveError, RetryLaterError
+from normserve.errors import DeviceOutOfMemoryError, NormserveError, RetryLaterError
 
 STATUSES: dict[type[NormserveError], int] = {
     errors.NormserveError: 500,
@@ -70,6 +70,13 @@ def document(error: NormserveError, request_id: str) -> dict[str, Any]:
 def retry_after(error: RetryLaterError) -> int:
     """After how many seconds the request may come again."""
     return max(1, math.ceil(error.retry_after_s))
+
+
+def unexpected(error: Exception) -> NormserveError:
+    """What a client hears of an error that nobody expected: nothing but whether it may pass."""
+    if isinstance(error, MemoryError):
+        return DeviceOutOfMemoryError("there is not enough memory for this request now")
+    return NormserveError("an error of the server's own")
 
 
 def title_of(status: int) -> str:

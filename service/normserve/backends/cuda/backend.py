@@ -107,7 +107,7 @@ class TritonBackend:
             copy_bandwidth=bandwidth,
             versions={
                 "python": platform.python_version(),
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
                 "triton": triton.__version__,
                 "cuda": str(torch.version.cuda),
             },

@@ -1,0 +1,292 @@
+"""One client: its arena, the requests that it has under way, and what each of them is answered."""
+
+import asyncio
+import functools
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Set
+from dataclasses import dataclass
+from typing import Any
+
+from normserve.admission.callers import Caller
+from normserve.admission.keys import Grant, Keyring, KeyScope
+from normserve.codec import local_frames as frames
+from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Answer, Message
+from normserve.engine.progress import Progress
+from normserve.errors import (
+    ClientLeftError,
+    DeviceFailureError,
+    DrainingError,
+    InvalidParameterError,
+    MalformedPayloadError,
+    NormserveError,
+    RetryLaterError,
+    UnauthorizedError,
+)
+from normserve.jobs.job import NormJob
+from normserve.local.arena import Arena
+from normserve.local.layers import LayerMessages, Sender
+from normserve.local.memory import LentSegment, SharedMemory, give_back
+from normserve.local.operations import Operations, answered
+from normserve.local.peer import Peer
+from normserve.local.wire import Wire
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
+from normserve.problems import document, retry_after, status_of, unexpected
+
+log = logging.getLogger(__name__)
+
+#: Requests of one connection that are answered at the same time; of more the frames stay with the kernel.
+MOST_UNDER_WAY = 64
+
+_INFER = frozenset([KeyScope.INFER])
+_ANY = frozenset(KeyScope)
+
+_names = random.Random()
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What connections work with.
+
+    Attributes:
+        keys: None where no key is asked for.
+        progress: is told when work begins and ends.
+        describe: what `/v1/info` answers.
+    """
+
+    operations: Operations
+    layers: LayerMessages
+    keys: Keyring | None
+    metrics: Metrics
+    progress: Progress
+    memory: SharedMemory
+    describe: Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Connection:
+    """Answers one client, until its socket ends.
+
+    Attributes:
+        peer: the client's process.
+        on_gone: told that the connection has ended, and of the segments that the client has not given back.
+    """
+
+    def __init__(self, service: Service, peer: Peer, key_name: str | None) -> None:
+        """Args: key_name: of the API key that stands for the peer's user."""
+        self._service = service
+        self.peer = peer
+        self.on_gone: Callable[[list[LentSegment]], None] = give_back
+        self._key_name = key_name
+        self._token: bytes | None = None
+        self._arena = Arena()
+        self._is_greeted = False
+        self._waiting: deque[tuple[int, Message, float, float]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: dict[int, NormJob] = {}
+        self._wire: Wire | None = None
+        self._caller = Caller(f"uid {peer.uid}")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests of it are under way."""
+        return bool(self._tasks)
+
+    def serve(self, wire: Wire) -> None:
+        """Begin."""
+        self._wire = wire
+        wire.read(wanted=True)
+
+    def close(self) -> None:
+        """End it from this side."""
+        if self._wire is not None:
+            self._wire.close()
+
+    def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
+        """Answer what a frame says, each message under a tag of its own."""
+        try:
+            messages = frames.read_messages(content)
+        except MalformedPayloadError as error:
+            self._refuse(tag, error, RequestRecord(transport="local", began=began), self._request_id())
+            return
+        for index, message in enumerate(messages):
+            self._waiting.append(((tag + index) % frames.TAGS, message, began, ended))
+        self._begin_waiting()
+
+    def on_fault(self, error: NormserveError) -> None:
+        """Say what is wrong, and end: nobody knows where the next frame begins."""
+        self._refuse(0, error, RequestRecord(transport="local"), self._request_id())
+        self.close()
+
+    def on_end(self) -> None:
+        """The client is gone: what waits is dropped, what runs completes for nobody."""
+        self._waiting.clear()
+        for job in tuple(self._jobs.values()):
+            self._service.operations.engine.abandon(job)
+        segments = [_lent(memory) for memory in self._arena.segments.values()]
+        self._arena.segments.clear()
+        self.on_gone(segments)
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and len(self._tasks) < MOST_UNDER_WAY:
+            tag, message, began, ended = self._waiting.popleft()
+            if isinstance(message, frames.Cancel):
+                self._cancel(message)
+                continue
+            task = asyncio.get_running_loop().create_task(self._attend(tag, message, began, ended))
+            self._tasks.add(task)
+            task.add_done_callback(self._end_task)
+        if self._wire is not None:
+            self._wire.read(wanted=not self._waiting)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._waiting:
+            self._begin_waiting()
+
+    def _cancel(self, message: frames.Cancel) -> None:
+        job = self._jobs.get(message.request)
+        if job is not None:
+            self._service.operations.engine.withdraw(job)
+
+    async def _attend(self, tag: int, message: Message, began: float, ended: float) -> None:
+        """Answer one message, whatever becomes of it, and account for it."""
+        record = RequestRecord(transport="local", began=began)
+        record.stages["recv"] = ended - began
+        request_id = self._request_id()
+        try:
+            await self._answer(tag, message, record, request_id)
+        except NormserveError as error:
+            self._refuse(tag, error, record, request_id)
+        except Exception as error:
+            fields = {"request_id": request_id, "key": self._caller.key}
+            log.exception("a request met an error that nobody expected", extra={"fields": fields})
+            self._refuse(tag, unexpected(error), record, request_id)
+        else:
+            self._account(record)
+
+    async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
+        if isinstance(message, frames.Compute):
+            self._authorise(_INFER, record)
+            await self._compute(tag, message, record, request_id)
+            return
+        descriptors: tuple[int, ...] = ()
+        answer = Answer(status=200, request_id=request_id)
+        match message:
+            case frames.Hello():
+                record.op = "hello"
+                answer.document = self._greet(message)
+            case frames.Grow():
+                record.op = "grow"
+                self._authorise(_ANY, record)
+                descriptor, answer.segment = await self._grow(message)
+                descriptors = (descriptor,)
+            case frames.Free():
+                record.op = "free"
+                give_back([_lent(self._arena.remove(message.segment))])
+            case frames.Info():
+                record.op = "info"
+                self._authorise(_ANY, record)
+                answer.document = await self._service.describe()
+            case _:
+                record.op = "layers"
+                sender = Sender(self._arena, functools.partial(self._authorise, record=record), request_id)
+                answer.document, answer.status = await self._service.layers.answer(message, sender)
+        record.status = answer.status
+        self._send(frames.write(tag, answer), descriptors)
+
+    def _greet(self, message: frames.Hello) -> dict[str, int]:
+        if message.version != VERSION:
+            raise InvalidParameterError(f"the protocol's version must be {VERSION}, got {message.version}")
+        self._is_greeted = True
+        self._token = None if message.key is None else message.key.encode()
+        return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES}
+
+    async def _grow(self, message: frames.Grow) -> tuple[int, int]:
+        descriptor, segment = await self._service.memory.lend(self.peer.uid, message.nbytes)
+        if self._wire is None or not self._wire.is_open:
+            give_back([segment])
+        return descriptor, self._arena.add(memoryview(segment))
+
+    async def _compute(self, tag: int, message: frames.Compute, record: RequestRecord, request_id: str) -> None:
+        operations = self._service.operations
+        job, deadline, permit = operations.admit(message, self._arena, self._caller, record)
+        progress = self._service.progress
+        progress.begin()
+        self._jobs[tag] = job
+        try:
+            result = await operations.engine.submit(job, deadline)
+        except (DrainingError, DeviceFailureError):
+            # It may run still, and would write where the client, once it has an answer, keeps something else.
+            self.close()
+            raise
+        finally:
+            self._jobs.pop(tag, None)
+            progress.end()
+            permit.release()
+        began = time.perf_counter()
+        frame = frames.write(tag, answered(message, result, request_id, record))
+        record.stages["serialize"] = time.perf_counter() - began
+        record.status = 200
+        record.waiting_in = "send"
+        self._send(frame)
+
+    def _authorise(self, needed: Set[KeyScope], record: RequestRecord) -> Caller:
+        """Let a message pass, if it comes from somebody who may send it; who that is.
+
+        Raises:
+            MalformedPayloadError: the client has not said hello.
+            UnauthorizedError, ForbiddenError, RateLimitedError: its key does not allow it.
+        """
+        if not self._is_greeted:
+            raise MalformedPayloadError("the first message must be hello")
+        keys = self._service.keys
+        if keys is None:
+            return self._caller
+        grant = self._grant(keys)
+        if grant is None:
+            raise UnauthorizedError(
+                "an API key must be given in hello"
+                if self._token is None
+                else "the API key is not one that the server knows"
+            )
+        self._caller = grant.caller(self._caller.address)
+        record.key = grant.key.name
+        grant.require_scope(needed, time.time())
+        grant.take_request()
+        return self._caller
+
+    def _grant(self, keys: Keyring) -> Grant | None:
+        if self._token is not None:
+            return keys.find(self._token)
+        return None if self._key_name is None else keys.named(self._key_name)
+
+    def _refuse(self, tag: int, error: NormserveError, record: RequestRecord, request_id: str) -> None:
+        record.error = error.code
+        record.status = status_of(error)
+        answer = Answer(status=record.status, request_id=request_id, problem=document(error, request_id))
+        if isinstance(error, RetryLaterError):
+            answer.retry_after_s = retry_after(error)
+        self._send(frames.write(tag, answer))
+        self._account(record)
+
+    def _send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        assert self._wire is not None
+        self._wire.send(frame, descriptors)
+
+    def _account(self, record: RequestRecord) -> None:
+        if record.error == ClientLeftError.code or self._wire is None or not self._wire.is_open:
+            record.status = CLIENT_LEFT
+        self._service.metrics.observe_request(record)
+
+    def _request_id(self) -> str:
+        # Names, no secrets: the system's source of those takes a call for each.
+        return f"{_names.getrandbits(128):032x}"
+
+
+def _lent(memory: memoryview) -> LentSegment:
+    segment = memory.obj
+    assert isinstance(segment, LentSegment)
+    return segment
