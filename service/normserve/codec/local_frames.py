@@ -80,13 +80,13 @@ class Grow(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=Tru
 
 
 class Free(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
-    """Gives a segment back, which the client does not use any more."""
+    """Gives a segment back, which the client does not use any more.  It has no answer."""
 
     segment: Whole
 
 
 class Cancel(msgspec.Struct, tag_field="do", tag="cancel", forbid_unknown_fields=True, frozen=True):
-    """Takes a request back that still waits; it has an answer in any case."""
+    """Takes back a request that still waits; that one has an answer in any case, this message none."""
 
     request: Whole
 

@@ -48,15 +48,6 @@ class Arena:
         self.segments[number] = memory
         return number
 
-    def remove(self, number: int) -> memoryview:
-        """Forget a segment.
-
-        Raises:
-            InvalidParameterError: there is none of that number.
-        """
-        self._segment("free", number)
-        return self.segments.pop(number)
-
     def tensor(self, name: str, located: Located) -> tuple[HostTensor, Span]:
         """A tensor in the arena, and its bytes.
 

@@ -132,8 +132,8 @@ class Connection:
     def _begin_waiting(self) -> None:
         while self._waiting and len(self._tasks) < MOST_UNDER_WAY:
             tag, message, began, ended = self._waiting.popleft()
-            if isinstance(message, frames.Cancel):
-                self._cancel(message)
+            if isinstance(message, frames.Cancel | frames.Free):
+                self._let_go(message)
                 continue
             task = asyncio.get_running_loop().create_task(self._attend(tag, message, began, ended))
             self._tasks.add(task)
@@ -146,9 +146,13 @@ class Connection:
         if self._waiting:
             self._begin_waiting()
 
-    def _cancel(self, message: frames.Cancel) -> None:
-        job = self._jobs.get(message.request)
-        if job is not None:
+    def _let_go(self, message: frames.Cancel | frames.Free) -> None:
+        """What has no answer: of what is not there, or not any more, there is nothing to let go."""
+        if isinstance(message, frames.Free):
+            memory = self._arena.segments.pop(message.segment, None)
+            if memory is not None:
+                give_back([_lent(memory)])
+        elif (job := self._jobs.get(message.request)) is not None:
             self._service.operations.engine.withdraw(job)
 
     async def _attend(self, tag: int, message: Message, began: float, ended: float) -> None:
@@ -183,9 +187,6 @@ class Connection:
                 self._authorise(_ANY, record)
                 descriptor, answer.segment = await self._grow(message)
                 descriptors = (descriptor,)
-            case frames.Free():
-                record.op = "free"
-                give_back([_lent(self._arena.remove(message.segment))])
             case frames.Info():
                 record.op = "info"
                 self._authorise(_ANY, record)
