@@ -1,5 +1,7 @@
 """The protocol of clients on the same host by hand, for what no client library would send."""
 
+import contextlib
+import os
 import socket
 import struct
 
@@ -33,6 +35,10 @@ class LocalConnection:
         self.close()
 
     def close(self) -> None:
+        """Leave as a client does that lives on: what it does not give back stays its own."""
+        with contextlib.suppress(OSError):
+            for number in self.segments:
+                self.send(frames.Free(number))
         self.socket.close()
 
     def send(self, message, tag: int = 0) -> None:
@@ -64,8 +70,6 @@ class LocalConnection:
 
     def grow(self, nbytes: int = 2**20) -> int:
         """The number of a new segment."""
-        import os
-
         answer = self.ask(frames.Grow(nbytes))
         assert answer.status == 200, answer
         assert answer.segment is not None

@@ -170,8 +170,9 @@ class AsyncLink:
             del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
             return
-        except OSError as error:
-            self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
+        except OSError:
+            # The server may have said why it closed; whoever receives will hear.
+            self._unsent.clear()
 
     def _receive(self) -> None:
         try:

@@ -180,8 +180,9 @@ class Link:
                     rest = rest[self._socket.send(rest) :]
                 except BlockingIOError:
                     deadline.check()
-                except OSError as error:
-                    raise self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200))) from error
+                except OSError:
+                    # The server may have said why it closed; whoever receives will hear.
+                    return
 
     def _wait_for(self, tag: int, deadline: Deadline) -> frames.Answer:
         state = self._state
