@@ -9,6 +9,9 @@ from normserve.backends.base import InFlight
 from normserve.jobs.job import Batch, Execution
 from normserve.memory.host_tensors import HostTensor
 
+# Copied sooner than it is found out that they lie there already.
+_SHORT_BYTES = 32 * 1024
+
 
 def in_places(batch: Batch, value: Execution | InFlight) -> Execution | InFlight:
     """What a backend gave back for a batch, or will; results of jobs that have places for them lie there."""
@@ -45,8 +48,11 @@ def _placed(batch: Batch, execution: Execution) -> Execution:
 def _moved(results: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:
     moved = {}
     for name, tensor in results.items():
-        place = places[name][: len(tensor.data)]
-        if len(place):
+        nbytes = len(tensor.data)
+        place = places[name][:nbytes]
+        if nbytes <= _SHORT_BYTES:
+            place[:] = tensor.data
+        else:
             # Unlike a memoryview's own, this copy leaves Python's lock to others.
             source, target = np.frombuffer(tensor.data, np.uint8), np.frombuffer(place, np.uint8)
             if source.__array_interface__["data"] != target.__array_interface__["data"]:

@@ -102,7 +102,7 @@ class Arena:
                 start = part.take(size)
                 if start is not None:
                     self._taken += 1
-                    block = part.memory[start : start + size].view(Block)
+                    block = Block((size,), np.uint8, part.memory, start)
                     break
             else:
                 return None
