@@ -168,6 +168,18 @@ class Answer(msgspec.Struct, omit_defaults=True):
     retry_after_s: Whole | None = None
 
 
+class Done(msgspec.Struct, gc=False):
+    """The answer to an operation as the server writes it: an `Answer`, whose results are encoded already."""
+
+    request_id: str
+    results: msgspec.Raw
+    stages_ms: dict[str, float]
+    kernel_bytes: int
+    kernel_bandwidth: float
+    batch_size: int
+    status: int = 200
+
+
 _messages = msgspec.json.Decoder(
     Message | Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 )
@@ -200,7 +212,7 @@ def read_answer(content: bytes) -> Answer:
         raise MalformedPayloadError(f"the frame is no answer: {_quoted(str(error))}") from None
 
 
-def write(tag: int, message: Message | Answer | Sequence[Message]) -> bytes:
+def write(tag: int, message: Message | Answer | Done | Sequence[Message]) -> bytes:
     """A whole frame."""
     content = _encode(message)
     return PREFIX.pack(len(content), tag) + content

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from normserve.jobs.job import NormJob
 from normserve.local.arena import Arena
 from normserve.local.layers import LayerMessages, Sender
 from normserve.local.memory import LentSegment, SharedMemory, give_back
-from normserve.local.operations import Operations, answered
+from normserve.local.operations import Operations, Request, answered
 from normserve.local.peer import Peer
 from normserve.local.wire import Wire
 from normserve.metrics.metrics import Metrics
@@ -44,7 +44,12 @@ MOST_UNDER_WAY = 64
 _INFER = frozenset([KeyScope.INFER])
 _ANY = frozenset(KeyScope)
 
+# Frames that are remembered of each connection: those of a few requests that come by turns.
+_MOST_KNOWN, _LONGEST_KNOWN = 64, 2048
+
 _names = random.Random()
+
+Said = Message | Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +88,12 @@ class Connection:
         self._token: bytes | None = None
         self._arena = Arena()
         self._is_greeted = False
-        self._waiting: deque[tuple[int, Message, float, float]] = deque()
+        self._waiting: deque[tuple[int, Said, float, float]] = deque()
+        # What frames said that came before: clients send the like again and again.
+        self._known: dict[bytes, Sequence[Said]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._jobs: dict[int, NormJob] = {}
+        # Each with its tag.
+        self._jobs: dict[NormJob, int] = {}
         self._wire: Wire | None = None
         self._caller = Caller(f"uid {peer.uid}")
 
@@ -106,14 +114,26 @@ class Connection:
 
     def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
         """Answer what a frame says, each message under a tag of its own."""
-        try:
-            messages = frames.read_messages(content)
-        except MalformedPayloadError as error:
-            self._refuse(tag, error, RequestRecord(transport="local", began=began), self._request_id())
-            return
+        messages = self._known.get(content)
+        if messages is None:
+            try:
+                messages = self._read(content)
+            except MalformedPayloadError as error:
+                self._refuse(tag, error, RequestRecord(transport="local", began=began), self._request_id())
+                return
         for index, message in enumerate(messages):
             self._waiting.append(((tag + index) % frames.TAGS, message, began, ended))
         self._begin_waiting()
+
+    def _read(self, content: bytes) -> Sequence[Said]:
+        said = [
+            Request(each) if isinstance(each, frames.Compute) else each for each in frames.read_messages(content)
+        ]
+        if len(content) <= _LONGEST_KNOWN:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[content] = said
+        return said
 
     def on_fault(self, error: NormserveError) -> None:
         """Say what is wrong, and end: nobody knows where the next frame begins."""
@@ -123,7 +143,8 @@ class Connection:
     def on_end(self) -> None:
         """The client is gone: what waits is dropped, what runs completes for nobody."""
         self._waiting.clear()
-        for job in tuple(self._jobs.values()):
+        self._known.clear()
+        for job in tuple(self._jobs):
             self._service.operations.engine.abandon(job)
         segments = [_lent(memory) for memory in self._arena.segments.values()]
         self._arena.segments.clear()
@@ -150,12 +171,15 @@ class Connection:
         """What has no answer: of what is not there, or not any more, there is nothing to let go."""
         if isinstance(message, frames.Free):
             memory = self._arena.segments.pop(message.segment, None)
+            # What is known may lie there, and would keep it.
+            self._known.clear()
             if memory is not None:
                 give_back([_lent(memory)])
-        elif (job := self._jobs.get(message.request)) is not None:
+            return
+        for job in [job for job, tag in self._jobs.items() if tag == message.request]:
             self._service.operations.engine.withdraw(job)
 
-    async def _attend(self, tag: int, message: Message, began: float, ended: float) -> None:
+    async def _attend(self, tag: int, message: Said, began: float, ended: float) -> None:
         """Answer one message, whatever becomes of it, and account for it."""
         record = RequestRecord(transport="local", began=began)
         record.stages["recv"] = ended - began
@@ -171,8 +195,8 @@ class Connection:
         else:
             self._account(record)
 
-    async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
-        if isinstance(message, frames.Compute):
+    async def _answer(self, tag: int, message: Said, record: RequestRecord, request_id: str) -> None:
+        if isinstance(message, Request):
             self._authorise(_INFER, record)
             await self._compute(tag, message, record, request_id)
             return
@@ -211,12 +235,12 @@ class Connection:
             give_back([segment])
         return descriptor, self._arena.add(memoryview(segment))
 
-    async def _compute(self, tag: int, message: frames.Compute, record: RequestRecord, request_id: str) -> None:
+    async def _compute(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
         operations = self._service.operations
-        job, deadline, permit = operations.admit(message, self._arena, self._caller, record)
+        job, deadline, permit = operations.admit(request, self._arena, self._caller, record)
         progress = self._service.progress
         progress.begin()
-        self._jobs[tag] = job
+        self._jobs[job] = tag
         try:
             result = await operations.engine.submit(job, deadline)
         except (DrainingError, DeviceFailureError):
@@ -224,11 +248,11 @@ class Connection:
             self.close()
             raise
         finally:
-            self._jobs.pop(tag, None)
+            del self._jobs[job]
             progress.end()
             permit.release()
         began = time.perf_counter()
-        frame = frames.write(tag, answered(message, result, request_id, record))
+        frame = frames.write(tag, answered(request, result, request_id, record))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"

@@ -5,12 +5,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits, Permit
-from normserve.codec.local_frames import Answer, Compute, Located
+from normserve.codec.local_frames import Compute, Done, Located
 from normserve.engine.engine import Engine
 from normserve.errors import NotFoundError
-from normserve.jobs.job import MAX_COMPARED_PARAMETER_BYTES, NormJob, NormResult, NormSpec, Op, Pass
+from normserve.jobs.job import MAX_COMPARED_PARAMETER_BYTES, Layer, NormJob, NormResult, NormSpec, Op, Pass
+from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.results import PARAMETERS, results_of
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
@@ -55,6 +58,44 @@ def asked_for(op_name: str, pass_name: str, query: str) -> Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """A request as it is checked against the arena and a layer: what comes again like it need not be checked again.
+
+    Attributes:
+        spec: with what the layer says.
+        layer: whose parameters are used, if any.
+        tensors, places: in the arena.
+        shared: names of the tensors that a launch reads for other jobs as well.
+        is_over: a result is written over a tensor.
+        described: the results, as the answer says them.
+    """
+
+    spec: NormSpec
+    layer: Layer | None
+    tensors: Mapping[str, HostTensor]
+    places: Mapping[str, memoryview]
+    shared: tuple[str, ...]
+    is_over: bool
+    cost: MemoryCost
+    nbytes: int
+    described: msgspec.Raw
+
+
+class Request:
+    """A message that asks for an operation, and what is known of it from when it last came.
+
+    Attributes:
+        plan: None until it has been checked once.
+    """
+
+    __slots__ = ("message", "plan")
+
+    def __init__(self, message: Compute) -> None:
+        self.message = message
+        self.plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Operations:
     """What operations are run with."""
 
@@ -65,7 +106,7 @@ class Operations:
     timeout_ms: float
 
     def admit(
-        self, message: Compute, arena: Arena, caller: Caller, record: RequestRecord
+        self, request: Request, arena: Arena, caller: Caller, record: RequestRecord
     ) -> tuple[NormJob, float, Permit]:
         """Check a request and take a permit for it: the job, its deadline by `time.perf_counter`, the permit.
 
@@ -73,80 +114,88 @@ class Operations:
             NormserveError: by what is wrong with it, or with the moment; no permit is held.
         """
         record.waiting_in = "parse"
+        message = request.message
         asked = asked_for(message.op, message.direction, message.query)
         record.op, record.direction = asked.spec.op.label, asked.spec.direction.label
         layer = None if asked.layer is None else self.layers.get(asked.layer)
         self.engine.require_ready()
-        located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
-        nbytes = sum([len(tensor.data) for tensor, _ in located.values()])
-        permit = self.limits.acquire(nbytes, caller.tenant, caller.quota)
+        plan = request.plan
+        if plan is None or plan.layer is not layer:
+            plan = request.plan = _planned(message, asked.spec, layer, arena)
+        permit = self.limits.acquire(plan.nbytes, caller.tenant, caller.quota)
         try:
-            tensors = {name: _shared(name, tensor) for name, (tensor, _) in located.items()}
-            places = {name: arena.place(name, place) for name, place in message.results.items()}
-            job, cost = costed_job(asked.spec, tensors, layer, places=places)
-            results = results_of(
-                job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer
-            )
-            spans = {name: span for name, (_, span) in located.items()}
-            over = _WRITTEN_OVER[job.spec.direction]
-            if check_places(results, message.results, spans, over):
-                job = NormJob(job.spec, job.tensors, layer, may_overwrite=True, places=places)
-            self.admission.charge(permit, job, cost, nbytes)
+            tensors = plan.tensors
+            if plan.shared:
+                # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
+                # compared must be what is read, whatever the client writes meanwhile.
+                tensors = {**tensors, **{name: _copy(tensors[name]) for name in plan.shared}}
+            job = NormJob(plan.spec, tensors, layer, plan.is_over, plan.places)
+            self.admission.charge(permit, job, plan.cost, plan.nbytes)
         except BaseException:
             permit.release()
             raise
         record.dtype = job.x.dtype.label
-        record.received = nbytes
+        record.received = plan.nbytes
         record.stages["parse"] = time.perf_counter() - record.began
         record.waiting_in = "queue"
         timeout_ms = self.timeout_ms if asked.timeout_ms is None else asked.timeout_ms
         return job, record.began + timeout_ms / 1000, permit
 
 
-def answered(message: Compute, result: NormResult, request_id: str, record: RequestRecord) -> Answer:
+def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena) -> Plan:
+    located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
+    tensors = {name: tensor for name, (tensor, _) in located.items()}
+    places = {name: arena.place(name, place) for name, place in message.results.items()}
+    job, cost = costed_job(spec, tensors, layer)
+    results = results_of(job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer)
+    spans = {name: span for name, (_, span) in located.items()}
+    is_over = check_places(results, message.results, spans, _WRITTEN_OVER[spec.direction])
+    described = {
+        name: Located(message.results[name].segment, message.results[name].offset, dtype.label, shape)
+        for name, (dtype, shape) in results.items()
+    }
+    shared = [name for name in PARAMETERS if name in tensors]
+    return Plan(
+        job.spec,
+        layer,
+        tensors,
+        places,
+        tuple(name for name in shared if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES),
+        is_over,
+        cost,
+        job.nbytes,
+        msgspec.Raw(msgspec.json.encode(described)),
+    )
+
+
+def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord) -> Done:
     """The answer to an operation, whose results lie where the request wanted them."""
     stages = record.stages
-    stages |= {
-        "queue": result.queue_s,
-        "copy_in": result.copy_in_s,
-        "kernel": result.kernel_s,
-        "copy_out": result.copy_out_s,
-    }
-    places = message.results
+    stages["queue"] = result.queue_s
+    stages["copy_in"] = result.copy_in_s
+    stages["kernel"] = result.kernel_s
+    stages["copy_out"] = result.copy_out_s
     record.sent = sum([len(tensor.data) for tensor in result.tensors.values()])
-    return Answer(
-        status=200,
-        request_id=request_id,
-        results={
-            name: Located(places[name].segment, places[name].offset, tensor.dtype.label, tensor.shape)
-            for name, tensor in result.tensors.items()
-        },
-        stages_ms={
+    assert request.plan is not None
+    return Done(
+        request_id,
+        request.plan.described,
+        {
             "recv": 1e3 * stages["recv"],
             "queue": 1e3 * result.queue_s,
             "copy_in": 1e3 * result.copy_in_s,
             "kernel": 1e3 * result.kernel_s,
             "copy_out": 1e3 * result.copy_out_s,
         },
-        kernel_bytes=result.kernel_bytes,
-        kernel_bandwidth=result.kernel_bandwidth,
-        batch_size=result.batch_size,
+        result.kernel_bytes,
+        result.kernel_bandwidth,
+        result.batch_size,
     )
 
 
 def copied(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """The same tensors in memory that only this process writes."""
     return {name: _copy(tensor) for name, tensor in tensors.items()}
-
-
-def _shared(name: str, tensor: HostTensor) -> HostTensor:
-    """The tensor as a launch may read it that others share.
-
-    Parameters decide which jobs share one, and are read again by the launch, for all of them: what was compared
-    must be what is read, whatever the client writes meanwhile.
-    """
-    is_shared = name in PARAMETERS and len(tensor.data) <= MAX_COMPARED_PARAMETER_BYTES
-    return _copy(tensor) if is_shared else tensor
 
 
 def _copy(tensor: HostTensor) -> HostTensor:
