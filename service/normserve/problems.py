@@ -72,7 +72,7 @@ def retry_after(error: RetryLaterError) -> int:
     return max(1, math.ceil(error.retry_after_s))
 
 
-def unexpected(error: Exception) -> NormserveError:
+def unexpected(error: BaseException) -> NormserveError:
     """What a client hears of an error that nobody expected: nothing but whether it may pass."""
     if isinstance(error, MemoryError):
         return DeviceOutOfMemoryError("there is not enough memory for this request now")

@@ -6,32 +6,32 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from normserve.admission.callers import Caller
-from normserve.admission.keys import Grant, Keyring, KeyScope
+from normserve.admission.keys import Keyring, KeyScope
+from normserve.admission.permits import Permit
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Answer, Message
+from normserve.codec.local_frames import Answer, Message
 from normserve.engine.progress import Progress
 from normserve.errors import (
     ClientLeftError,
     DeviceFailureError,
     DrainingError,
-    InvalidParameterError,
     MalformedPayloadError,
     NormserveError,
     RetryLaterError,
-    UnauthorizedError,
 )
-from normserve.jobs.job import NormJob
+from normserve.jobs.job import NormJob, NormResult
 from normserve.local.arena import Arena
 from normserve.local.layers import LayerMessages, Sender
 from normserve.local.memory import LentSegment, SharedMemory, give_back
 from normserve.local.operations import Operations, Request, answered
 from normserve.local.peer import Peer
+from normserve.local.session import Session
 from normserve.local.wire import Wire
+from normserve.logs.audit import Refusals
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
 from normserve.problems import document, retry_after, status_of, unexpected
@@ -58,6 +58,7 @@ class Service:
 
     Attributes:
         keys: None where no key is asked for.
+        refusals: is told of messages that were refused for want of a key.
         progress: is told when work begins and ends.
         describe: what `/v1/info` answers.
     """
@@ -65,6 +66,7 @@ class Service:
     operations: Operations
     layers: LayerMessages
     keys: Keyring | None
+    refusals: Refusals
     metrics: Metrics
     progress: Progress
     memory: SharedMemory
@@ -84,10 +86,8 @@ class Connection:
         self._service = service
         self.peer = peer
         self.on_gone: Callable[[list[LentSegment]], None] = give_back
-        self._key_name = key_name
-        self._token: bytes | None = None
+        self._session = Session(peer.uid, key_name, service.keys, service.refusals)
         self._arena = Arena()
-        self._is_greeted = False
         self._waiting: deque[tuple[int, Said, float, float]] = deque()
         # What frames said that came before: clients send the like again and again.
         self._known: dict[bytes, Sequence[Said]] = {}
@@ -95,12 +95,11 @@ class Connection:
         # Each with its tag.
         self._jobs: dict[NormJob, int] = {}
         self._wire: Wire | None = None
-        self._caller = Caller(f"uid {peer.uid}")
 
     @property
     def is_busy(self) -> bool:
         """Whether requests of it are under way."""
-        return bool(self._tasks)
+        return bool(self._tasks or self._jobs)
 
     def serve(self, wire: Wire) -> None:
         """Begin."""
@@ -151,12 +150,18 @@ class Connection:
         self.on_gone(segments)
 
     def _begin_waiting(self) -> None:
-        while self._waiting and len(self._tasks) < MOST_UNDER_WAY:
+        while self._waiting and len(self._tasks) + len(self._jobs) < MOST_UNDER_WAY:
             tag, message, began, ended = self._waiting.popleft()
             if isinstance(message, frames.Cancel | frames.Free):
                 self._let_go(message)
                 continue
-            task = asyncio.get_running_loop().create_task(self._attend(tag, message, began, ended))
+            record = RequestRecord(transport="local", began=began)
+            record.stages["recv"] = ended - began
+            request_id = self._request_id()
+            if isinstance(message, Request):
+                self._guarded(tag, record, request_id, self._compute, message)
+                continue
+            task = asyncio.get_running_loop().create_task(self._attend(tag, message, record, request_id))
             self._tasks.add(task)
             task.add_done_callback(self._end_task)
         if self._wire is not None:
@@ -179,55 +184,39 @@ class Connection:
         for job in [job for job, tag in self._jobs.items() if tag == message.request]:
             self._service.operations.engine.withdraw(job)
 
-    async def _attend(self, tag: int, message: Said, began: float, ended: float) -> None:
-        """Answer one message, whatever becomes of it, and account for it."""
-        record = RequestRecord(transport="local", began=began)
-        record.stages["recv"] = ended - began
-        request_id = self._request_id()
+    async def _attend(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
+        """Answer one message but an operation, whatever becomes of it, and account for it."""
         try:
             await self._answer(tag, message, record, request_id)
         except NormserveError as error:
             self._refuse(tag, error, record, request_id)
         except Exception as error:
-            fields = {"request_id": request_id, "key": self._caller.key}
-            log.exception("a request met an error that nobody expected", extra={"fields": fields})
-            self._refuse(tag, unexpected(error), record, request_id)
+            self._refuse(tag, self._unexpected(error, request_id), record, request_id)
         else:
             self._account(record)
 
-    async def _answer(self, tag: int, message: Said, record: RequestRecord, request_id: str) -> None:
-        if isinstance(message, Request):
-            self._authorise(_INFER, record)
-            await self._compute(tag, message, record, request_id)
-            return
+    async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
         descriptors: tuple[int, ...] = ()
         answer = Answer(status=200, request_id=request_id)
         match message:
             case frames.Hello():
                 record.op = "hello"
-                answer.document = self._greet(message)
+                answer.document = self._session.greet(message)
             case frames.Grow():
                 record.op = "grow"
-                self._authorise(_ANY, record)
+                self._session.authorise(_ANY, record)
                 descriptor, answer.segment = await self._grow(message)
                 descriptors = (descriptor,)
             case frames.Info():
                 record.op = "info"
-                self._authorise(_ANY, record)
+                self._session.authorise(_ANY, record)
                 answer.document = await self._service.describe()
             case _:
                 record.op = "layers"
-                sender = Sender(self._arena, functools.partial(self._authorise, record=record), request_id)
+                sender = Sender(self._arena, functools.partial(self._session.authorise, record=record), request_id)
                 answer.document, answer.status = await self._service.layers.answer(message, sender)
         record.status = answer.status
         self._send(frames.write(tag, answer), descriptors)
-
-    def _greet(self, message: frames.Hello) -> dict[str, int]:
-        if message.version != VERSION:
-            raise InvalidParameterError(f"the protocol's version must be {VERSION}, got {message.version}")
-        self._is_greeted = True
-        self._token = None if message.key is None else message.key.encode()
-        return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES}
 
     async def _grow(self, message: frames.Grow) -> tuple[int, int]:
         descriptor, segment = await self._service.memory.lend(self.peer.uid, message.nbytes)
@@ -235,58 +224,72 @@ class Connection:
             give_back([segment])
         return descriptor, self._arena.add(memoryview(segment))
 
-    async def _compute(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
+    def _compute(self, tag: int, request: Request, *, record: RequestRecord, request_id: str) -> None:
+        """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
         operations = self._service.operations
-        job, deadline, permit = operations.admit(request, self._arena, self._caller, record)
-        progress = self._service.progress
-        progress.begin()
-        self._jobs[job] = tag
+        caller = self._session.authorise(_INFER, record)
+        job, deadline, permit = operations.admit(request, self._arena, caller, record)
         try:
-            result = await operations.engine.submit(job, deadline)
-        except (DrainingError, DeviceFailureError):
+            reply = operations.engine.begin(job, deadline)
+        except BaseException:
+            permit.release()
+            raise
+        self._service.progress.begin()
+        self._jobs[job] = tag
+        reply.add_done_callback(
+            lambda reply: self._guarded(tag, record, request_id, self._conclude, request, job, permit, reply)
+        )
+
+    def _conclude(
+        self,
+        tag: int,
+        request: Request,
+        job: NormJob,
+        permit: Permit,
+        reply: asyncio.Future[NormResult],
+        *,
+        record: RequestRecord,
+        request_id: str,
+    ) -> None:
+        service = self._service
+        del self._jobs[job]
+        service.operations.engine.end(job)
+        service.progress.end()
+        permit.release()
+        error = reply.exception()
+        if isinstance(error, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
             self.close()
-            raise
-        finally:
-            del self._jobs[job]
-            progress.end()
-            permit.release()
+        if self._waiting:
+            self._begin_waiting()
+        if error is not None:
+            # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
+            known = error if isinstance(error, NormserveError) else self._unexpected(error, request_id)
+            self._refuse(tag, known, record, request_id)
+            return
         began = time.perf_counter()
-        frame = frames.write(tag, answered(request, result, request_id, record))
+        frame = frames.write(tag, answered(request, reply.result(), request_id, record))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"
         self._send(frame)
+        self._account(record)
 
-    def _authorise(self, needed: Set[KeyScope], record: RequestRecord) -> Caller:
-        """Let a message pass, if it comes from somebody who may send it; who that is.
+    def _guarded(
+        self, tag: int, record: RequestRecord, request_id: str, work: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Do something for a request that answers it, now or later; refuse it if that goes wrong."""
+        try:
+            work(tag, *arguments, record=record, request_id=request_id)
+        except NormserveError as error:
+            self._refuse(tag, error, record, request_id)
+        except Exception as error:
+            self._refuse(tag, self._unexpected(error, request_id), record, request_id)
 
-        Raises:
-            MalformedPayloadError: the client has not said hello.
-            UnauthorizedError, ForbiddenError, RateLimitedError: its key does not allow it.
-        """
-        if not self._is_greeted:
-            raise MalformedPayloadError("the first message must be hello")
-        keys = self._service.keys
-        if keys is None:
-            return self._caller
-        grant = self._grant(keys)
-        if grant is None:
-            raise UnauthorizedError(
-                "an API key must be given in hello"
-                if self._token is None
-                else "the API key is not one that the server knows"
-            )
-        self._caller = grant.caller(self._caller.address)
-        record.key = grant.key.name
-        grant.require_scope(needed, time.time())
-        grant.take_request()
-        return self._caller
-
-    def _grant(self, keys: Keyring) -> Grant | None:
-        if self._token is not None:
-            return keys.find(self._token)
-        return None if self._key_name is None else keys.named(self._key_name)
+    def _unexpected(self, error: BaseException, request_id: str) -> NormserveError:
+        fields = {"request_id": request_id, "key": self._session.caller.key}
+        log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
+        return unexpected(error)
 
     def _refuse(self, tag: int, error: NormserveError, record: RequestRecord, request_id: str) -> None:
         record.error = error.code

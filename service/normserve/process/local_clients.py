@@ -10,6 +10,7 @@ from normserve.local.memory import SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.peer import Users
 from normserve.local.server import LocalServer, refusal
+from normserve.logs.audit import Refusals
 from normserve.process.connections import ConnectionLimits
 from normserve.requests.admission import Admission
 from normserve.settings import Settings
@@ -37,7 +38,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
     layers = LayerMessages(operations, service.changes, progress)
     memory = SharedMemory(settings.local_bytes)
     local = LocalServer(
-        LocalService(operations, layers, service.keys, service.metrics, progress, memory, describe),
+        LocalService(operations, layers, service.keys, Refusals(), service.metrics, progress, memory, describe),
         Users(settings.local_users),
         frame_s=settings.header_timeout_s,
         send_s=settings.send_timeout_s,
