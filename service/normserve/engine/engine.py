@@ -123,6 +123,13 @@ class Engine:
         """
         return await self._ask(lambda reply: self._executor.load(op, weight, bias, reply))
 
+    def share(self, memory: memoryview) -> object:
+        """Prepare memory that clients on this host share for the device, for as long as the returned object lives.
+
+        Called from any thread, once the engine is ready.
+        """
+        return self._executor.backend.share(memory)
+
     async def submit(self, job: NormJob, deadline: float) -> NormResult:
         """Run a job.  Cancelling the call takes the job out of the queue if it is still there.
 

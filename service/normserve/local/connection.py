@@ -219,6 +219,7 @@ class Connection:
         self._send(frames.write(tag, answer), descriptors)
 
     async def _grow(self, message: frames.Grow) -> tuple[int, int]:
+        self._service.operations.engine.require_ready()
         descriptor, segment = await self._service.memory.lend(self.peer.uid, message.nbytes)
         if self._wire is None or not self._wire.is_open:
             give_back([segment])

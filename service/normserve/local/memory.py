@@ -3,6 +3,7 @@
 import asyncio
 import os
 import queue
+from collections.abc import Callable
 
 from normserve.errors import OverloadedError, TooLargeError
 from normserve.memory.segments import Segment, make_segment, rounded
@@ -19,14 +20,22 @@ class LentSegment(Segment):
 
     Whoever has it mapped may look at it for as long as its process lives, so its content is taken away only once
     the client has given it back, or has ended.
+
+    Attributes:
+        uid: whose it is.
+        is_given_back: nobody looks at it any more.
+        registration: what keeps the device's driver aware of it; it goes before the memory does.
+        home: is told the user and the bytes once it has gone.
     """
 
     uid = 0
     is_given_back = False
+    registration: object = None
     home: "queue.SimpleQueue[tuple[int, int]] | None" = None
 
     def __del__(self) -> None:
         if self.home is not None:
+            self.registration = None
             if self.is_given_back:
                 self.discard()
             # Reentrant, unlike a lock: this may run within any allocation of any thread.
@@ -48,7 +57,9 @@ class SharedMemory:
         most_bytes: that one user may have.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
+        """Args: share: prepares memory for the device, for as long as what it returns lives."""
+        self._share = share
         self.most_bytes = most_bytes
         self._accounts: dict[int, _Account] = {}
         self._returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -81,13 +92,23 @@ class SharedMemory:
         account.segments += 1
         try:
             # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
-            descriptor, segment = await asyncio.to_thread(make_segment, nbytes, LentSegment)
+            descriptor, segment = await asyncio.to_thread(self._make, nbytes)
         except BaseException as error:
             self._returned.put((uid, nbytes))
             if isinstance(error, MemoryError):
                 raise OverloadedError(f"there is no shared memory of {nbytes} bytes now", _RETRY_AFTER_S) from None
             raise
         segment.uid, segment.home = uid, self._returned
+        return descriptor, segment
+
+    def _make(self, nbytes: int) -> tuple[int, LentSegment]:
+        descriptor, segment = make_segment(nbytes, LentSegment)
+        try:
+            with memoryview(segment) as memory:
+                segment.registration = self._share(memory)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor, segment
 
     def _collect(self) -> None:

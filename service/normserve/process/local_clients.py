@@ -36,7 +36,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
     admission = Admission(service.engine, settings.max_inflight_bytes)
     operations = Operations(service.engine, service.layers, service.limits, admission, settings.timeout_ms)
     layers = LayerMessages(operations, service.changes, progress)
-    memory = SharedMemory(settings.local_bytes)
+    memory = SharedMemory(settings.local_bytes, service.engine.share)
     local = LocalServer(
         LocalService(operations, layers, service.keys, Refusals(), service.metrics, progress, memory, describe),
         Users(settings.local_users),

@@ -104,6 +104,10 @@ class TorchBackend:
     def compile(self, job: NormJob) -> None:
         """There is nothing to compile."""
 
+    def share(self, memory: memoryview) -> object:
+        """Kernels work in it as it is."""
+        return None
+
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
