@@ -60,11 +60,15 @@ class Wire:
         """Whether more frames are wanted now."""
         self._wants_input = wanted
         wanted = wanted and self.is_open and len(self._unsent) <= self._most_unsent
-        if wanted and not self._is_reading:
-            self._loop.add_reader(self._connection, self._receive)
-        elif self._is_reading and not wanted:
-            self._loop.remove_reader(self._connection)
+        if wanted == self._is_reading:
+            return
         self._is_reading = wanted
+        if wanted:
+            self._loop.add_reader(self._connection, self._receive)
+        else:
+            self._loop.remove_reader(self._connection)
+        # While nobody reads, the rest of a frame cannot come.
+        self._time_frame(runs=wanted and self._frames.is_within)
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a frame, now or once the client reads; the descriptors that go with it are closed then."""
@@ -94,9 +98,9 @@ class Wire:
             return
         self.read(wanted=False)
         self.is_open = False
-        for timer in (self._frame_timer, self._send_timer):
-            if timer is not None:
-                timer.cancel()
+        self._time_frame(runs=False)
+        if self._send_timer is not None:
+            self._send_timer.cancel()
         if self._unsent:
             self._loop.remove_writer(self._connection)
         for _, descriptors in self._unsent:
@@ -122,22 +126,22 @@ class Wire:
         except NormserveError as error:
             self._listener.on_fault(error)
             return
+        if found or not self._frames.is_within:
+            self._time_frame(runs=False)
         if self._frames.is_within:
-            self._await_rest(began, ended, is_new=bool(found))
-        elif self._frame_timer is not None:
-            self._frame_timer.cancel()
-            self._frame_timer = None
+            self._began = ended if found else began
+            self._time_frame(runs=True)
         for tag, content in found:
             self._listener.on_frame(tag, content, began, ended)
             began = ended
 
-    def _await_rest(self, began: float, ended: float, *, is_new: bool) -> None:
-        self._began = ended if is_new else began
-        if is_new and self._frame_timer is not None:
+    def _time_frame(self, *, runs: bool) -> None:
+        """Let the clock run for a frame that is not whole, or stop it."""
+        if runs and self._frame_timer is None:
+            self._frame_timer = self._loop.call_later(self._frame_s, self.close)
+        elif not runs and self._frame_timer is not None:
             self._frame_timer.cancel()
             self._frame_timer = None
-        if self._frame_timer is None:
-            self._frame_timer = self._loop.call_later(self._frame_s, self.close)
 
     def _pass_on(self, frame: bytes | memoryview, descriptors: Sequence[int]) -> int:
         try:
