@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import multiprocessing
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -282,6 +284,28 @@ def test_tasks_share_a_client(serving, path, http):
             assert (await client.info())["local"]["path"] == str(path)
 
     asyncio.run(all_at_once())
+
+
+def test_a_client_that_another_event_loop_used_connects_again(serving, path):
+    x = np.ones((2, 8), np.float32)
+    client = AsyncClient(f"unix://{path}", retries=ONCE)
+    for _ in range(2):
+        assert asyncio.run(client.layer_norm(x)).y.shape == (2, 8)
+    asyncio.run(client.close())
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_processes_that_share_neither_processes_nor_ipc(serving, path, until):
+    before = shared_bytes(serving)
+    program = (
+        "import os, numpy as np; from normserve.client import Client\n"
+        f"client = Client('unix://{path}'); x = client.empty((4, 8)); x[:] = 1\n"
+        "assert os.getpid() == 1 and (client.layer_norm(x).y == 0).all(); os._exit(0)"
+    )
+    apart = ["unshare", "--pid", "--ipc", "--fork", sys.executable, "-c", program]
+    subprocess.run(apart, check=True, timeout=60)
+    # It gave nothing back, and has ended.
+    until(lambda: shared_bytes(serving) == before)
 
 
 def test_torch_is_not_imported_by_who_hands_over_none(serving, path):

@@ -62,10 +62,10 @@ class AsyncLocalTransport:
 
     async def _connected(self) -> "AsyncLink":
         link = self._link
-        if link is not None and link.is_open:
+        if link is not None and link.is_usable:
             return link
         async with self._connecting:
-            if self._link is None or not self._link.is_open:
+            if self._link is None or not self._link.is_usable:
                 link = AsyncLink()
                 await link.connect(self._path, self._api_key)
                 self._forget()
@@ -93,6 +93,11 @@ class AsyncLink:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
         self._incoming = Incoming(self._socket, self.arena)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is open, and of the event loop that runs."""
+        return self.is_open and self._loop is asyncio.get_running_loop()
 
     async def connect(self, path: str, api_key: str | None) -> None:
         """Raises: ClientError: the server is not there, or does not want this client."""
