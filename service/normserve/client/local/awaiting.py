@@ -55,10 +55,8 @@ class AsyncLocalTransport:
 
     async def close(self) -> None:
         """End the connection, once nobody looks at a result any more."""
-        link, self._link = self._link, None
-        if link is not None:
-            self._forget()
-            link.retire()
+        self._forget()
+        self._link = None
 
     async def _connected(self) -> "AsyncLink":
         link = self._link
@@ -75,8 +73,11 @@ class AsyncLocalTransport:
             return self._link
 
     def _forget(self) -> None:
+        """Let go of a connection that is of no more use here."""
         if self._finalizer is not None:
             self._finalizer.detach()
+        if self._link is not None:
+            self._link.retire()
 
 
 class AsyncLink:
@@ -97,7 +98,13 @@ class AsyncLink:
     @property
     def is_usable(self) -> bool:
         """Whether it is open, and of the event loop that runs."""
-        return self.is_open and self._loop is asyncio.get_running_loop()
+        return self.is_open and self._is_here()
+
+    def _is_here(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
 
     async def connect(self, path: str, api_key: str | None) -> None:
         """Raises: ClientError: the server is not there, or does not want this client."""
@@ -146,7 +153,15 @@ class AsyncLink:
 
     def retire(self) -> None:
         """Close, once nobody has a block of the arena."""
-        self.arena.once_empty(self._leave)
+        if self.is_open:
+            self.arena.once_empty(self._leave_from_anywhere)
+
+    def _leave_from_anywhere(self) -> None:
+        """A block may return on any thread, and its event loop may be over."""
+        if self._loop.is_closed() or self._is_here():
+            self._leave()
+        else:
+            self._loop.call_soon_threadsafe(self._leave)
 
     async def _grow(self, lacking: int) -> None:
         sizes = growth(lacking, self.arena.nbytes)
