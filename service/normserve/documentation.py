@@ -19,8 +19,9 @@ _METRICS = """# Metrics
 
 `GET /metrics` answers in Prometheus' text format. Units are base units; labels come from closed sets, so that
 no client can add a series: `op` is an operation, the name of another route, or `__unmatched__`; `pass` is
-`forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp` or `unix`; `code` is the HTTP status, 499
-where the client left; `key` is the name of an API key, of those that the server has known since its start.
+`forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp`, `unix` or `local`; `code` is the HTTP
+status, 499 where the client left; `key` is the name of an API key, of those that the server has known since its
+start.
 
 The rate of `normserve_kernel_bytes_total` over the rate of `normserve_kernel_seconds_total` is the mean
 bandwidth of the kernels; over `normserve_device_copy_bandwidth_bytes_per_second` it is the fraction of the roof.

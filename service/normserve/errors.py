@@ -1,4 +1,4 @@
-"""Everything that can go wrong with a request, as one tree.  No HTTP here: `http.problems` maps it to statuses.
+"""Everything that can go wrong with a request, as one tree.  No HTTP here: `problems` maps it to statuses.
 
 NormserveError
 ├── MalformedHttpError           malformed_http         the bytes are no well-formed HTTP request

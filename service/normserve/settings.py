@@ -19,6 +19,22 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
     uds: Path | None = Field(None, description="Path of a Unix domain socket to listen on as well.")
+    local: Path | None = Field(
+        None,
+        description="Path of a Unix domain socket for clients on this host that share memory with the server.",
+    )
+    local_users: str = Field(
+        "",
+        pattern=r"^(\d{1,10}(=[A-Za-z0-9._-]{1,64})?(,\d{1,10}(=[A-Za-z0-9._-]{1,64})?)*)?$",
+        description="Users by number who may connect there beside the server's own, as in 1000,1001=batch: the"
+        " second has the scopes and limits of the API key of that name.",
+    )
+    local_bytes: int = Field(
+        2**30, ge=2**20, description="Bytes of shared memory that the connections of one user may have together."
+    )
+    local_connections: int = Field(
+        64, ge=1, description="Connections to that socket that one user may have open at once."
+    )
     tls_cert: Path | None = Field(
         None,
         description="A PEM file with the server's certificate and those up to its authority: the port speaks TLS."

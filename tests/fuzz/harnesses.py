@@ -16,14 +16,16 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from normserve.codec import local_frames as local_codec
 from normserve.codec import npy as npy_codec
 from normserve.codec import safetensors as safetensors_codec
-from normserve.errors import InvalidParameterError, NormserveError
+from normserve.errors import InvalidParameterError, MalformedPayloadError, NormserveError, TooLargeError
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
-from normserve.http.routes.parameters import make_spec, operation_parameters, parse_query
 from normserve.jobs.job import Op, Pass
+from normserve.local.arena import Arena, check_places
 from normserve.peers import siblings
 from normserve.peers.siblings import Link, RefusedError
+from normserve.requests.parameters import make_spec, operation_parameters, parse_query
 
 from tests.service.http.transport.drive import Answer, drive
 
@@ -32,6 +34,7 @@ _CUTS = struct.Struct(">B4H")
 # Small, so that inputs of a few bytes meet every limit.
 _FRAME_BYTES = 40
 _READER_BYTES = 64
+_LOCAL_FRAME_BYTES = 1024
 _READ_BYTES = 128
 
 
@@ -118,6 +121,49 @@ def sibling_frames(data: bytes) -> None:
         assert not answers[0].startswith(b"+")
     except ConnectionError:
         assert not answers
+
+
+def local_frames(data: bytes) -> None:
+    """What a client says that shares memory is the same messages however it is cut, about its own arena alone."""
+    pieces, stream, _ = _cut(data)
+    whole = _local_frames_of([stream])
+    assert _local_frames_of(pieces) == whole
+    for _, content in whole[0]:
+        with contextlib.suppress(MalformedPayloadError):
+            messages = local_codec.read_messages(content)
+            assert list(local_codec.read_messages(local_codec.write(0, list(messages))[8:])) == list(messages)
+            for message in messages:
+                if isinstance(message, local_codec.Compute):
+                    _refers_to_its_arena(message)
+        with contextlib.suppress(MalformedPayloadError):
+            local_codec.read_answer(content)
+
+
+def _local_frames_of(pieces: list[bytes]) -> tuple[list[tuple[int, bytes]], bool]:
+    """The frames, and whether one was too long."""
+    incoming, found = local_codec.Frames(_LOCAL_FRAME_BYTES), []
+    try:
+        for piece in pieces:
+            found += incoming.feed(piece)
+    except TooLargeError:
+        # What was whole before it, in the same piece, goes with the connection.
+        return [], True
+    return found, False
+
+
+def _refers_to_its_arena(message: local_codec.Compute) -> None:
+    arena = Arena()
+    memory = memoryview(bytearray(4096))
+    arena.add(memory)
+    with contextlib.suppress(NormserveError):
+        located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
+        for tensor, span in located.values():
+            assert tensor.data.obj is memory.obj
+            assert len(tensor.data) == tensor.nbytes == span.stop - span.start
+        for name, place in message.results.items():
+            assert len(arena.place(name, place)) == place.nbytes
+        described = {name: (tensor.dtype, tensor.shape) for name, (tensor, _) in located.items()}
+        check_places(described, message.results, {name: span for name, (_, span) in located.items()}, {"y": "x"})
 
 
 def _cut(data: bytes) -> tuple[list[bytes], bytes, int]:
@@ -216,6 +262,5 @@ async def _answer_in(pieces: list[bytes]) -> bytes:
         return await link.ask({"do": "metrics"}, timeout_s=60)
 
 
-HARNESSES: MappingProxyType[str, Callable[[bytes], None]] = MappingProxyType(
-    {each.__name__: each for each in (safetensors_payload, npy_payload, query, headers, http, sibling_frames)}
-)
+_ALL = (safetensors_payload, npy_payload, query, headers, http, sibling_frames, local_frames)
+HARNESSES: MappingProxyType[str, Callable[[bytes], None]] = MappingProxyType({each.__name__: each for each in _ALL})

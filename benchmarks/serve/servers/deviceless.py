@@ -39,6 +39,9 @@ class NoDevice:
     def compile(self, job: NormJob) -> None:
         """There is nothing to compile."""
 
+    def share(self, memory: memoryview) -> object:
+        return None
+
     def translate(self, error: Exception) -> NormserveError | None:
         return None
 

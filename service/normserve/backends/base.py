@@ -75,6 +75,12 @@ class Backend(Protocol):
     def compile(self, job: NormJob) -> None:
         """Compile what jobs of this one's class will run; called from a thread of its own, beside `run`."""
 
+    def share(self, memory: memoryview) -> object:
+        """Prepare memory that clients on this host share for copies, for as long as the returned object lives.
+
+        Called from any thread; where it cannot be prepared, copies take longer.
+        """
+
     def translate(self, error: Exception) -> NormserveError | None:
         """Say what an exception out of `run` or `load` means; None when it is not the device's doing."""
 

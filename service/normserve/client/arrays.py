@@ -43,6 +43,36 @@ def from_host(tensor: HostTensor, like: T) -> T:
     return cast(T, _to_torch(tensor, like) if _is_torch(like) else _to_numpy(tensor))
 
 
+def described_dtype(dtype: object) -> tuple[DType, bool]:
+    """The element type that a name, a numpy or a torch type stands for, and whether it is torch's.
+
+    Raises:
+        TypeError: it is no element type of the API.
+    """
+    if isinstance(dtype, DType):
+        return dtype, False
+    name = str(dtype)
+    if name.startswith("torch."):
+        return _dtype("dtype", name.removeprefix("torch.")), True
+    return _dtype("dtype", name if isinstance(dtype, str) else np.dtype(cast(Any, dtype)).name), False
+
+
+def empty(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: bool) -> Any:
+    """An array in that memory, of whatever that holds.
+
+    Raises:
+        TypeError: numpy was asked for and has no such type.
+    """
+    tensor = HostTensor(dtype, shape, data)
+    if not as_torch:
+        return _to_numpy(tensor)
+    torch: Any = sys.modules["torch"]
+    of_dtype = getattr(torch, dtype.value)
+    return (
+        torch.frombuffer(data, dtype=of_dtype).reshape(shape) if len(data) else torch.empty(shape, dtype=of_dtype)
+    )
+
+
 def check_holds(like: object, dtype: str) -> None:
     """Refuse an element type that the kind of array `like` cannot hold, before anything is sent.
 

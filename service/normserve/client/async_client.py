@@ -2,17 +2,20 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from math import prod
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
+import numpy as np
 
-from normserve.client import administration, operations
+from normserve.client import administration, arrays, operations
 from normserve.client.calls import Call
 from normserve.client.connecting import Server, async_transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
+from normserve.client.local.awaiting import AsyncLocalTransport
 from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
 
@@ -61,6 +64,18 @@ class AsyncClient:
     layer = _operation(administration.layer)
     delete_layer = _operation(administration.delete_layer)
     info = _operation(administration.info)
+
+    async def empty(self, shape: Sequence[int], dtype: object = "float32") -> Any:
+        """As `Client.empty`."""
+        of, as_torch = arrays.described_dtype(dtype)
+        sizes = tuple(shape)
+        nbytes = prod(sizes) * of.itemsize
+        transport = self._transport
+        if nbytes and isinstance(transport, AsyncLocalTransport):
+            data = await transport.memory(nbytes, Deadline(self._server.timeout_s))
+        else:
+            data = np.empty(nbytes, np.uint8).data
+        return arrays.empty(data, of, sizes, as_torch=as_torch)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from normserve.client import arrays
 from normserve.client.answers import Answer
 from normserve.client.errors import UnexpectedAnswerError, api_error
+from normserve.client.expectations import Output
 from normserve.client.reception import DOCUMENT_BYTES
 from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
@@ -24,6 +25,7 @@ class Call(Generic[R]):
         method, path, params: as in HTTP; the path is relative to the server's URL.
         understand: makes the result of a successful answer.
         tensors: what is sent, by the API's names; None is no body.
+        outputs: the tensors of a successful answer; None where it holds none.
         statuses: those of a successful answer.
         most_bytes: what the body of a successful answer can have.
     """
@@ -33,8 +35,14 @@ class Call(Generic[R]):
     understand: Callable[[Answer], R]
     params: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, HostTensor] | None = None
+    outputs: Mapping[str, Output] | None = None
     statuses: tuple[int, ...] = (200,)
     most_bytes: int = DOCUMENT_BYTES
+
+    @property
+    def query(self) -> str:
+        """The parameters as a URL has them."""
+        return _query(tuple(self.params.items())) if self.params else ""
 
     @property
     def target(self) -> str:
@@ -71,8 +79,13 @@ _KEPT = 256
 
 
 @functools.lru_cache(_KEPT)
+def _query(params: tuple[tuple[str, str], ...]) -> str:
+    return urlencode(params)
+
+
+@functools.lru_cache(_KEPT)
 def _target(path: str, params: tuple[tuple[str, str], ...]) -> str:
-    return f"{path}?{urlencode(params)}" if params else path
+    return f"{path}?{_query(params)}" if params else path
 
 
 def _encoded(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:

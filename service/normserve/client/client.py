@@ -2,17 +2,20 @@
 
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
+import numpy as np
 
-from normserve.client import administration, operations
+from normserve.client import administration, arrays, operations
 from normserve.client.calls import Call
 from normserve.client.connecting import Server, transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
+from normserve.client.local.blocking import LocalTransport
 from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
 
@@ -44,7 +47,8 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Args:
-        url: where the server listens.
+        url: where the server listens: http://HOST:PORT, https://HOST:PORT, http+unix://PATH of a Unix socket, or
+            unix://PATH of the one where memory is shared.
         api_key: sent as a bearer token, if the server wants one.
         timeout_s: how long a call may take as a whole: connecting, sending, receiving, all attempts and the
             pauses between them; None waits for ever.  Only the look-up of the host's name is the system's own
@@ -74,6 +78,27 @@ class Client:
     layer = _operation(administration.layer)
     delete_layer = _operation(administration.delete_layer)
     info = _operation(administration.info)
+
+    def empty(self, shape: Sequence[int], dtype: object = "float32") -> Any:
+        """An array to fill, in the memory that is shared with the server where any is, so that it is not copied.
+
+        Args:
+            shape: its sizes.
+            dtype: float32, float16 or bfloat16, by name, of numpy or of torch; of torch it is a tensor.
+
+        Raises:
+            TypeError: it is no element type of the API, or one that numpy does not have.
+            ClientError: the server has no more memory for this client, or is not there.
+        """
+        of, as_torch = arrays.described_dtype(dtype)
+        sizes = tuple(shape)
+        nbytes = prod(sizes) * of.itemsize
+        transport = self._transport
+        if nbytes and isinstance(transport, LocalTransport):
+            data = transport.memory(nbytes, Deadline(self._server.timeout_s))
+        else:
+            data = np.empty(nbytes, np.uint8).data
+        return arrays.empty(data, of, sizes, as_torch=as_torch)
 
     def close(self) -> None:
         """Close all connections."""

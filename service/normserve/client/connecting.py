@@ -17,6 +17,8 @@ from normserve.client.http.direct import AsyncDirectTransport, DirectTransport, 
 from normserve.client.http.faces import KEEP_S, AsyncSocketTransport, SocketTransport
 from normserve.client.http.opening import Trust
 from normserve.client.http.through_httpx import AsyncHttpxTransport, HttpxTransport
+from normserve.client.local.awaiting import AsyncLocalTransport
+from normserve.client.local.blocking import LocalTransport
 from normserve.client.transport import AsyncTransport, Transport
 
 
@@ -71,6 +73,8 @@ class Server:
 
 def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
     """The blocking client's transport; `own` is one of httpx's that its maker wants used."""
+    if server.address.shares_memory:
+        return LocalTransport(_shared_path(server, own), server.api_key)
     if isinstance(own, SocketTransport):
         return DirectTransport(_requests(server, own.uds), own.sockets)
     if own is not None or _needs_httpx(server):
@@ -80,12 +84,21 @@ def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
 
 def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> AsyncTransport:
     """As `transport_to`, of the asynchronous client."""
+    if server.address.shares_memory:
+        return AsyncLocalTransport(_shared_path(server, own), server.api_key)
     if isinstance(own, AsyncSocketTransport):
         return AsyncDirectTransport(_requests(server, own.uds), own.sockets)
     if own is not None or _needs_httpx(server):
         return AsyncHttpxTransport(own, **_options(server))
     sockets = AsyncSockets(Trust(server.verify), server.max_connections, KEEP_S)
     return AsyncDirectTransport(_requests(server), sockets)
+
+
+def _shared_path(server: Server, own: object) -> str:
+    if own is not None:
+        raise ValueError("a URL unix://PATH takes no transport of httpx's")
+    assert server.address.socket_path is not None
+    return server.address.socket_path
 
 
 def _requests(server: Server, uds: str | None = None) -> Requests:

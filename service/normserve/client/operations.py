@@ -203,7 +203,7 @@ def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResu
             found["y"], found.get("residual_out"), found.get("mean"), found.get("rstd"), answer.timing()
         )
 
-    return Call("POST", f"/v1/{op}", understand, asked, sent, most_bytes=expected.most_bytes)
+    return Call("POST", f"/v1/{op}", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes)
 
 
 def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardResult[T]]:
@@ -221,7 +221,9 @@ def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardRe
         dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
         return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, answer.timing())
 
-    return Call("POST", f"/v1/{op}/backward", understand, asked, sent, most_bytes=expected.most_bytes)
+    return Call(
+        "POST", f"/v1/{op}/backward", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes
+    )
 
 
 def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:

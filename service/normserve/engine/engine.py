@@ -123,6 +123,13 @@ class Engine:
         """
         return await self._ask(lambda reply: self._executor.load(op, weight, bias, reply))
 
+    def share(self, memory: memoryview) -> object:
+        """Prepare memory that clients on this host share for the device, for as long as the returned object lives.
+
+        Called from any thread, once the engine is ready.
+        """
+        return self._executor.backend.share(memory)
+
     async def submit(self, job: NormJob, deadline: float) -> NormResult:
         """Run a job.  Cancelling the call takes the job out of the queue if it is still there.
 
@@ -133,26 +140,50 @@ class Engine:
             DeadlineExceededError: it had not; the job was not run.
             NormserveError: what the device said.
         """
+        reply = self.begin(job, deadline)
+        try:
+            return await reply
+        finally:
+            self.end(job)
+            # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
+            del reply
+
+    def begin(self, job: NormJob, deadline: float) -> asyncio.Future[NormResult]:
+        """Run a job, as `submit` does; who began it calls `end` once the future is done, or not wanted any more.
+
+        Raises:
+            DeadlineExceededError: the deadline has passed.
+            NormserveError: the job cannot be run; there is nothing to end.
+        """
         if self._failure is not None:
             raise copy.copy(self._failure)
         reply = self._replies.expect(job, deadline)
         try:
             is_compiled = self._is_compiled(job)
-            if not self._arrivals:
-                # When this turn of the loop ends: what else came in it shares the launch, and nobody has waited.
-                reply.get_loop().call_soon(self._admit)
-            self._arrivals[job] = is_compiled
-            return await reply
-        finally:
-            if not self._replies.forget(job):
-                self._withdraw(job)
-            # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
-            del reply
+        except NormserveError:
+            self.end(job)
+            raise
+        if not self._arrivals:
+            # When this turn of the loop ends: what else came in it shares the launch, and nobody has waited.
+            reply.get_loop().call_soon(self._admit)
+        self._arrivals[job] = is_compiled
+        return reply
+
+    def end(self, job: NormJob) -> None:
+        """Nobody waits for a job any more: it leaves the queue, if it is still there."""
+        if not self._replies.forget(job):
+            self._withdraw(job)
 
     def abandon(self, job: NormJob) -> None:
         """The client of a job has left: take it out of the queue, or drop its result."""
         self._withdraw(job)
         self._replies.refuse((job,), ClientLeftError("the client left before its result was ready"))
+
+    def withdraw(self, job: NormJob) -> None:
+        """The client does not want a job any more: one that waits is refused, one that runs has its result."""
+        if self._replies.has_begun(job):
+            return
+        self.abandon(job)
 
     def _is_compiled(self, job: NormJob) -> bool:
         """Whether a job may run now; if not, it will be queued once its kernels are there.

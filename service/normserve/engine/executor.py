@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from normserve.backends.base import Backend, InFlight
+from normserve.engine.places import in_places
 from normserve.errors import DeviceOutOfMemoryError, NormserveError
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
@@ -95,7 +96,7 @@ class Executor:
 
     def run(self, batch: Batch, reply: Reply) -> None:
         """Run a batch; the reply's value is an `Execution`."""
-        self._owner.put(_Work(lambda: self.backend.run(batch), reply, batch.lane))
+        self._owner.put(_Work(lambda: in_places(batch, self.backend.run(batch)), reply, batch.lane))
 
     def run_here(self, batch: Batch, reply: Reply) -> Outcome | None:
         """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).
@@ -103,7 +104,7 @@ class Executor:
         Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  None: it takes long, a
         thread waits for it, and `reply` will be called.
         """
-        outcome = self._attempt(lambda: _landed(self.backend.run(batch)))
+        outcome = self._attempt(lambda: _landed(in_places(batch, self.backend.run(batch))))
         if not isinstance(outcome.value, InFlight):
             return outcome
         self._await_landing(outcome, outcome.value, batch.lane, reply)

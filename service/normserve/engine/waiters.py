@@ -57,6 +57,11 @@ class Replies:
         waiting = self._waiting.get(job)
         return waiting is not None and not waiting.future.done()
 
+    def has_begun(self, job: NormJob) -> bool:
+        """Whether somebody waits for a job that runs."""
+        waiting = self._waiting.get(job)
+        return waiting is not None and waiting.is_running
+
     def keep_deadline(self, job: NormJob) -> None:
         """Let the clock run for a job that does not run yet."""
         waiting = self._waiting[job]

@@ -18,6 +18,7 @@ from normserve.admission.keys import ApiKey, Keyring, KeysFile
 from normserve.admission.permits import Limits
 from normserve.backends.base import Backend
 from normserve.backends.choose import choose_backend
+from normserve.codec.local_frames import VERSION
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.engine import Engine
@@ -36,13 +37,12 @@ from normserve.errors import (
 from normserve.http.access_log import AccessLog
 from normserve.http.authorisation import Authorisation
 from normserve.http.exchange import Exchange
-from normserve.http.middleware import Edge, respond_problem, unexpected
+from normserve.http.middleware import Edge, respond_problem
 from normserve.http.origins import Origins, hosts_of
-from normserve.http.routes.admission import Admission
 from normserve.http.routes.body import BodyReader
 from normserve.http.routes.direct import DirectPaths
 from normserve.http.routes.docs import describe
-from normserve.http.routes.layers import Layers, make_layer
+from normserve.http.routes.layers import Layers
 from normserve.http.routes.operations import Operations
 from normserve.http.routes.page import Page
 from normserve.http.routes.scopes import RouteScopes
@@ -54,6 +54,9 @@ from normserve.logs import audit
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.peers.siblings import Siblings
+from normserve.problems import unexpected
+from normserve.requests.admission import Admission
+from normserve.requests.layers import make_layer
 from normserve.settings import Settings
 
 # What the framework may refuse by a status.
@@ -180,7 +183,9 @@ def create_app(
         },
     )
     app.state.service = service
-    routers = _routers(service)
+    status = _status(service)
+    app.state.describe = status.describe
+    routers = _routers(service, status)
     app.state.routes = [route for router in routers for route in router.routes]
     # Included routers are matched twice for each request, and FastAPI's own pages before them.
     app.router.routes[:0] = app.state.routes
@@ -198,18 +203,8 @@ def create_app(
     return app
 
 
-def _routers(service: Service) -> list[APIRouter]:
+def _status(service: Service) -> Status:
     settings = service.settings
-    bodies = BodyReader(
-        service.limits,
-        service.slabs,
-        max_body_bytes=settings.max_body_bytes,
-        pause_s=settings.body_timeout_s,
-        total_s=settings.transfer_timeout_s,
-        min_bytes_per_s=settings.min_body_bytes_per_s,
-        grace_s=settings.body_grace_s,
-    )
-    admission = Admission(service.engine, settings.max_inflight_bytes)
     limits = settings.model_dump(
         include={
             "max_body_bytes",
@@ -222,8 +217,32 @@ def _routers(service: Service) -> list[APIRouter]:
             "timeout_ms",
         }
     )
-    status = Status(service.engine, service.layers, service.metrics, service.siblings, service.stalls, limits)
+    local = None
+    if settings.local is not None:
+        local = {
+            "path": str(settings.local),
+            "version": VERSION,
+            "max_bytes": settings.local_bytes,
+            "max_connections": settings.local_connections,
+        }
+    stalls = service.stalls
+    status = Status(service.engine, service.layers, service.metrics, service.siblings, stalls, limits, local)
     status.answer_siblings()
+    return status
+
+
+def _routers(service: Service, status: Status) -> list[APIRouter]:
+    settings = service.settings
+    bodies = BodyReader(
+        service.limits,
+        service.slabs,
+        max_body_bytes=settings.max_body_bytes,
+        pause_s=settings.body_timeout_s,
+        total_s=settings.transfer_timeout_s,
+        min_bytes_per_s=settings.min_body_bytes_per_s,
+        grace_s=settings.body_grace_s,
+    )
+    admission = Admission(service.engine, settings.max_inflight_bytes)
     return [
         Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms).router(),
         Layers(service.engine, service.layers, service.changes, bodies, admission).router(),

@@ -59,11 +59,10 @@ def _require(token: bytes | None, grant: Grant | None, needed: Needed | None) ->
         raise UnauthorizedError("an API key must be given as Authorization: Bearer KEY")
     if grant is None:
         raise UnauthorizedError("the API key is not one that the server knows")
-    grant.require_valid(time.time())
     if needed is None:
+        grant.require_valid(time.time())
         raise ForbiddenError("no API key may use this path")
-    if needed.isdisjoint(grant.key.scopes):
-        raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
+    grant.require_scope(needed, time.time())
     return grant
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.admission.callers import Caller
 from normserve.engine.progress import Progress
-from normserve.errors import ClientLeftError, DeviceOutOfMemoryError, NormserveError
+from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.access_log import AccessLog
 from normserve.http.authorisation import Authorisation
 from normserve.http.exchange import Exchange
@@ -24,6 +24,7 @@ from normserve.http.problems import problem
 from normserve.http.transport import Buffers, Departure, Headers, Reception
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, UNMATCHED, RequestRecord
+from normserve.problems import unexpected
 
 log = logging.getLogger(__name__)
 
@@ -113,13 +114,6 @@ class Edge:
         self._metrics.observe_request(record)
         if self._access_log is not None:
             self._access_log.note(scope, exchange)
-
-
-def unexpected(error: Exception) -> NormserveError:
-    """What a client hears of an error that nobody expected: nothing but whether it may pass."""
-    if isinstance(error, MemoryError):
-        return DeviceOutOfMemoryError("there is not enough memory for this request now")
-    return NormserveError("an error of the server's own")
 
 
 async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:

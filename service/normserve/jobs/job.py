@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from normserve.memory.host_tensors import DType, HostTensor
 
-# Parameters that came with a request are compared byte by byte to find jobs that share a launch; longer ones
-# would cost more than the launch they save.
-_MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
+MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
+"""Parameters that came with a request are compared byte by byte to find jobs that share a launch; longer ones would
+cost more than the launch they save."""
 
 
 class Op(Enum):
@@ -115,6 +115,8 @@ class NormJob:
         tensors: by their names in the API; with a layer, neither weight nor bias.
         layer: the registered parameters, if the request named some.
         may_overwrite: nobody reads the tensors after the job; results may be written over them.
+        places: where the caller wants results, by their names in the API, each of at least their bytes; None
+            where the backend's own memory will do.
         nbytes: of all tensors that came with the request.
         rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
     """
@@ -123,6 +125,7 @@ class NormJob:
     tensors: Mapping[str, HostTensor]
     layer: Layer | None = None
     may_overwrite: bool = False
+    places: Mapping[str, memoryview] | None = None
     nbytes: int = field(init=False)
     rows: int = field(init=False)
 
@@ -151,7 +154,7 @@ class NormJob:
                 return None
             if name not in ("weight", "bias"):
                 members.append((name, tensor.dtype))
-            elif tensor.nbytes > _MAX_COMPARED_PARAMETER_BYTES:
+            elif tensor.nbytes > MAX_COMPARED_PARAMETER_BYTES:
                 return None
             else:
                 members.append((name, tensor.dtype, bytes(tensor.data)))

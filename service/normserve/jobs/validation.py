@@ -32,13 +32,21 @@ def make_job(
 
 
 def costed_job(
-    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
+    spec: NormSpec,
+    tensors: Mapping[str, HostTensor],
+    layer: Layer | None = None,
+    *,
+    may_overwrite: bool = False,
+    places: Mapping[str, memoryview] | None = None,
 ) -> tuple[NormJob, MemoryCost]:
-    """`make_job`, and what the job takes of the host's memory beside its tensors."""
+    """`make_job`, and what the job takes of the host's memory beside its tensors.
+
+    Args: places: see `NormJob`; whether results fit there is the caller's to check.
+    """
     of_layer = None if layer is None else _layer_facts(layer)
     described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
     spec, cost = _checked(spec, of_layer, described)
-    return NormJob(spec, dict(tensors), layer, may_overwrite), cost
+    return NormJob(spec, dict(tensors), layer, may_overwrite, places), cost
 
 
 class _LayerFacts(NamedTuple):

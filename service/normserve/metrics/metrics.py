@@ -36,6 +36,11 @@ class Metrics:
         """Report how many connections are open; asked at each scrape."""
         self._state.watched.append((self._state.connections(), count))
 
+    def watch_local(self, connections: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report the clients on the same host and the memory shared with them; asked at each scrape."""
+        state = self._state
+        state.watched += [(state.local_connections(), connections), (state.local_bytes(), nbytes)]
+
     def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
         """Report the memory of the slabs; asked at each scrape."""
         slabs = self._state.slab_bytes

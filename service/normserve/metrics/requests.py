@@ -14,7 +14,7 @@ NONE = "none"
 #: The status under which a request is counted whose client was gone before its answer.
 CLIENT_LEFT = 499
 
-REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address")
+REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address", "local_connections")
 REJECTIONS = ("overloaded", "rate_limited", "draining", "not_ready", "too_large", "deadline_exceeded")
 
 _DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))

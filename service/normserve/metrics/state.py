@@ -23,6 +23,10 @@ class State:
             "layer_bytes", "Parameters of registered layers, by where they are kept: host or device.", ("kind",)
         )
         self.connections = make.gauge("connections", "Open connections of clients.")
+        self.local_connections = make.gauge(
+            "local_connections", "Open connections of clients that share memory with the server."
+        )
+        self.local_bytes = make.gauge("local_bytes", "Memory shared with those clients.")
         self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
         self.slab_bytes = make.gauge(
             "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)

@@ -13,13 +13,13 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from normserve.errors import TooManyConnectionsError
+from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.http.problems import render
 from normserve.logs.configuration import Throttled
 
 log = logging.getLogger(__name__)
 
-Reason = Literal["max_connections", "max_connections_per_address"]
+Reason = Literal["max_connections", "max_connections_per_address", "local_connections"]
 
 # What the server has open beside its clients' connections: sockets of its own, files, the device's libraries.
 _OTHER_DESCRIPTORS = 256
@@ -37,8 +37,22 @@ class ConnectionLimits:
         max_all: how many there may be.
     """
 
-    def __init__(self, *, max_all: int, max_per_address: int, on_refused: Callable[[Reason], None]) -> None:
+    def __init__(
+        self,
+        *,
+        max_all: int,
+        max_per_address: int,
+        on_refused: Callable[[Reason], None],
+        of_address: Reason = "max_connections_per_address",
+        farewell: Callable[[NormserveError], bytes] = render,
+    ) -> None:
+        """Args:
+        of_address: the setting that `max_per_address` is of.
+        farewell: what a refused client is sent.
+        """
         self.open = 0
+        self._of_address = of_address
+        self._farewell = farewell
         self.max_all = max_all
         self._max_per_address = max_per_address
         self._on_refused = on_refused
@@ -54,7 +68,7 @@ class ConnectionLimits:
             self._refuse(connection, "max_connections", self.max_all)
             return None
         if of_address >= self._max_per_address:
-            self._refuse(connection, "max_connections_per_address", self._max_per_address)
+            self._refuse(connection, self._of_address, self._max_per_address)
             return None
         self.open += 1
         self._by_address[address] = of_address + 1
@@ -93,7 +107,7 @@ class ConnectionLimits:
         self._on_refused(reason)
         self._refused_log.warning("a connection was refused: %s is %d", reason, limit)
         with contextlib.suppress(OSError):
-            connection.send(render(TooManyConnectionsError(f"{reason} are open already")))
+            connection.send(self._farewell(TooManyConnectionsError(f"{reason} are open already")))
             connection.shutdown(socket.SHUT_WR)
         if self._lingering >= _MAX_LINGERING:
             _close(connection)

@@ -16,7 +16,11 @@ READY, NOT_READY = 2**64 - 1, 2**64 - 2
 
 BEAT_S = 0.5
 
-REFUSED = {"max_connections": 2**64 - 3, "max_connections_per_address": 2**64 - 4}
+REFUSED = {
+    "max_connections": 2**64 - 3,
+    "max_connections_per_address": 2**64 - 4,
+    "local_connections": 2**64 - 5,
+}
 """The process that accepts has refused a connection: the others have the metrics."""
 
 

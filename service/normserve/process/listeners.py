@@ -1,10 +1,12 @@
 """The sockets that the server listens on."""
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from normserve.local.peer import Users
 from normserve.settings import Settings
 
 _BACKLOG = 2048
@@ -34,12 +36,39 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
         yield listeners
 
 
-def _listening_at(path: Path) -> socket.socket:
-    """A socket that an earlier process left there is replaced, nothing else is."""
+@contextlib.contextmanager
+def listening_locally(settings: Settings) -> Iterator[socket.socket]:
+    """The Unix socket for clients that share memory; closed, and its path removed, at the end.
+
+    Raises:
+        OSError: nothing can be bound there.
+    """
+    path = settings.local
+    assert path is not None
+    with _listening_at(path, 0o600) as listener:
+        if Users(settings.local_users).are_several:
+            path.chmod(0o666)
+        listener.setblocking(False)
+        yield listener
+    path.unlink(missing_ok=True)
+
+
+def is_local(connection: socket.socket, settings: Settings) -> bool:
+    """Whether an accepted connection came to the socket for clients that share memory."""
+    return connection.family == socket.AF_UNIX and connection.getsockname() == str(settings.local)
+
+
+def _listening_at(path: Path, mode: int = 0o777) -> socket.socket:
+    """A socket that an earlier process left there is replaced, nothing else is.
+
+    Args: mode: of the path, less what the process's mask takes away.
+    """
     if path.is_socket():
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     try:
+        # Before anybody can connect: Linux makes the path with the mode that the socket has.
+        os.fchmod(listener.fileno(), mode)
         listener.bind(str(path))
         listener.listen(_BACKLOG)
     except OSError:

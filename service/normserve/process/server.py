@@ -17,14 +17,17 @@ from fastapi import FastAPI
 from normserve import __version__
 from normserve.errors import NormserveError
 from normserve.http.app import Service, create_app
-from normserve.http.problems import NO_SNIFFING, render, status_of
+from normserve.http.problems import NO_SNIFFING, render
 from normserve.http.routes.status import curl_line
 from normserve.http.transport import Connection, Manners, Patience, listen
+from normserve.local.server import LocalServer
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
+from normserve.problems import status_of
 from normserve.process.channel import Channel
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
-from normserve.process.listeners import listening, url_of
+from normserve.process.listeners import is_local, listening, listening_locally, url_of
+from normserve.process.local_clients import local_limits, local_server
 from normserve.process.tls import TlsContext, TlsFileError, TlsFiles
 from normserve.settings import Settings
 
@@ -51,8 +54,12 @@ class Server(uvicorn.Server):
         stop_listening: Callable[[], None],
         channel: socket.socket | None,
         tls: TlsContext | None,
+        local_listener: socket.socket | None = None,
     ) -> None:
-        """Args: listeners, channel: where connections come from, the one or the other."""
+        """Args:
+        listeners, channel: where connections come from, the one or the other.
+        local_listener: where those of clients come from that share memory.
+        """
         super().__init__(config)
         self._listeners = listeners
         self._stop_listening = stop_listening
@@ -67,6 +74,9 @@ class Server(uvicorn.Server):
             max_per_address=settings.max_connections_per_address,
             on_refused=self._service.metrics.observe_refused_connection,
         )
+        self._local_listener = local_listener
+        self._local_limits = local_limits(settings, self._service.metrics.observe_refused_connection)
+        self._local: LocalServer | None = None
         self._service.metrics.watch_connections(lambda: len(self.server_state.connections))
         self._channel = None if channel is None else self._channel_of(channel)
         self._service.engine.on_failure = self._fail
@@ -80,8 +90,13 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(self._note_error_of_loop)
         if (server := await self._service.siblings.listen()) is not None:
             self.servers.append(server)
+        if self._service.settings.local is not None:
+            self._local = local_server(self._service, self._app.state.describe)
         if self._channel is not None:
             self._channel.open()
+        if self._local_listener is not None:
+            accepting = self._local_limits.accept(self._local_listener, self._take_local)
+            self._accepting.append(asyncio.get_running_loop().create_task(accepting))
         for listener in self._listeners:
             accepting = self._limits.accept(listener, self._take_connection)
             self._accepting.append(asyncio.get_running_loop().create_task(accepting))
@@ -155,16 +170,27 @@ class Server(uvicorn.Server):
         """This process accepted it."""
         self._spawn(self._serve_connection(connection, functools.partial(self._limits.release, address)))
 
+    async def _take_local(self, connection: socket.socket, address: str) -> None:
+        """This process accepted it, of a client that shares memory."""
+        assert self._local is not None
+        self._local.serve(connection, functools.partial(self._local_limits.release, address))
+
     def _channel_of(self, channel: socket.socket) -> Channel:
         """Connections that another process accepts; when that one is gone, this one ends as well."""
         service = self._service
         return Channel(
             channel,
             is_stalled=lambda: service.stalls.is_stalled,
-            on_connection=lambda connection, on_end: self._spawn(self._serve_connection(connection, on_end)),
+            on_connection=self._serve_handed_over,
             on_refused=service.metrics.observe_refused_connection,
             on_closed=self._drain_once,
         )
+
+    def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+        if self._local is not None and is_local(connection, self._service.settings):
+            self._local.serve(connection, on_end)
+        else:
+            self._spawn(self._serve_connection(connection, on_end))
 
     async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
         protocol = self._protocol()
@@ -199,6 +225,8 @@ class Server(uvicorn.Server):
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
         self._stop_listening()
+        if self._local is not None:
+            await self._local.close(0.0 if self.force_exit else _CLOSE_S)
         await super().shutdown(sockets)
 
     async def _announce(self) -> None:
@@ -286,12 +314,14 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
     with contextlib.ExitStack() as stack:
         try:
             listeners = stack.enter_context(listening(settings)) if channel is None else []
+            is_listening_locally = channel is None and settings.local is not None
+            local_listener = stack.enter_context(listening_locally(settings)) if is_listening_locally else None
         except OSError as error:
             log.critical("the server cannot listen: %s", error)
             return 1
         files = TlsFiles.of(settings)
         tls = None if files is None else TlsContext(files)
-        server = Server(config, app, listeners, stack.close, channel, tls)
+        server = Server(config, app, listeners, stack.close, channel, tls, local_listener)
         audit.started(__version__, settings.shown())
         if service.keys is not None:
             audit.keys_loaded(service.keys.names)

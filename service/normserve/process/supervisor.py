@@ -7,6 +7,7 @@ one that starts gets none until it can serve.  What a connection says is between
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -16,13 +17,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from normserve.peers.siblings import Place
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
 from normserve.process.handover import BEAT_S, NOT_READY, READY, REFUSED, Heard, hand_over
-from normserve.process.listeners import listening, url_of
+from normserve.process.listeners import listening, listening_locally, url_of
+from normserve.process.local_clients import local_limits
 from normserve.settings import Settings, environment_of
 
 log = logging.getLogger(__name__)
@@ -37,20 +39,11 @@ _STEADY_S = 60.0
 class Process:
     """One place of the fleet, and the process that is in it now."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        index: int,
-        devices: list[str],
-        folder: Path,
-        on_connection_end: Callable[[str], None],
-    ) -> None:
-        """Args: on_connection_end: told the address of each connection that has ended."""
+    def __init__(self, settings: Settings, index: int, devices: list[str], folder: Path) -> None:
         self._settings = _settings_of(settings, devices[index], len(devices))
         self._index, self._devices, self._folder = index, devices, folder
-        self._on_connection_end = on_connection_end
-        # Addresses of the connections that the process has, by their numbers.
-        self._held: dict[int, str] = {}
+        # Of the connections that the process has, by their numbers, who is told of their end.
+        self._held: dict[int, Callable[[], None]] = {}
         self._channel: socket.socket | None = None
         self._running: asyncio.subprocess.Process | None = None
         # Before it has said anything, a SIGHUP would end it.
@@ -98,15 +91,18 @@ class Process:
             loop.remove_reader(here)
             here.close()
             self._channel, self._says_ready, self._minds_signals = None, False, False
-            for address in self._held.values():
-                self._on_connection_end(address)
+            for on_end in self._held.values():
+                on_end()
             self._held.clear()
 
-    def take(self, connection: socket.socket, number: int, address: str) -> bool:
-        """Give it a connection; whether it took it."""
+    def take(self, connection: socket.socket, number: int, on_end: Callable[[], None]) -> bool:
+        """Give it a connection; whether it took it.
+
+        Args: on_end: told when the connection has ended.
+        """
         if self._channel is None or not hand_over(self._channel, number, connection):
             return False
-        self._held[number] = address
+        self._held[number] = on_end
         return True
 
     def tell(self, number: int) -> bool:
@@ -154,8 +150,8 @@ class Process:
             log.info("process %d gives signs again", self._index)
         self._silence_s = 0.0
         for number in heard.feed(said):
-            if (address := self._held.pop(number, None)) is not None:
-                self._on_connection_end(address)
+            if (on_end := self._held.pop(number, None)) is not None:
+                on_end()
             elif number in (READY, NOT_READY):
                 self._says_ready = number == READY
         if self._says_ready:
@@ -174,9 +170,8 @@ class Fleet:
             max_per_address=settings.max_connections_per_address,
             on_refused=self._count_refused,
         )
-        self._processes = [
-            Process(settings, index, devices, folder, self._limits.release) for index in range(len(devices))
-        ]
+        self._local_limits = local_limits(settings, self._count_refused)
+        self._processes = [Process(settings, index, devices, folder) for index in range(len(devices))]
         self._numbers = itertools.count()
         self._turns = itertools.cycle(range(len(devices)))
         self._ending = asyncio.Event()
@@ -185,15 +180,19 @@ class Fleet:
     async def run(self) -> int:
         """Serve until told to stop; the exit code."""
         loop = asyncio.get_running_loop()
-        with listening(self._settings) as listeners:
+        with contextlib.ExitStack() as stack:
+            listeners = stack.enter_context(listening(self._settings))
+            accepted = [self._limits.accept(each, self._hand_over_from(self._limits)) for each in listeners]
+            if self._settings.local is not None:
+                listener = stack.enter_context(listening_locally(self._settings))
+                hand_over = self._hand_over_from(self._local_limits)
+                accepted.append(self._local_limits.accept(listener, hand_over))
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._end)
             if self._settings.tls_cert is not None:
                 loop.add_signal_handler(signal.SIGHUP, self._reload)
             beside = [asyncio.create_task(work) for work in (self._announce(listeners[0]), self._watch())]
-            accepting = [
-                asyncio.create_task(self._limits.accept(listener, self._hand_over)) for listener in listeners
-            ]
+            accepting = [asyncio.create_task(each) for each in accepted]
             await asyncio.gather(*(self._keep(process) for process in self._processes))
             for task in (*beside, *accepting):
                 task.cancel()
@@ -238,7 +237,17 @@ class Fleet:
         for process in self._processes:
             process.reload()
 
-    async def _hand_over(self, connection: socket.socket, address: str) -> None:
+    def _hand_over_from(
+        self, limits: ConnectionLimits
+    ) -> Callable[[socket.socket, str], Coroutine[None, None, None]]:
+        """What takes the connections that these limits admit."""
+
+        async def hand_over(connection: socket.socket, address: str) -> None:
+            await self._hand_over(connection, functools.partial(limits.release, address))
+
+        return hand_over
+
+    async def _hand_over(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
         """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
         number = next(self._numbers)
         with connection:
@@ -246,7 +255,7 @@ class Fleet:
                 in_turn = [self._processes[next(self._turns)] for _ in self._processes]
                 next(self._turns)
                 willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
-                if any(process.take(connection, number, address) for process in willing):
+                if any(process.take(connection, number, on_end) for process in willing):
                     return
                 await asyncio.sleep(0.05)
 

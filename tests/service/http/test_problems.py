@@ -5,7 +5,8 @@ import json
 import pytest
 from normserve import errors
 from normserve.errors import NormserveError
-from normserve.http.problems import STATUSES, problem, status_of
+from normserve.http.problems import problem
+from normserve.problems import STATUSES, status_of
 
 
 def family(error: type) -> set[type]:

@@ -37,7 +37,7 @@ def running():
 
 @pytest.fixture
 def process(tmp_path, running):
-    process = Process(Settings(devices="cpu,cpu", hang_s=10), 0, ["cpu", "cpu"], tmp_path, lambda address: None)
+    process = Process(Settings(devices="cpu,cpu", hang_s=10), 0, ["cpu", "cpu"], tmp_path)
     process._channel, process._running = Channel(), running
     return process
 

@@ -22,7 +22,7 @@ class Running:
 
 @pytest.fixture
 def process(tmp_path):
-    made = Process(Settings(devices="cpu,cpu"), 0, ["cpu", "cpu"], tmp_path, lambda address: None)
+    made = Process(Settings(devices="cpu,cpu"), 0, ["cpu", "cpu"], tmp_path)
     made._running = Running()
     return made
 

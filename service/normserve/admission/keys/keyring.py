@@ -2,12 +2,12 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from normserve.admission.callers import Caller
 from normserve.admission.keys.file import ApiKey, KeyScope
 from normserve.admission.quotas import Quota, RequestRate
-from normserve.errors import RateLimitedError, UnauthorizedError
+from normserve.errors import ForbiddenError, RateLimitedError, UnauthorizedError
 
 #: The name of the one key that `--api-key` sets.
 DEFAULT_NAME = "default"
@@ -46,6 +46,12 @@ class Grant:
         if expires is not None and now >= expires:
             raise UnauthorizedError("the API key has expired")
 
+    def require_scope(self, needed: Set[KeyScope], now: float) -> None:
+        """Raises: UnauthorizedError: it has expired.  ForbiddenError: it has none of these scopes."""
+        self.require_valid(now)
+        if not needed & self.key.scopes:
+            raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
+
     def take_request(self) -> None:
         """Raises: RateLimitedError: it has sent more requests a second than it may."""
         rate = self.rate
@@ -71,6 +77,7 @@ class Keyring:
         self._clock = clock
         self._by_digest: dict[bytes, Grant] = {}
         self._by_token: dict[bytes, Grant] = {}
+        self._by_name: dict[str, Grant] = {}
         self.replace(keys)
 
     @classmethod
@@ -88,6 +95,7 @@ class Keyring:
         """Know these keys from now on and no others; what one has used up of its rate stays used up."""
         rates = {grant.key.name: grant.rate for grant in self._by_digest.values()}
         self._by_digest = {key.digest: Grant(key, self._rate(key, rates.get(key.name))) for key in keys}
+        self._by_name = {grant.key.name: grant for grant in self._by_digest.values()}
         self._by_token = {}
 
     def find(self, token: bytes) -> Grant | None:
@@ -98,6 +106,10 @@ class Keyring:
             if grant is not None:
                 self._by_token[token] = grant
         return grant
+
+    def named(self, name: str) -> Grant | None:
+        """What the key of that name is known as; None if there is none."""
+        return self._by_name.get(name)
 
     def _rate(self, key: ApiKey, before: RequestRate | None) -> RequestRate | None:
         if key.requests_per_second is None:

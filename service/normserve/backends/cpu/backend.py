@@ -75,7 +75,7 @@ class TorchBackend:
             name=_processor(),
             kind="cpu",
             copy_bandwidth=_copy_bandwidth(),
-            versions={"python": platform.python_version(), "torch": torch.__version__},
+            versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         )
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
@@ -104,6 +104,10 @@ class TorchBackend:
     def compile(self, job: NormJob) -> None:
         """There is nothing to compile."""
 
+    def share(self, memory: memoryview) -> object:
+        """Kernels work in it as it is."""
+        return None
+
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
@@ -121,13 +125,18 @@ class TorchBackend:
         return {"resident": pages * resource.getpagesize()}
 
     def _result_memory(self, batch: Batch) -> dict[str, Any]:
-        """Where rows go, if they are many: over what came, which is in the cache, or into a slab."""
+        """Where rows go, if they are many: over what came, which is cached, to their place, or into a slab."""
         spec = batch.jobs[0].spec
         if spec.op is Op.GROUP_NORM or spec.direction is Pass.BACKWARD:
             return {}
+        job = batch.jobs[0]
         # Of several jobs the rows have been gathered in memory of their own.
-        is_own = len(batch.jobs) > 1 or batch.jobs[0].may_overwrite
-        return {"memory_like": _same if is_own else self._slab_like}
+        if len(batch.jobs) > 1 or job.may_overwrite:
+            return {"memory_like": _same}
+        if job.places is not None:
+            place = job.places["y"]
+            return {"memory_like": lambda x: torch.frombuffer(place[: x.nbytes], dtype=x.dtype).view(x.shape)}
+        return {"memory_like": self._slab_like}
 
     def _slab_like(self, tensor: Tensor) -> Tensor:
         return self._slab(tensor.shape, tensor.dtype)

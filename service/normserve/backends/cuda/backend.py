@@ -19,8 +19,8 @@ from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
-from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of
-from normserve.backends.cuda.pinned import pinned_memory
+from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of, written
+from normserve.backends.cuda.pinned import pinned_memory, registered
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.cuda.streams import Flight, Pipeline, StageSeconds
 from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
@@ -107,7 +107,7 @@ class TritonBackend:
             copy_bandwidth=bandwidth,
             versions={
                 "python": platform.python_version(),
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
                 "triton": triton.__version__,
                 "cuda": str(torch.version.cuda),
             },
@@ -174,7 +174,11 @@ class TritonBackend:
             call_of(fusednorm, job.spec, inputs, {"out": destinations(job.spec, bundle.tensors())})()
             return bundle
 
+        places = job.places if len(batch.jobs) == 1 else None
+
         def copy_out(outputs: dict[str, Tensor] | Bundle) -> dict[str, HostTensor]:
+            if places is not None:
+                return written(outputs.tensors() if isinstance(outputs, Bundle) else outputs, places)
             return (
                 outputs.taken_home(self._slabs) if isinstance(outputs, Bundle) else collected(outputs, self._slabs)
             )
@@ -194,6 +198,9 @@ class TritonBackend:
             inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
             launch(fusednorm, job.spec, {**inputs, **parameters})
         torch.cuda.current_stream().synchronize()
+
+    def share(self, memory: memoryview) -> object:
+        return registered(memory)
 
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):

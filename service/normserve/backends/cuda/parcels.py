@@ -137,6 +137,20 @@ def collected(outputs: Mapping[str, Tensor], slabs: SlabPool) -> dict[str, HostT
     return views(slab, offsets, described)
 
 
+def written(outputs: Mapping[str, Tensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:
+    """Copies of the tensors in their places; from a device, they are complete when its stream has come so far.
+
+    Args: places: for each tensor memory of at least its bytes.
+    """
+    results = {}
+    for name, tensor in outputs.items():
+        place = places[name][: tensor.nbytes]
+        if tensor.numel():
+            torch.frombuffer(place, dtype=tensor.dtype).copy_(tensor.reshape(-1), non_blocking=True)
+        results[name] = HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), place)
+    return results
+
+
 def views(slab: memoryview, offsets: Mapping[str, int], tensors: Described) -> dict[str, HostTensor]:
     """Tensors that lie in a slab, each from its offset on."""
     return {

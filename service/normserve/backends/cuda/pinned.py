@@ -4,6 +4,7 @@ All pinned memory has the same address on the device as on the host (CUDA's unif
 of the device may be made of it, and a kernel takes it like any other.
 """
 
+import logging
 from math import prod
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from normserve.memory.slabs import Bytes
+
+log = logging.getLogger(__name__)
 
 
 class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
@@ -44,6 +47,34 @@ def pinned_memory(nbytes: int) -> Bytes:
     # Whoever asks for it may do without autograd for the moment; the memory outlives that.
     with torch.inference_mode(False):
         return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
+
+
+def registered(memory: memoryview) -> "RegisteredMemory | None":
+    """Memory of the host that the driver knows, so that copies of it are asynchronous and as quick as the bus.
+
+    None where the driver refuses: copies of it are made by way of the driver's own memory.
+    """
+    try:
+        return RegisteredMemory(memory)
+    except RuntimeError as error:
+        log.warning("shared memory of %d bytes is not pinned: %s", len(memory), error)
+        return None
+
+
+class RegisteredMemory:
+    """Known to the driver for as long as this lives, which must be no longer than the memory is mapped."""
+
+    _address: int | None = None
+
+    def __init__(self, memory: memoryview) -> None:
+        """Raises: RuntimeError: the driver refuses."""
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
+        self._address = address
+
+    def __del__(self) -> None:
+        if self._address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
 
 
 def with_device_view(host: Tensor, on_device: Tensor) -> PinnedMemory:

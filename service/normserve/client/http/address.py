@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import httpx
 
 _UNIX = "http+unix://"
+_SHARED = "unix://"
 _PORTS = {"http": 80, "https": 443}
 
 #: What a URL may be, as a message says it.
-FORMS = "http://HOST:PORT, https://HOST:PORT or http+unix://PATH"
+FORMS = "http://HOST:PORT, https://HOST:PORT, http+unix://PATH or unix://PATH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Address:
         prefix: the path that stands before every request's.
         query: what stands behind it.
         socket_path: of a Unix domain socket; None is TCP.
+        shares_memory: it is the socket of clients that share memory with the server, which is no HTTP.
     """
 
     host: str
@@ -29,6 +31,7 @@ class Address:
     prefix: str = ""
     query: str = ""
     socket_path: str | None = None
+    shares_memory: bool = False
 
     @classmethod
     def of(cls, url: str) -> "Address":
@@ -37,11 +40,12 @@ class Address:
         Raises:
             ValueError: it is none of `FORMS`; the text does not repeat it, since it may hold a password.
         """
-        if url.startswith(_UNIX):
-            path = url.removeprefix(_UNIX)
-            if not path.isprintable() or not path.strip("/"):
-                raise ValueError(f"the URL must be {FORMS}")
-            return cls("localhost", 0, socket_path=path)
+        for scheme in (_UNIX, _SHARED):
+            if url.startswith(scheme):
+                path = url.removeprefix(scheme)
+                if not path.isprintable() or not path.strip("/"):
+                    raise ValueError(f"the URL must be {FORMS}")
+                return cls("localhost", 0, socket_path=path, shares_memory=scheme == _SHARED)
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL:

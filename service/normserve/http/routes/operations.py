@@ -13,16 +13,9 @@ from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine.engine import Engine
 from normserve.errors import NotAcceptableError
 from normserve.http.exchange import Exchange
-from normserve.http.routes.admission import Admission
 from normserve.http.routes.body import BodyReader
 from normserve.http.routes.direct import DirectRoute
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
-from normserve.http.routes.parameters import (
-    describe,
-    make_spec,
-    operation_parameters,
-    parse_query,
-)
 from normserve.http.routes.responses import BuffersResponse
 from normserve.http.routes.tensors import describe_tensors
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
@@ -30,6 +23,13 @@ from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType
+from normserve.requests.admission import Admission
+from normserve.requests.parameters import (
+    describe,
+    make_spec,
+    operation_parameters,
+    parse_query,
+)
 
 # Besides the query, what a request's head asks for.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
@@ -89,7 +89,7 @@ class _Handler:
         record.stages["recv"] = exchange.reception.seconds
         record.waiting_in = "parse"
         job, cost, answer_format = head.with_body(body, layer)
-        self.service.admission.charge(exchange, job, cost, len(body))
+        self.service.admission.charge(exchange.permit, job, cost, len(body))
         record.dtype = job.x.dtype.label
         record.stages["parse"] = time.perf_counter() - parsing
         record.waiting_in = "queue"

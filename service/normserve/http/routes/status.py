@@ -33,6 +33,7 @@ class Status:
     Attributes:
         stalls: whether anything is still finished.
         limits: what `/v1/info` tells about them.
+        local: what it tells about clients on the same host; None where they cannot share memory.
     """
 
     engine: Engine
@@ -41,6 +42,7 @@ class Status:
     siblings: Siblings
     stalls: StallWatch
     limits: dict[str, Any]
+    local: dict[str, Any] | None = None
 
     def router(self) -> APIRouter:
         """Probes, metrics and information."""
@@ -84,24 +86,27 @@ class Status:
     async def info(self, request: Request) -> JSONResponse:
         """Versions, backend, device, limits and the measured copy bandwidth."""
         _note(request, "info")
+        return JSONResponse(await self.describe())
+
+    async def describe(self) -> dict[str, Any]:
+        """What the server is, whatever transport asks."""
         device = self.engine.device
         processes = await self._processes()
-        return JSONResponse(
-            {
-                "version": __version__,
-                "state": self.engine.state.value,
-                "backend": self.engine.backend_name,
-                "device": {"name": device.name, "kind": device.kind} if device else None,
-                "copy_bandwidth_bytes_per_second": device.copy_bandwidth if device else None,
-                "versions": dict(device.versions) if device else {},
-                "limits": self.limits,
-                "layers": len(self.layers),
-                "operations": [op.value for op in Op],
-                "dtypes": [dtype.value for dtype in DType],
-                "media_types": [SAFETENSORS, NPY],
-                **({} if processes is None else {"processes": processes}),
-            }
-        )
+        return {
+            "version": __version__,
+            "state": self.engine.state.value,
+            "backend": self.engine.backend_name,
+            "device": {"name": device.name, "kind": device.kind} if device else None,
+            "copy_bandwidth_bytes_per_second": device.copy_bandwidth if device else None,
+            "versions": dict(device.versions) if device else {},
+            "limits": self.limits,
+            "layers": len(self.layers),
+            "operations": [op.value for op in Op],
+            "dtypes": [dtype.value for dtype in DType],
+            "media_types": [SAFETENSORS, NPY],
+            "local": self.local,
+            **({} if processes is None else {"processes": processes}),
+        }
 
     async def _processes(self) -> list[dict[str, Any]] | None:
         """Every process of the fleet, by its index; None where there is no fleet."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from normserve.backends.cuda.parcels import collected, parcel_of
+from normserve.backends.cuda.parcels import collected, parcel_of, written
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
 from normserve.memory.slabs import SlabPool
 
@@ -76,3 +76,15 @@ def test_outputs_are_collected_in_one_slab_that_comes_home_with_the_last_of_them
     assert slabs.used_bytes > 0
     got.clear()
     assert slabs.used_bytes == 0
+
+
+def test_results_are_written_to_their_places_and_nothing_behind_them():
+    outputs = {"y": torch.arange(6.0).view(2, 3), "rstd": torch.ones(2), "none": torch.empty(0, 3)}
+    memory = memoryview(bytearray(b"\xff" * 128))
+    places = {"y": memory[:40], "rstd": memory[48:64], "none": memory[64:]}
+    results = written(outputs, places)
+    for name, tensor in outputs.items():
+        assert results[name].shape == tuple(tensor.shape)
+        assert bytes(results[name].data) == tensor.numpy().tobytes()
+        assert results[name].data.obj is memory.obj
+    assert bytes(memory[24:48]) == b"\xff" * 24

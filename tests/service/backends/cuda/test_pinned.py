@@ -19,3 +19,23 @@ def test_device_sees_pinned_memory_where_it_lies():
     memory.on_device[100:200] = 7
     torch.cuda.synchronize()
     assert set(memory[100:200].tolist()) == {7}
+
+
+def test_shared_memory_is_known_to_the_driver_for_as_long_as_it_is_registered():
+    import os
+
+    from normserve.backends.cuda.pinned import registered
+    from normserve.memory.segments import Segment, make_segment
+
+    descriptor, segment = make_segment(1 << 20, Segment)
+    os.close(descriptor)
+    with memoryview(segment) as memory:
+        registration = registered(memory)
+    seen = torch.frombuffer(segment, dtype=torch.uint8)
+    assert registration is not None
+    assert seen.is_pinned()
+    seen.copy_(torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
+    torch.cuda.synchronize()
+    assert set(seen.tolist()) == {7}
+    del registration
+    assert not seen.is_pinned()

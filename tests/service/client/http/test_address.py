@@ -12,6 +12,7 @@ from normserve.client.http.address import Address
         ("http://B\u00fccher.example:1", Address("xn--bcher-kva.example", 1), "xn--bcher-kva.example:1"),
         ("http+unix:///run/a b.sock", Address("localhost", 0, socket_path="/run/a b.sock"), "localhost"),
         ("http+unix://here.sock", Address("localhost", 0, socket_path="here.sock"), "localhost"),
+        ("unix:///run/a.sock", Address("localhost", 0, socket_path="/run/a.sock", shares_memory=True), "localhost"),
     ],
 )
 def test_a_url_says_where(url, address, header):
@@ -35,9 +36,10 @@ def test_a_target_lies_below_the_url():
         "http+unix://",
         "http+unix:///",
         "http+unix:///a\0",
+        "unix://",
         "http://h\r\n",
     ],
 )
 def test_what_is_none_is_refused(url):
-    with pytest.raises(ValueError, match=r"the URL must be http://HOST:PORT, .* or http\+unix://PATH"):
+    with pytest.raises(ValueError, match=r"the URL must be http://HOST:PORT, .* http\+unix://PATH or unix://PATH"):
         Address.of(url)

@@ -2,7 +2,9 @@
 
 import pytest
 from normserve.errors import InvalidParameterError
-from normserve.http.routes.parameters import (
+from normserve.jobs.job import Layout, Op, Pass
+from normserve.memory.host_tensors import DType
+from normserve.requests.parameters import (
     FIXED_BY_LAYER,
     LAYER_PARAMETERS,
     default_eps,
@@ -11,8 +13,6 @@ from normserve.http.routes.parameters import (
     operation_parameters,
     parse_query,
 )
-from normserve.jobs.job import Layout, Op, Pass
-from normserve.memory.host_tensors import DType
 
 GROUP_FORWARD = operation_parameters(Op.GROUP_NORM, Pass.FORWARD)
 SMALLEST_FLOAT32 = 2.0**-149

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from normserve.admission.permits import Permit
 from normserve.engine.engine import Engine
 from normserve.errors import TooLargeError
-from normserve.http.exchange import Exchange
 from normserve.jobs.job import NormJob
 from normserve.jobs.memory_cost import MemoryCost
 
@@ -23,7 +23,7 @@ class Admission:
     engine: Engine
     max_bytes: int
 
-    def charge(self, exchange: Exchange, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
+    def charge(self, permit: Permit | None, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
         """Have the request's permit cover its results and temporaries, too, unless they are few.
 
         Raises:
@@ -45,10 +45,10 @@ class Admission:
                 f"this request takes {body_bytes + nbytes} bytes of memory, {body_bytes} of its body and {nbytes} "
                 f"of results and temporaries; no more than {self.max_bytes} are granted"
             )
-        if exchange.permit is not None:
-            exchange.permit.grow(nbytes)
+        if permit is not None:
+            permit.grow(nbytes)
 
-    def charge_copy(self, exchange: Exchange, body_bytes: int) -> None:
+    def charge_copy(self, permit: Permit | None, body_bytes: int) -> None:
         """Have the request's permit cover a copy of its body, too.
 
         Raises:
@@ -60,5 +60,5 @@ class Admission:
                 f"this request takes {2 * body_bytes} bytes of memory, its body and a copy; "
                 f"no more than {self.max_bytes} are granted"
             )
-        if exchange.permit is not None:
-            exchange.permit.grow(body_bytes)
+        if permit is not None:
+            permit.grow(body_bytes)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.http.routes.admission import UNCHARGED_BYTES, Admission
 from normserve.jobs.job import NormSpec, Op, Pass
 from normserve.jobs.validation import costed_job
+from normserve.requests.admission import UNCHARGED_BYTES, Admission
 
 from tests.service.fake_jobs import tensor
 
@@ -34,9 +34,9 @@ def charged(
     admission = Admission(SimpleNamespace(device=SimpleNamespace(kind=kind)), max_bytes)
     x = replace(tensor(*shape), fortran_order=fortran)
     job, cost = costed_job(spec, {"x": x}, may_overwrite=may_overwrite)
-    exchange = SimpleNamespace(permit=FakePermit(free))
-    admission.charge(exchange, job, cost, body)
-    return exchange.permit.taken
+    permit = FakePermit(free)
+    admission.charge(permit, job, cost, body)
+    return permit.taken
 
 
 def test_on_the_cpu_a_large_y_lies_where_x_came_in():
@@ -71,8 +71,8 @@ def test_what_never_fits_is_told_apart_from_what_does_not_fit_now():
 
 def test_a_body_and_its_copy():
     admission = Admission(SimpleNamespace(device=None), 100)
-    exchange = SimpleNamespace(permit=FakePermit(100))
-    admission.charge_copy(exchange, 50)
-    assert exchange.permit.taken == 50
+    permit = FakePermit(100)
+    admission.charge_copy(permit, 50)
+    assert permit.taken == 50
     with pytest.raises(TooLargeError, match="takes 102 bytes"):
-        admission.charge_copy(exchange, 51)
+        admission.charge_copy(permit, 51)

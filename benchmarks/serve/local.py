@@ -1,0 +1,153 @@
+"""What sharing memory saves: `python -m benchmarks.serve.local --out FILE.csv`.
+
+Whole calls, arrays in and out, LayerNorm of [rows, 1024] float32 with a registered layer over one connection: the
+clients of `normserve.client` with shared memory, with x there already and with x copied there, beside some thirty
+lines of HTTP over the Unix socket, and torch's own operation in the caller's process with as many threads as the
+server has.  The server is on one core and the callers on another, if not told otherwise.  In each round each caller
+has its turn, in an order that changes from round to round; ratios are taken within a round, and their median
+counts.  Answers are compared with torch's before anything is timed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from normserve.client import AsyncClient, Client
+
+from benchmarks.serve.clients import posts
+from benchmarks.serve.clients.callers import CALLERS, SOCKET, AsyncCaller, Caller, Endpoint
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
+SHARED, COPIED, TASK, IN_PROCESS = "shared memory", "shared memory, x copied", "shared memory, async", "in process"
+COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "socket_over_this", "in_process_over_this")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.local")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--size", choices=SIZES, action="append", help="of x; all if not given")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each caller")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--threads", type=int, default=1, help="of each operation, wherever it runs")
+    parser.add_argument(
+        "--cores", nargs=2, default=("0", "1"), help="of the server and of the callers, as in 0-7 8"
+    )
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(results, Path(folder), asked)
+    print(table(results.rows))
+    return results.exit_code
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each size, caller and round."""
+    server_cores, caller_cores = map(system.cores, asked.cores)
+    parameters = posts.make_parameters()
+    shared = folder / "local.sock"
+    options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
+    torch.set_num_threads(asked.threads)
+    with launch.normserve(server_cores, folder, parameters, "torch", options) as (_, unix):
+        os.sched_setaffinity(0, caller_cores)
+        for size in asked.size or SIZES:
+            x = np.random.default_rng(0).standard_normal((SIZES[size] // 4 // posts.COLS, posts.COLS), np.float32)
+            with results.part(size), contextlib.ExitStack() as stack:
+                runner = stack.enter_context(asyncio.Runner())
+                over_http = Endpoint(f"http+unix://{unix.address}", launch.LAYER)
+                turns = {
+                    SOCKET: stack.enter_context(CALLERS[SOCKET](over_http, x, runner)),
+                    **stack.enter_context(_sharing(f"unix://{shared}", x, runner)),
+                    IN_PROCESS: Caller(_in_process(x, parameters)),
+                }
+                _time(results, size, x, turns, posts.expected(x, parameters).float().numpy(), asked)
+
+
+@contextlib.contextmanager
+def _sharing(url: str, x: np.ndarray, runner: asyncio.Runner) -> Iterator[Mapping[str, Caller | AsyncCaller]]:
+    asynchronous = AsyncClient(url)
+    with Client(url) as client:
+        there = client.empty(x.shape)
+        there[:] = x
+        theirs = runner.run(asynchronous.empty(x.shape))
+        theirs[:] = x
+        try:
+            yield {
+                SHARED: Caller(lambda: client.layer_norm(there, layer=launch.LAYER).y),
+                COPIED: Caller(lambda: client.layer_norm(x, layer=launch.LAYER).y),
+                TASK: AsyncCaller(runner, asynchronous, theirs, launch.LAYER),
+            }
+        finally:
+            runner.run(asynchronous.close())
+
+
+def _in_process(x: np.ndarray, parameters: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+    weight, bias = (torch.from_numpy(parameters[name]) for name in ("weight", "bias"))
+    tensor = torch.from_numpy(x)
+    norm = torch.nn.functional.layer_norm
+    return lambda: norm(tensor, weight.shape, weight, bias).numpy()
+
+
+def _time(
+    results: Results,
+    size: str,
+    x: np.ndarray,
+    turns: Mapping[str, Caller | AsyncCaller],
+    right: np.ndarray,
+    asked: argparse.Namespace,
+) -> None:
+    for caller in turns.values():
+        (y,) = caller.times(1, 0.0).results
+        np.testing.assert_allclose(y, right, rtol=1e-5, atol=3e-5)
+        del y
+    for number in range(asked.rounds):
+        taken: dict[str, list[float]] = {}
+        for name in random.Random(number).sample(list(turns), len(turns)):
+            turns[name].times(1, asked.seconds / 5)
+            taken[name] = turns[name].times(3, asked.seconds).seconds
+        p50 = {name: median(times) for name, times in taken.items()}
+        for name, times in taken.items():
+            results.add(
+                {
+                    "size": size,
+                    "nbytes": x.nbytes,
+                    "caller": name,
+                    "round": number,
+                    "per_second": f"{len(times) / sum(times):.5g}",
+                    "p50_ms": f"{1000 * p50[name]:.4g}",
+                    "socket_over_this": f"{p50[SOCKET] / p50[name]:.4g}",
+                    "in_process_over_this": f"{p50[IN_PROCESS] / p50[name]:.4g}",
+                }
+            )
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A line for each size and caller: medians of p50, and of how much longer the socket and the process take."""
+    lines = [
+        "| size | caller | p50, ms | thirty lines of HTTP over this | in process over this |",
+        "|---|---|---|---|---|",
+    ]
+    for size, caller in dict.fromkeys((str(row["size"]), str(row["caller"])) for row in rows):
+        of = [row for row in rows if (row["size"], row["caller"]) == (size, caller)]
+        cells = [_median(of, column) for column in ("p50_ms", "socket_over_this", "in_process_over_this")]
+        lines.append(f"| {size} | {caller} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _median(rows: Sequence[Mapping[str, object]], column: str) -> str:
+    return f"{median(float(str(row[column])) for row in rows):.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

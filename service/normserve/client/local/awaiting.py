@@ -1,0 +1,240 @@
+"""Calls of the asynchronous client."""
+
+import asyncio
+import functools
+import itertools
+import socket
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from normserve.client.answers import Answer
+from normserve.client.calls import Call
+from normserve.client.deadlines import Deadline
+from normserve.client.errors import ClientError, ConnectionFailedError
+from normserve.client.local.arena import Arena
+from normserve.client.local.messages import Needs, growth, prepare, refusal_of, required, taken, understood
+from normserve.client.local.sockets import Incoming
+from normserve.client.quoting import quoted
+from normserve.codec import local_frames as frames
+from normserve.codec.local_frames import TAGS, VERSION, Message
+
+_R = TypeVar("_R")
+
+
+class AsyncLocalTransport:
+    """An `AsyncTransport` that shares memory with a server on the same host."""
+
+    def __init__(self, path: str, api_key: str | None) -> None:
+        self._path = path
+        self._api_key = api_key
+        self._connecting = asyncio.Lock()
+        self._link: AsyncLink | None = None
+        self._finalizer: weakref.finalize[..., AsyncLocalTransport] | None = None
+
+    async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+        """As `Transport.exchange`."""
+        try:
+            async with deadline.ends():
+                link = await self._connected()
+                prepared = await link.filled(prepare(call, link.arena))
+                return understood(await link.ask(prepared.message, prepared), prepared.results)
+        except TimeoutError:
+            raise deadline.error() from None
+
+    async def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
+        """As `LocalTransport.memory`."""
+        try:
+            async with deadline.ends():
+                link = await self._connected()
+                block = await link.filled(taken(link.arena, nbytes))
+                return block.data[:nbytes]
+        except TimeoutError:
+            raise deadline.error() from None
+
+    async def close(self) -> None:
+        """End the connection, once nobody looks at a result any more."""
+        self._forget()
+        self._link = None
+
+    async def _connected(self) -> "AsyncLink":
+        link = self._link
+        if link is not None and link.is_usable:
+            return link
+        async with self._connecting:
+            if self._link is None or not self._link.is_usable:
+                link = AsyncLink()
+                await link.connect(self._path, self._api_key)
+                self._forget()
+                self._link = link
+                # Without a client nobody asks any more, but somebody may still look at results.
+                self._finalizer = weakref.finalize(self, link.retire)
+            return self._link
+
+    def _forget(self) -> None:
+        """Let go of a connection that is of no more use here."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if self._link is not None:
+            self._link.retire()
+
+
+class AsyncLink:
+    """One connection, its arena, and the tasks that wait for answers on it."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.is_open = True
+        self._loop = asyncio.get_running_loop()
+        self._tags = itertools.count(1)
+        # What a request uses, until it has its answer: whoever waited for that may have given up.
+        self._used: dict[int, tuple[asyncio.Future[frames.Answer], object]] = {}
+        self._unsent = bytearray()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.setblocking(False)
+        self._incoming = Incoming(self._socket, self.arena)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is open, and of the event loop that runs."""
+        return self.is_open and self._is_here()
+
+    def _is_here(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    async def connect(self, path: str, api_key: str | None) -> None:
+        """Raises: ClientError: the server is not there, or does not want this client."""
+        try:
+            await self._loop.sock_connect(self._socket, path)
+        except OSError as error:
+            self._socket.close()
+            raise ConnectionFailedError(quoted(str(error), 200)) from error
+        except BaseException:
+            self._socket.close()
+            raise
+        self._loop.add_reader(self._socket, self._receive)
+        try:
+            required(await self.ask(frames.Hello(VERSION, api_key)))
+        except BaseException as error:
+            self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
+            raise
+
+    async def ask(self, message: Message, used: object = None) -> frames.Answer:
+        """Send a message and wait for its answer.
+
+        Args: used: kept until there is an answer, also if nobody waits for it any more.
+
+        Raises:
+            ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
+        """
+        tag = next(self._tags) % (TAGS - 1) + 1
+        answer: asyncio.Future[frames.Answer] = self._loop.create_future()
+        self._used[tag] = (answer, used)
+        self._send(frames.write(tag, message))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self.is_open:
+                self._send(frames.write(0, frames.Cancel(tag)))
+            raise
+
+    async def filled(self, needs: Needs[_R]) -> _R:
+        """What needs memory, once it has it."""
+        try:
+            while True:
+                await self._grow(next(needs))
+        except StopIteration as done:
+            result: _R = done.value
+            return result
+
+    def retire(self) -> None:
+        """Close, once nobody has a block of the arena."""
+        if self.is_open:
+            self.arena.once_empty(self._leave_from_anywhere)
+
+    def _leave_from_anywhere(self) -> None:
+        """A block may return on any thread, and its event loop may be over."""
+        if self._loop.is_closed() or self._is_here():
+            self._leave()
+        else:
+            self._loop.call_soon_threadsafe(self._leave)
+
+    async def _grow(self, lacking: int) -> None:
+        sizes = growth(lacking, self.arena.nbytes)
+        answer = await self.ask(frames.Grow(sizes[0]))
+        if answer.status >= 400 and sizes[1] < sizes[0]:
+            answer = await self.ask(frames.Grow(sizes[1]))
+        required(answer)
+
+    def _send(self, frame: bytes) -> None:
+        if not self.is_open:
+            raise ConnectionFailedError("the connection has ended")
+        was_waiting = bool(self._unsent)
+        self._unsent += frame
+        if not was_waiting:
+            self._flush()
+            if self._unsent:
+                self._loop.add_writer(self._socket, self._flush_rest)
+
+    def _flush_rest(self) -> None:
+        self._flush()
+        if not self._unsent and self.is_open:
+            self._loop.remove_writer(self._socket)
+
+    def _flush(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            # The server may have said why it closed; whoever receives will hear.
+            self._unsent.clear()
+
+    def _receive(self) -> None:
+        try:
+            found = self._incoming.receive()
+        except BlockingIOError:
+            return
+        except ClientError as error:
+            self._fail(functools.partial(type(error), str(error)))
+            return
+        except OSError as error:
+            self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
+            return
+        for tag, answer in found:
+            if not tag and answer.status >= 400:
+                self._fail(functools.partial(refusal_of, answer))
+                return
+            waiting = self._used.pop(tag, None)
+            if waiting is not None and not waiting[0].done():
+                waiting[0].set_result(answer)
+
+    def _fail(self, failure: Callable[[], ClientError]) -> None:
+        """The connection is of no more use; what clients see of its arena stays as it is."""
+        if not self.is_open:
+            return
+        self._close()
+        for answer, _ in self._used.values():
+            if not answer.done():
+                answer.set_exception(failure())
+        self._used.clear()
+
+    def _leave(self) -> None:
+        """Give the arena back: nobody looks at it."""
+        if self.is_open:
+            with suppress(OSError):
+                for number in self.arena.segments:
+                    self._socket.send(frames.write(0, frames.Free(number)))
+            self._close()
+
+    def _close(self) -> None:
+        self.is_open = False
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+        self._incoming.close()
+        self._socket.close()

@@ -1,0 +1,184 @@
+"""From calls to the protocol's messages, and from its answers to those of calls."""
+
+import json
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import numpy as np
+
+from normserve.client.answers import Answer
+from normserve.client.calls import Call
+from normserve.client.errors import ApiError, UnexpectedAnswerError, api_error
+from normserve.client.local.arena import Arena, Block
+from normserve.client.quoting import quoted
+from normserve.client.results import Timing
+from normserve.codec import local_frames as frames
+from normserve.codec.local_frames import ALIGNMENT, Located, Message
+from normserve.memory.host_tensors import DType, HostTensor
+
+_LAYERS = "/v1/layers"
+_DTYPES = {dtype.value: dtype for dtype in DType}
+_STAGES = {"recv", "queue", "copy_in", "kernel", "copy_out"}
+_EMPTY = memoryview(bytearray())
+_BACKWARD = "/backward"
+
+_LEAST_GROWTH, _MOST_GROWTH = 4 * 2**20, 64 * 2**20
+
+_R = TypeVar("_R")
+
+Needs = Generator[int, None, _R]
+"""Yields how many bytes the arena lacks, until it has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call as a message.
+
+    Attributes:
+        inputs: blocks that tensors from elsewhere were copied to.
+        results: where each result will lie.
+    """
+
+    message: Message
+    inputs: list[Block] = field(default_factory=list)
+    results: Mapping[str, Block] = field(default_factory=dict)
+
+
+def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
+    """Put a call's tensors where the server finds them, each copied once if it does not lie there already.
+
+    Raises:
+        ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
+    """
+    inputs: list[Block] = []
+    located = {}
+    for name, tensor in (call.tensors or {}).items():
+        located[name] = yield from _located(name, tensor, arena, inputs)
+    if call.outputs is None:
+        return Prepared(_administration(call, located), inputs)
+    results = {}
+    for name, output in call.outputs.items():
+        results[name] = yield from taken(arena, output.most_bytes)
+    is_backward = call.path.endswith(_BACKWARD)
+    message = frames.Compute(
+        op=call.path.removeprefix("/v1/").removesuffix(_BACKWARD),
+        direction="backward" if is_backward else "forward",
+        query=call.query,
+        tensors=located,
+        results={name: block.place for name, block in results.items()},
+    )
+    return Prepared(message, inputs, results)
+
+
+def _administration(call: Call[Any], located: Mapping[str, Located]) -> Message:
+    name = unquote(call.path.removeprefix(_LAYERS + "/"))
+    match call.method, call.path:
+        case "GET", "/v1/info":
+            return frames.Info()
+        case "GET", path if path == _LAYERS:
+            return frames.Layers()
+        case "GET", _:
+            return frames.Layer(name)
+        case "DELETE", _:
+            return frames.DeleteLayer(name)
+        case _:
+            return frames.PutLayer(name, call.query, dict(located))
+
+
+def _located(name: str, tensor: HostTensor, arena: Arena, inputs: list[Block]) -> Needs[Located]:
+    if tensor.fortran_order:
+        raise ValueError(f"{name} must be row-major")
+    nbytes = tensor.data.nbytes
+    if nbytes != tensor.nbytes:
+        raise ValueError(f"{name} must have {tensor.nbytes} bytes, got {nbytes}")
+    found = arena.locate(tensor.data) if nbytes else None
+    if found is None or found[1] % ALIGNMENT:
+        block = yield from taken(arena, nbytes)
+        if nbytes:
+            block[:nbytes] = np.frombuffer(tensor.data, np.uint8)
+        inputs.append(block)
+        found = block.place.segment, block.place.offset
+    return Located(*found, tensor.dtype.label, tensor.shape)
+
+
+def taken(arena: Arena, nbytes: int) -> Needs[Block]:
+    """A block of the arena."""
+    while (block := arena.take(nbytes)) is None:
+        yield nbytes
+    return block
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAnswer(Answer):
+    """An answer whose tensors lie in the arena."""
+
+    told: frames.Answer = field(default_factory=lambda: frames.Answer(0))
+    blocks: Mapping[str, Block] = field(default_factory=dict)
+
+    def json(self) -> Any:
+        """What the document says."""
+        return self.told.document
+
+    def tensors(self) -> dict[str, HostTensor]:
+        """The results, as views of their blocks, which they keep.
+
+        Raises:
+            UnexpectedAnswerError: the answer says what cannot be.
+        """
+        return {name: self._tensor(name, each) for name, each in self.told.results.items()}
+
+    def timing(self) -> Timing:
+        """What the server says about how it answered."""
+        told = self.told
+        stages = told.stages_ms
+        if stages.keys() != _STAGES or min(stages.values()) < 0:
+            stages = {quoted(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
+        return Timing(
+            stages,
+            told.kernel_bytes,
+            max(0.0, told.kernel_bandwidth),
+            max(1, told.batch_size),
+            quoted(told.request_id, 128),
+        )
+
+    def _tensor(self, name: str, located: Located) -> HostTensor:
+        dtype, block = _DTYPES.get(located.dtype), self.blocks.get(name)
+        if dtype is None or block is None:
+            raise UnexpectedAnswerError("the answer's results must be those that were asked for, they are not")
+        nbytes = prod(located.shape) * dtype.itemsize
+        if nbytes > block.place.nbytes:
+            raise UnexpectedAnswerError(f"the answer's {name} must fit into its place, it does not")
+        # Through a memoryview, so that whatever is made of it keeps the block itself.
+        return HostTensor(dtype, located.shape, block.data[:nbytes] if nbytes else _EMPTY)
+
+
+def understood(told: frames.Answer, blocks: Mapping[str, Block]) -> LocalAnswer:
+    """The protocol's answer as that of a call."""
+    if told.status < 400:
+        return LocalAnswer(told.status, {}, _EMPTY, told, blocks)
+    headers = {"x-request-id": told.request_id}
+    if told.retry_after_s is not None:
+        headers["retry-after"] = str(told.retry_after_s)
+    return LocalAnswer(told.status, headers, memoryview(json.dumps(told.problem).encode()), told)
+
+
+def required(told: frames.Answer) -> None:
+    """Raises: ApiError: the answer is an error."""
+    # In no name of this frame, which the error holds: a ring would keep the blocks of all frames above.
+    if told.status >= 400:
+        raise refusal_of(told)
+
+
+def refusal_of(told: frames.Answer) -> ApiError:
+    """The error that an answer of a status of 400 or above is."""
+    refused = understood(told, {})
+    return api_error(refused.status, refused.headers, bytes(refused.body))
+
+
+def growth(lacking: int, nbytes: int) -> list[int]:
+    """Sizes of a new segment that are worth a try, for so many bytes that an arena of `nbytes` lacks."""
+    lacking += -lacking % 4096
+    return [max(lacking, min(max(nbytes, _LEAST_GROWTH), _MOST_GROWTH)), lacking]

@@ -1,0 +1,69 @@
+"""The client's end of a connection: what comes over its socket, descriptors included."""
+
+import os
+import socket
+import struct
+from collections import deque
+
+from normserve.client.errors import ConnectionFailedError, UnexpectedAnswerError
+from normserve.client.local.arena import Arena
+from normserve.client.reception import LIST_BYTES
+from normserve.codec import local_frames as frames
+from normserve.errors import NormserveError
+from normserve.memory.segments import map_segment
+
+_READ_BYTES = 64 * 1024
+_MOST_DESCRIPTORS = 4
+_INT = struct.calcsize("i")
+_RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _INT)
+#: Shorter ones cannot be told from none.
+SHORTEST_WAIT_S = 1e-4
+
+
+class Incoming:
+    """Answers as they come out of a socket, and the segments that came with them."""
+
+    def __init__(self, connected: socket.socket, arena: Arena) -> None:
+        self._connected = connected
+        self._arena = arena
+        self._frames = frames.Frames(LIST_BYTES)
+        self._descriptors: deque[int] = deque()
+
+    def receive(self) -> list[tuple[int, frames.Answer]]:
+        """What one call of the system brings: answers by their tags.
+
+        Raises:
+            BlockingIOError: nothing came.
+            ConnectionFailedError: the connection has ended.
+            UnexpectedAnswerError: what came is no answer.
+        """
+        data, ancillary, flags, _ = self._connected.recvmsg(_READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, rights in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._descriptors += struct.unpack(f"{len(rights) // _INT}i", rights[: len(rights) // _INT * _INT])
+        if not data:
+            raise ConnectionFailedError("the server closed the connection")
+        try:
+            return [self._answer(*frame) for frame in self._frames.feed(data)]
+        except (NormserveError, ValueError) as error:
+            raise UnexpectedAnswerError(f"what came is no answer: {error}") from None
+        finally:
+            if flags & socket.MSG_CTRUNC or not self._frames.is_within:
+                self.close()
+
+    def close(self) -> None:
+        """Close descriptors that came and belong to no answer."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _answer(self, tag: int, content: bytes) -> tuple[int, frames.Answer]:
+        answer = frames.read_answer(content)
+        if answer.segment is not None:
+            if not self._descriptors:
+                raise ValueError("a segment came without its descriptor")
+            descriptor = self._descriptors.popleft()
+            try:
+                self._arena.add(answer.segment, map_segment(descriptor))
+            finally:
+                os.close(descriptor)
+        return tag, answer

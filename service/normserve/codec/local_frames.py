@@ -1,0 +1,268 @@
+"""The frames that a client on the same host and the server exchange; docs/local-protocol.md specifies them.
+
+A frame is a prefix of eight bytes, the length of its content and a tag, and then the content in JSON.  Frames carry
+references to tensors, never the tensors.  What a frame says is data of the other side's choice: it is read from a
+copy that nobody else can change, into types that hold nothing but what they declare.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from normserve.errors import MalformedPayloadError, TooLargeError
+
+VERSION = 1
+
+#: Tensors and places begin at multiples of so many bytes of their segment.
+ALIGNMENT = 16
+
+#: Content of a frame that a client sends.
+MAX_FRAME_BYTES = 64 * 1024
+
+#: Messages that one frame may carry.
+MAX_MESSAGES = 64
+
+#: Tags are numbers of 32 bits.
+TAGS = 2**32
+
+PREFIX = struct.Struct("<II")
+
+_LONGEST_QUOTE = 200
+
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Shape = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=64)]
+
+
+class Located(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
+    """A tensor, and where it lies.
+
+    Attributes:
+        segment: the number of a segment of this connection's arena.
+        offset: of the tensor's first byte in it.
+        dtype: "float32", "float16" or "bfloat16".
+        shape: sizes, outermost first; elements are contiguous, row-major and little-endian.
+    """
+
+    segment: Whole
+    offset: Whole
+    dtype: Name
+    shape: Shape
+
+
+class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
+    """Where a result is to be written, and how many bytes there are for it."""
+
+    segment: Whole
+    offset: Whole
+    nbytes: Whole
+
+
+class Hello(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_fields=True, frozen=True):
+    """The first message of a connection.
+
+    Attributes:
+        version: of this protocol.
+        key: an API key, where the server asks for one.
+    """
+
+    version: Whole
+    key: Text | None = None
+
+
+class Grow(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=True, frozen=True):
+    """Asks for another segment of the arena; its descriptor comes with the answer."""
+
+    nbytes: Whole
+
+
+class Free(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
+    """Gives a segment back, which the client does not use any more.  It has no answer."""
+
+    segment: Whole
+
+
+class Cancel(msgspec.Struct, tag_field="do", tag="cancel", forbid_unknown_fields=True, frozen=True):
+    """Takes back a request that still waits; that one has an answer in any case, this message none."""
+
+    request: Whole
+
+
+class Compute(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fields=True, frozen=True):
+    """One operation.
+
+    Attributes:
+        op: "layer_norm", "rms_norm" or "group_norm".
+        direction: "forward" or "backward"; on the wire "pass".
+        query: the parameters, as HTTP's query has them.
+        tensors: by their names in the API.
+        results: where each result goes, by its name in the API.
+    """
+
+    op: Name
+    tensors: dict[Name, Located]
+    results: dict[Name, Place]
+    direction: Name = msgspec.field(name="pass", default="forward")
+    query: Text = ""
+
+
+class PutLayer(msgspec.Struct, tag_field="do", tag="put_layer", forbid_unknown_fields=True, frozen=True):
+    """Registers parameters under a name; the query is HTTP's."""
+
+    name: Name
+    query: Text
+    tensors: dict[Name, Located]
+
+
+class Layers(msgspec.Struct, tag_field="do", tag="layers", forbid_unknown_fields=True, frozen=True):
+    """Asks for the list of registered layers."""
+
+
+class Layer(msgspec.Struct, tag_field="do", tag="layer", forbid_unknown_fields=True, frozen=True):
+    """Asks for one registered layer."""
+
+    name: Name
+
+
+class DeleteLayer(msgspec.Struct, tag_field="do", tag="delete_layer", forbid_unknown_fields=True, frozen=True):
+    """Forgets a registered layer."""
+
+    name: Name
+
+
+class Info(msgspec.Struct, tag_field="do", tag="info", forbid_unknown_fields=True, frozen=True):
+    """Asks what the server is."""
+
+
+Message = Hello | Grow | Free | Cancel | Compute | PutLayer | Layers | Layer | DeleteLayer | Info
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    """What a message is answered with.
+
+    Attributes:
+        status: as in HTTP.
+        request_id: names the request in the server's log.
+        results: of an operation, by their names in the API.
+        stages_ms: milliseconds in each of the server's stages.
+        kernel_bytes, kernel_bandwidth, batch_size: as HTTP's headers.
+        segment: the number of a new segment.
+        document: what was asked for beside operations.
+        problem: of an error, its problem document.
+        retry_after_s: after how long the request may come again.
+    """
+
+    status: int
+    request_id: str = ""
+    results: dict[str, Located] = {}
+    stages_ms: dict[str, float] = {}
+    kernel_bytes: Whole = 0
+    kernel_bandwidth: float = 0.0
+    batch_size: Whole = 1
+    segment: Whole | None = None
+    document: Any = None
+    problem: dict[str, Any] = {}
+    retry_after_s: Whole | None = None
+
+
+class Done(msgspec.Struct, gc=False):
+    """The answer to an operation as the server writes it: an `Answer`, whose results are encoded already."""
+
+    request_id: str
+    results: msgspec.Raw
+    stages_ms: dict[str, float]
+    kernel_bytes: int
+    kernel_bandwidth: float
+    batch_size: int
+    status: int = 200
+
+
+_messages = msgspec.json.Decoder(
+    Message | Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+)
+_answers = msgspec.json.Decoder(Answer)
+_encode = msgspec.json.Encoder().encode
+
+
+def read_messages(content: bytes) -> Sequence[Message]:
+    """The messages of a frame that a client sent: one, or an array of them.
+
+    Raises:
+        MalformedPayloadError: it holds anything else.
+    """
+    try:
+        said = _messages.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedPayloadError(f"the frame is no message: {_quoted(str(error))}") from None
+    return said if isinstance(said, list) else (said,)
+
+
+def read_answer(content: bytes) -> Answer:
+    """The answer that a frame of the server holds.
+
+    Raises:
+        MalformedPayloadError: it holds anything else.
+    """
+    try:
+        return _answers.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedPayloadError(f"the frame is no answer: {_quoted(str(error))}") from None
+
+
+def write(tag: int, message: Message | Answer | Done | Sequence[Message]) -> bytes:
+    """A whole frame."""
+    content = _encode(message)
+    return PREFIX.pack(len(content), tag) + content
+
+
+class Frames:
+    """Cuts a stream of bytes into frames; keeps no more of it than the frame that is not whole yet."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Args: max_bytes: of one frame's content."""
+        self._max_bytes = max_bytes
+        self._rest = bytearray()
+        self._needed = 0
+
+    @property
+    def is_within(self) -> bool:
+        """A frame has begun and is not whole."""
+        return bool(self._rest)
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """The frames that are whole now, each with its tag.
+
+        Raises:
+            TooLargeError: one says that it is longer than any may be; nothing after it can be told apart.
+        """
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return []
+            data = bytes(self._rest)
+            self._rest.clear()
+        found = []
+        position, end = 0, len(data)
+        self._needed = PREFIX.size
+        while end - position >= PREFIX.size:
+            length, tag = PREFIX.unpack_from(data, position)
+            if length > self._max_bytes:
+                raise TooLargeError(f"a frame must have at most {self._max_bytes} bytes, {length} are announced")
+            begin = position + PREFIX.size
+            if length > end - begin:
+                self._needed = PREFIX.size + length
+                break
+            position = begin + length
+            found.append((tag, data[begin:position]))
+        if position < end:
+            self._rest += data[position:]
+        return found
+
+
+def _quoted(text: str) -> str:
+    """What a decoder says, which may repeat a few words of what came."""
+    kept = "".join([each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]])
+    return kept + "…" if len(text) > _LONGEST_QUOTE else kept

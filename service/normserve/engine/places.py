@@ -1,0 +1,61 @@
+"""Results go where their caller wants them, whatever memory the backend computed them in."""
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from normserve.backends.base import InFlight
+from normserve.jobs.job import Batch, Execution
+from normserve.memory.host_tensors import HostTensor
+
+# Copied sooner than it is found out that they lie there already.
+_SHORT_BYTES = 32 * 1024
+
+
+def in_places(batch: Batch, value: Execution | InFlight) -> Execution | InFlight:
+    """What a backend gave back for a batch, or will; results of jobs that have places for them lie there."""
+    for job in batch.jobs:
+        if job.places is not None:
+            return _InPlaces(batch, value) if isinstance(value, InFlight) else _placed(batch, value)
+    return value
+
+
+class _InPlaces(InFlight):
+    def __init__(self, batch: Batch, flight: InFlight) -> None:
+        self._batch = batch
+        self._flight = flight
+
+    def lands_within(self, seconds: float) -> bool:
+        return self._flight.lands_within(seconds)
+
+    def wait(self) -> Execution:
+        return _placed(self._batch, self._flight.wait())
+
+
+def _placed(batch: Batch, execution: Execution) -> Execution:
+    began = time.perf_counter()
+    outputs = tuple(
+        [
+            results if job.places is None else _moved(results, job.places)
+            for job, results in zip(batch.jobs, execution.outputs, strict=True)
+        ]
+    )
+    copy_out_s = execution.copy_out_s + time.perf_counter() - began
+    return execution._replace(outputs=outputs, copy_out_s=copy_out_s)
+
+
+def _moved(results: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:
+    moved = {}
+    for name, tensor in results.items():
+        nbytes = len(tensor.data)
+        place = places[name][:nbytes]
+        if nbytes <= _SHORT_BYTES:
+            place[:] = tensor.data
+        else:
+            # Unlike a memoryview's own, this copy leaves Python's lock to others.
+            source, target = np.frombuffer(tensor.data, np.uint8), np.frombuffer(place, np.uint8)
+            if source.__array_interface__["data"] != target.__array_interface__["data"]:
+                target[:] = source
+        moved[name] = HostTensor(tensor.dtype, tensor.shape, place)
+    return moved

@@ -1,0 +1,136 @@
+"""The shared memory of one connection, and what may be made of references into it.  Pure arithmetic and views."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+from normserve.codec.local_frames import ALIGNMENT, Located, Place
+from normserve.codec.shapes import bits_of
+from normserve.errors import InvalidParameterError, InvalidShapeError, UnsupportedDtypeError
+from normserve.jobs.results import Described
+from normserve.memory.host_tensors import DType, HostTensor
+
+_DTYPES = {dtype.value: dtype for dtype in DType}
+_LONGEST_NAME = 64
+
+
+class Span(NamedTuple):
+    """Bytes of a segment.
+
+    Attributes:
+        start, stop: offsets in it.
+    """
+
+    segment: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: "Span") -> bool:
+        """Whether any byte belongs to both."""
+        return self.segment == other.segment and max(self.start, other.start) < min(self.stop, other.stop)
+
+
+class Arena:
+    """Segments by their numbers, none of which is given twice.
+
+    Attributes:
+        segments: what is mapped of each; a view of it keeps it mapped, whatever happens here.
+    """
+
+    def __init__(self) -> None:
+        self.segments: dict[int, memoryview] = {}
+        self._next = 0
+
+    def add(self, memory: memoryview) -> int:
+        """Take a segment in; its number."""
+        number = self._next
+        self._next += 1
+        self.segments[number] = memory
+        return number
+
+    def tensor(self, name: str, located: Located) -> tuple[HostTensor, Span]:
+        """A tensor in the arena, and its bytes.
+
+        Raises:
+            UnsupportedDtypeError: its element type is none of ours.
+            MalformedPayloadError: its shape asks for more bytes than can be counted.
+            InvalidParameterError: it does not lie in a segment of this arena, or not as tensors must.
+        """
+        dtype = _DTYPES.get(located.dtype)
+        if dtype is None:
+            expected = ", ".join(_DTYPES)
+            raise UnsupportedDtypeError(f"{_label(name)} must be {expected}, got {located.dtype[:_LONGEST_NAME]!r}")
+        nbytes = bits_of(located.shape, 8 * dtype.itemsize) // 8
+        data = self._bytes(name, located.segment, located.offset, nbytes)
+        span = Span(located.segment, located.offset, located.offset + nbytes)
+        return HostTensor(dtype, located.shape, data), span
+
+    def place(self, name: str, place: Place) -> memoryview:
+        """The bytes that a result may be written to.
+
+        Raises:
+            InvalidParameterError: they do not lie in a segment of this arena, or not as tensors must.
+        """
+        return self._bytes(name, place.segment, place.offset, place.nbytes)
+
+    def _bytes(self, name: str, number: int, offset: int, nbytes: int) -> memoryview:
+        segment = self._segment(name, number)
+        if offset % ALIGNMENT:
+            raise InvalidParameterError(
+                f"the offset of {_label(name)} must be a multiple of {ALIGNMENT}, got {offset}"
+            )
+        # Python's numbers do not wrap.
+        if offset + nbytes > len(segment):
+            raise InvalidParameterError(
+                f"{_label(name)} must end within its segment of {len(segment)} bytes, ends at {offset + nbytes}"
+            )
+        return segment[offset : offset + nbytes]
+
+    def _segment(self, name: str, number: int) -> memoryview:
+        try:
+            return self.segments[number]
+        except KeyError:
+            raise InvalidParameterError(
+                f"{_label(name)} must lie in a segment of this connection's arena"
+            ) from None
+
+
+def check_places(
+    results: Described, places: Mapping[str, Place], tensors: Mapping[str, Span], over: Mapping[str, str]
+) -> bool:
+    """See that each result has a place of its own.
+
+    Args:
+        results: what there will be.
+        places: where it shall go.
+        tensors: what came with the request.
+        over: for a result, the tensor that it may be written over, at exactly the same bytes.
+
+    Returns:
+        Whether a result is written over a tensor.
+
+    Raises:
+        InvalidParameterError: one has none, overlaps another, or a tensor that it may not be written over.
+        InvalidShapeError: its place has too few bytes.
+    """
+    taken: list[tuple[str, Span]] = []
+    is_over = False
+    for name, (dtype, shape) in results.items():
+        place = places.get(name)
+        if place is None:
+            raise InvalidParameterError(f"the request must name a place for {name}, it does not")
+        nbytes = prod(shape) * dtype.itemsize
+        if place.nbytes < nbytes:
+            raise InvalidShapeError(f"the place for {name} must have {nbytes} bytes, it has {place.nbytes}")
+        span = Span(place.segment, place.offset, place.offset + nbytes)
+        for other, theirs in (*taken, *tensors.items()):
+            if theirs == span and over.get(name) == other:
+                is_over = True
+            elif span.overlaps(theirs):
+                raise InvalidParameterError(f"the place for {name} must not overlap {_label(other)}, it does")
+        taken.append((name, span))
+    return is_over
+
+
+def _label(name: str) -> str:
+    return repr(name[:_LONGEST_NAME])

@@ -1,0 +1,321 @@
+"""One client: its arena, the requests that it has under way, and what each of them is answered."""
+
+import asyncio
+import functools
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from normserve.admission.keys import Keyring, KeyScope
+from normserve.admission.permits import Permit
+from normserve.codec import local_frames as frames
+from normserve.codec.local_frames import Answer, Message
+from normserve.engine.progress import Progress
+from normserve.errors import (
+    ClientLeftError,
+    DeviceFailureError,
+    DrainingError,
+    MalformedPayloadError,
+    NormserveError,
+    RetryLaterError,
+)
+from normserve.jobs.job import NormJob, NormResult
+from normserve.local.arena import Arena
+from normserve.local.layers import LayerMessages, Sender
+from normserve.local.memory import LentSegment, SharedMemory, give_back
+from normserve.local.operations import Operations, Request, answered
+from normserve.local.peer import Peer
+from normserve.local.session import Session
+from normserve.local.wire import Wire
+from normserve.logs.audit import Refusals
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
+from normserve.problems import document, retry_after, status_of, unexpected
+
+log = logging.getLogger(__name__)
+
+#: Requests of one connection that are answered at the same time; of more the frames stay with the kernel.
+MOST_UNDER_WAY = 64
+
+_INFER = frozenset([KeyScope.INFER])
+_ANY = frozenset(KeyScope)
+
+# Frames that are remembered of each connection: those of a few requests that come by turns.
+_MOST_KNOWN, _LONGEST_KNOWN = 64, 2048
+
+_names = random.Random()
+
+Said = Message | Request
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What connections work with.
+
+    Attributes:
+        keys: None where no key is asked for.
+        refusals: is told of messages that were refused for want of a key.
+        progress: is told when work begins and ends.
+        describe: what `/v1/info` answers.
+    """
+
+    operations: Operations
+    layers: LayerMessages
+    keys: Keyring | None
+    refusals: Refusals
+    metrics: Metrics
+    progress: Progress
+    memory: SharedMemory
+    describe: Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Connection:
+    """Answers one client, until its socket ends.
+
+    Attributes:
+        peer: the client's process.
+        on_gone: told that the connection has ended, and of the segments that the client has not given back.
+    """
+
+    def __init__(self, service: Service, peer: Peer, key_name: str | None) -> None:
+        """Args: key_name: of the API key that stands for the peer's user."""
+        self._service = service
+        self.peer = peer
+        self.on_gone: Callable[[list[LentSegment]], None] = give_back
+        self._session = Session(peer.uid, key_name, service.keys, service.refusals)
+        self._arena = Arena()
+        self._waiting: deque[tuple[int, Said, float, float]] = deque()
+        # What frames said that came before: clients send the like again and again.
+        self._known: dict[bytes, Sequence[Said]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Each with its tag.
+        self._jobs: dict[NormJob, int] = {}
+        self._wire: Wire | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests of it are under way."""
+        return bool(self._tasks or self._jobs)
+
+    def serve(self, wire: Wire) -> None:
+        """Begin."""
+        self._wire = wire
+        wire.read(wanted=True)
+
+    def close(self) -> None:
+        """End it from this side."""
+        if self._wire is not None:
+            self._wire.close()
+
+    def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
+        """Answer what a frame says, each message under a tag of its own."""
+        messages = self._known.get(content)
+        if messages is None:
+            try:
+                messages = self._read(content)
+            except MalformedPayloadError as error:
+                self._refuse(tag, error, RequestRecord(transport="local", began=began), self._request_id())
+                return
+        for index, message in enumerate(messages):
+            self._waiting.append(((tag + index) % frames.TAGS, message, began, ended))
+        self._begin_waiting()
+
+    def _read(self, content: bytes) -> Sequence[Said]:
+        said = [
+            Request(each) if isinstance(each, frames.Compute) else each for each in frames.read_messages(content)
+        ]
+        if len(content) <= _LONGEST_KNOWN:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[content] = said
+        return said
+
+    def on_fault(self, error: NormserveError) -> None:
+        """Say what is wrong, and end: nobody knows where the next frame begins."""
+        self._refuse(0, error, RequestRecord(transport="local"), self._request_id())
+        self.close()
+
+    def on_end(self) -> None:
+        """The client is gone: what waits is dropped, what runs completes for nobody."""
+        self._waiting.clear()
+        self._known.clear()
+        for job in tuple(self._jobs):
+            self._service.operations.engine.abandon(job)
+        segments = [_lent(memory) for memory in self._arena.segments.values()]
+        self._arena.segments.clear()
+        self.on_gone(segments)
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and len(self._tasks) + len(self._jobs) < MOST_UNDER_WAY:
+            tag, message, began, ended = self._waiting.popleft()
+            if isinstance(message, frames.Cancel | frames.Free):
+                self._let_go(message)
+                continue
+            record = RequestRecord(transport="local", began=began)
+            record.stages["recv"] = ended - began
+            request_id = self._request_id()
+            if isinstance(message, Request):
+                self._guarded(tag, record, request_id, self._compute, message)
+                continue
+            task = asyncio.get_running_loop().create_task(self._attend(tag, message, record, request_id))
+            self._tasks.add(task)
+            task.add_done_callback(self._end_task)
+        if self._wire is not None:
+            self._wire.read(wanted=not self._waiting)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._waiting:
+            self._begin_waiting()
+
+    def _let_go(self, message: frames.Cancel | frames.Free) -> None:
+        """What has no answer: of what is not there, or not any more, there is nothing to let go."""
+        if isinstance(message, frames.Free):
+            memory = self._arena.segments.pop(message.segment, None)
+            # What is known may lie there, and would keep it.
+            self._known.clear()
+            if memory is not None:
+                give_back([_lent(memory)])
+            return
+        for job in [job for job, tag in self._jobs.items() if tag == message.request]:
+            self._service.operations.engine.withdraw(job)
+
+    async def _attend(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
+        """Answer one message but an operation, whatever becomes of it, and account for it."""
+        try:
+            await self._answer(tag, message, record, request_id)
+        except NormserveError as error:
+            self._refuse(tag, error, record, request_id)
+        except Exception as error:
+            self._refuse(tag, self._unexpected(error, request_id), record, request_id)
+        else:
+            self._account(record)
+
+    async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
+        descriptors: tuple[int, ...] = ()
+        answer = Answer(status=200, request_id=request_id)
+        match message:
+            case frames.Hello():
+                record.op = "hello"
+                answer.document = self._session.greet(message)
+            case frames.Grow():
+                record.op = "grow"
+                self._session.authorise(_ANY, record)
+                descriptor, answer.segment = await self._grow(message)
+                descriptors = (descriptor,)
+            case frames.Info():
+                record.op = "info"
+                self._session.authorise(_ANY, record)
+                answer.document = await self._service.describe()
+            case _:
+                record.op = "layers"
+                sender = Sender(self._arena, functools.partial(self._session.authorise, record=record), request_id)
+                answer.document, answer.status = await self._service.layers.answer(message, sender)
+        record.status = answer.status
+        self._send(frames.write(tag, answer), descriptors)
+
+    async def _grow(self, message: frames.Grow) -> tuple[int, int]:
+        self._service.operations.engine.require_ready()
+        descriptor, segment = await self._service.memory.lend(self.peer.uid, message.nbytes)
+        if self._wire is None or not self._wire.is_open:
+            give_back([segment])
+        return descriptor, self._arena.add(memoryview(segment))
+
+    def _compute(self, tag: int, request: Request, *, record: RequestRecord, request_id: str) -> None:
+        """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
+        operations = self._service.operations
+        caller = self._session.authorise(_INFER, record)
+        job, deadline, permit = operations.admit(request, self._arena, caller, record)
+        try:
+            reply = operations.engine.begin(job, deadline)
+        except BaseException:
+            permit.release()
+            raise
+        self._service.progress.begin()
+        self._jobs[job] = tag
+        reply.add_done_callback(
+            lambda reply: self._guarded(tag, record, request_id, self._conclude, request, job, permit, reply)
+        )
+
+    def _conclude(
+        self,
+        tag: int,
+        request: Request,
+        job: NormJob,
+        permit: Permit,
+        reply: asyncio.Future[NormResult],
+        *,
+        record: RequestRecord,
+        request_id: str,
+    ) -> None:
+        service = self._service
+        del self._jobs[job]
+        service.operations.engine.end(job)
+        service.progress.end()
+        permit.release()
+        error = reply.exception()
+        if isinstance(error, DrainingError | DeviceFailureError):
+            # It may run still, and would write where the client, once it has an answer, keeps something else.
+            self.close()
+        if self._waiting:
+            self._begin_waiting()
+        if error is not None:
+            # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
+            known = error if isinstance(error, NormserveError) else self._unexpected(error, request_id)
+            self._refuse(tag, known, record, request_id)
+            return
+        began = time.perf_counter()
+        frame = frames.write(tag, answered(request, reply.result(), request_id, record))
+        record.stages["serialize"] = time.perf_counter() - began
+        record.status = 200
+        record.waiting_in = "send"
+        self._send(frame)
+        self._account(record)
+
+    def _guarded(
+        self, tag: int, record: RequestRecord, request_id: str, work: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Do something for a request that answers it, now or later; refuse it if that goes wrong."""
+        try:
+            work(tag, *arguments, record=record, request_id=request_id)
+        except NormserveError as error:
+            self._refuse(tag, error, record, request_id)
+        except Exception as error:
+            self._refuse(tag, self._unexpected(error, request_id), record, request_id)
+
+    def _unexpected(self, error: BaseException, request_id: str) -> NormserveError:
+        fields = {"request_id": request_id, "key": self._session.caller.key}
+        log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
+        return unexpected(error)
+
+    def _refuse(self, tag: int, error: NormserveError, record: RequestRecord, request_id: str) -> None:
+        record.error = error.code
+        record.status = status_of(error)
+        answer = Answer(status=record.status, request_id=request_id, problem=document(error, request_id))
+        if isinstance(error, RetryLaterError):
+            answer.retry_after_s = retry_after(error)
+        self._send(frames.write(tag, answer))
+        self._account(record)
+
+    def _send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        assert self._wire is not None
+        self._wire.send(frame, descriptors)
+
+    def _account(self, record: RequestRecord) -> None:
+        if record.error == ClientLeftError.code or self._wire is None or not self._wire.is_open:
+            record.status = CLIENT_LEFT
+        self._service.metrics.observe_request(record)
+
+    def _request_id(self) -> str:
+        # Names, no secrets: the system's source of those takes a call for each.
+        return f"{_names.getrandbits(128):032x}"
+
+
+def _lent(memory: memoryview) -> LentSegment:
+    segment = memory.obj
+    assert isinstance(segment, LentSegment)
+    return segment

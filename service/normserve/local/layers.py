@@ -1,0 +1,126 @@
+"""Messages about registered layers."""
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from normserve.admission.callers import Caller
+from normserve.admission.keys import KeyScope
+from normserve.codec import local_frames as frames
+from normserve.codec import safetensors
+from normserve.codec.local_frames import Located, Message
+from normserve.engine.progress import Progress
+from normserve.errors import InvalidParameterError, NormserveError
+from normserve.layers.changes import LayerChanges
+from normserve.layers.registry import LAYER_NAMES, is_layer_name
+from normserve.local.arena import Arena
+from normserve.local.operations import Operations, copied
+from normserve.logs import audit
+from normserve.requests.layers import layer_document, require_layer_query
+
+_CHANGES = frozenset([KeyScope.LAYERS])
+_READS = frozenset([KeyScope.INFER, KeyScope.LAYERS])
+
+_RESULTS = {200: "replaced", 201: "registered", 204: "removed"}
+
+_Answer = tuple[Any, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who sent a message.
+
+    Attributes:
+        arena: where its tensors lie.
+        authorise: says who it is, or raises what its key does not allow.
+        request_id: the message's.
+    """
+
+    arena: Arena
+    authorise: Callable[[Set[KeyScope]], Caller]
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMessages:
+    """Answers them.
+
+    Attributes:
+        progress: is told when work begins and ends.
+    """
+
+    operations: Operations
+    changes: LayerChanges
+    progress: Progress
+
+    async def answer(self, message: Message, sender: Sender) -> _Answer:
+        """What a message is answered with, and the status.
+
+        Raises:
+            NormserveError: by what is wrong with it.
+        """
+        layers = self.operations.layers
+        match message:
+            case frames.Layers():
+                sender.authorise(_READS)
+                return {"layers": [layer_document(layer) for layer in layers.all()]}, 200
+            case frames.Layer():
+                sender.authorise(_READS)
+                return layer_document(layers.get(message.name)), 200
+            case frames.DeleteLayer():
+                return await self._audited("DELETE", message, sender, self._delete)
+            case frames.PutLayer():
+                return await self._audited("PUT", message, sender, self._put)
+            case _:
+                raise AssertionError(f"{message} is no message about layers")
+
+    async def _delete(self, message: Any, caller: Caller, arena: Arena) -> _Answer:
+        with self._work():
+            await self.changes.remove(message.name)
+        return None, 204
+
+    async def _put(self, message: Any, caller: Caller, arena: Arena) -> _Answer:
+        if not is_layer_name(message.name):
+            raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
+        query = message.query.encode()
+        require_layer_query(query)
+        operations = self.operations
+        operations.engine.require_ready()
+        nbytes = sum([len(tensor.data) for tensor in _tensors(arena, message.tensors).values()])
+        permit = operations.limits.acquire(nbytes, caller.tenant, caller.quota)
+        try:
+            operations.admission.charge_copy(permit, nbytes)
+            body = memoryview(b"".join(safetensors.encode(copied(_tensors(arena, message.tensors)))))
+            with self._work():
+                layer, replaced = await self.changes.register(message.name, query, body)
+        finally:
+            permit.release()
+        return layer_document(layer), 200 if replaced else 201
+
+    async def _audited(self, method: str, message: Any, sender: Sender, change: Callable[..., Any]) -> _Answer:
+        """Make a change, and tell the audit trail what became of it."""
+        caller = sender.authorise(_CHANGES)
+        result = "interrupted"
+        try:
+            document, status = await change(message, caller, sender.arena)
+            result = _RESULTS[status]
+        except NormserveError as error:
+            result = error.code
+            raise
+        finally:
+            who = {"key": caller.key, "address": caller.address, "request_id": sender.request_id}
+            audit.layer_changed(method, f"/v1/layers/{message.name}", result, **who)
+        return document, status
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        self.progress.begin()
+        try:
+            yield
+        finally:
+            self.progress.end()
+
+
+def _tensors(arena: Arena, located: Mapping[str, Located]) -> dict[str, Any]:
+    return {name: arena.tensor(name, each)[0] for name, each in located.items()}

@@ -1,0 +1,171 @@
+"""How much shared memory each user has, and when it is theirs no more."""
+
+import asyncio
+import os
+import queue
+from collections.abc import Callable
+
+from normserve.errors import OverloadedError, TooLargeError
+from normserve.memory.segments import Segment, make_segment, rounded
+
+#: A segment has at least so many bytes: each takes a descriptor.
+LEAST_BYTES = 2**20
+
+_MOST_SEGMENTS = 256
+_RETRY_AFTER_S = 5.0
+
+
+class LentSegment(Segment):
+    """Shared memory that a user is charged for until its mapping here has ended.
+
+    Whoever has it mapped may look at it for as long as its process lives, so its content is taken away only once
+    the client has given it back, or has ended.
+
+    Attributes:
+        uid: whose it is.
+        is_given_back: nobody looks at it any more.
+        registration: what keeps the device's driver aware of it; it goes before the memory does.
+        home: is told the user and the bytes once it has gone.
+    """
+
+    uid = 0
+    is_given_back = False
+    registration: object = None
+    home: "queue.SimpleQueue[tuple[int, int]] | None" = None
+
+    def __del__(self) -> None:
+        if self.home is not None:
+            self.registration = None
+            if self.is_given_back:
+                self.discard()
+            # Reentrant, unlike a lock: this may run within any allocation of any thread.
+            self.home.put((self.uid, len(self)))
+
+
+class _Account:
+    """What one user has."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.segments = 0
+
+
+class SharedMemory:
+    """Lends segments; belongs to the event loop's thread.
+
+    Attributes:
+        most_bytes: that one user may have.
+    """
+
+    def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
+        """Args: share: prepares memory for the device, for as long as what it returns lives."""
+        self._share = share
+        self.most_bytes = most_bytes
+        self._accounts: dict[int, _Account] = {}
+        self._returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all segments that are lent."""
+        self._collect()
+        return sum([account.bytes for account in self._accounts.values()])
+
+    async def lend(self, uid: int, nbytes: int) -> tuple[int, LentSegment]:
+        """A new segment of at least so many bytes: the descriptor, which is the caller's to close, and its mapping.
+
+        Raises:
+            TooLargeError: no user may have so many.
+            OverloadedError: this one may not now, or there is no memory.
+        """
+        self._collect()
+        nbytes = rounded(max(nbytes, LEAST_BYTES))
+        if nbytes > self.most_bytes:
+            raise TooLargeError(f"{nbytes} bytes of shared memory are more than local_bytes, {self.most_bytes}")
+        account = self._accounts.setdefault(uid, _Account())
+        if account.bytes + nbytes > self.most_bytes or account.segments >= _MOST_SEGMENTS:
+            raise OverloadedError(
+                f"{nbytes} more bytes of shared memory do not fit beside {account.bytes} in {account.segments} "
+                f"segments of this user's local_bytes, {self.most_bytes}",
+                _RETRY_AFTER_S,
+            )
+        account.bytes += nbytes
+        account.segments += 1
+        try:
+            # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
+            descriptor, segment = await asyncio.to_thread(self._make, nbytes)
+        except BaseException as error:
+            self._returned.put((uid, nbytes))
+            if isinstance(error, MemoryError):
+                raise OverloadedError(f"there is no shared memory of {nbytes} bytes now", _RETRY_AFTER_S) from None
+            raise
+        segment.uid, segment.home = uid, self._returned
+        return descriptor, segment
+
+    def _make(self, nbytes: int) -> tuple[int, LentSegment]:
+        descriptor, segment = make_segment(nbytes, LentSegment)
+        try:
+            with memoryview(segment) as memory:
+                segment.registration = self._share(memory)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor, segment
+
+    def _collect(self) -> None:
+        while not self._returned.empty():
+            uid, nbytes = self._returned.get()
+            account = self._accounts[uid]
+            account.bytes -= nbytes
+            account.segments -= 1
+            if not account.segments:
+                del self._accounts[uid]
+
+
+class Leftovers:
+    """Segments of connections that ended, for as long as their process lives, which may look at them still."""
+
+    def __init__(self) -> None:
+        self._of_process: dict[int, tuple[int, list[LentSegment]]] = {}
+
+    def __len__(self) -> int:
+        return sum([len(segments) for _, segments in self._of_process.values()])
+
+    def keep(self, pid: int, watch: int | None, segments: list[LentSegment]) -> None:
+        """Keep these until their process ends.
+
+        Args: watch: a descriptor that can be read once it has, which is closed here; None where there is none.
+        """
+        if watch is None or not segments:
+            if watch is not None:
+                os.close(watch)
+            give_back(segments)
+            return
+        # Those in a namespace that this process does not see have no number here.
+        key = pid or -watch
+        if key in self._of_process:
+            os.close(watch)
+            self._of_process[key][1].extend(segments)
+            return
+        self._of_process[key] = (watch, segments)
+        asyncio.get_running_loop().add_reader(watch, self._end, key)
+
+    def close(self) -> None:
+        """Watch no more, and leave everything as it is: the server ends, its clients may go on."""
+        for watch, _ in self._of_process.values():
+            asyncio.get_running_loop().remove_reader(watch)
+            os.close(watch)
+        self._of_process.clear()
+
+    def _end(self, key: int) -> None:
+        watch, segments = self._of_process.pop(key)
+        asyncio.get_running_loop().remove_reader(watch)
+        os.close(watch)
+        give_back(segments)
+
+
+def give_back(segments: list[LentSegment]) -> None:
+    """Nobody looks at these any more; they go with the last request that uses them."""
+    for segment in segments:
+        segment.is_given_back = True
+    # To take pages away and to unmap them takes a millisecond for 16 MiB.
+    asyncio.get_running_loop().run_in_executor(None, segments.clear)

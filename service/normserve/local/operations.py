@@ -1,0 +1,202 @@
+"""A request of an operation, as a frame describes it, becomes a job, and its result an answer."""
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from normserve.admission.callers import Caller
+from normserve.admission.permits import Limits, Permit
+from normserve.codec.local_frames import Compute, Done, Located
+from normserve.engine.engine import Engine
+from normserve.errors import NotFoundError
+from normserve.jobs.job import MAX_COMPARED_PARAMETER_BYTES, Layer, NormJob, NormResult, NormSpec, Op, Pass
+from normserve.jobs.memory_cost import MemoryCost
+from normserve.jobs.results import PARAMETERS, results_of
+from normserve.jobs.validation import costed_job
+from normserve.layers.registry import LayerRegistry
+from normserve.local.arena import Arena, check_places
+from normserve.memory.host_tensors import HostTensor
+from normserve.metrics.requests import RequestRecord
+from normserve.requests.admission import Admission
+from normserve.requests.parameters import make_spec, operation_parameters, parse_query
+
+_OPS = {op.value: op for op in Op}
+_PASSES = {direction.value: direction for direction in Pass}
+_WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for, checked as far as it can be without its tensors.
+
+    Attributes:
+        layer: its name.
+        timeout_ms: None where the server's holds.
+    """
+
+    spec: NormSpec
+    layer: str | None
+    timeout_ms: float | None
+
+
+@functools.lru_cache(maxsize=1024)
+def asked_for(op_name: str, pass_name: str, query: str) -> Asked:
+    """Read an operation's name, pass and parameters.
+
+    Raises:
+        NotFoundError: there is no such operation or pass.
+        InvalidParameterError: by what is wrong with the parameters.
+    """
+    op, direction = _OPS.get(op_name), _PASSES.get(pass_name)
+    if op is None or direction is None:
+        raise NotFoundError(f"operations are {', '.join(_OPS)}, each with the passes {' and '.join(_PASSES)}")
+    values = parse_query(query.encode(), operation_parameters(op, direction))
+    return Asked(make_spec(op, direction, values), values.get("layer"), values.get("timeout_ms"))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request as it is checked against the arena and a layer: what comes again like it need not be checked again.
+
+    Attributes:
+        spec: with what the layer says.
+        layer: whose parameters are used, if any.
+        tensors, places: in the arena.
+        shared: names of the tensors that a launch reads for other jobs as well.
+        is_over: a result is written over a tensor.
+        described: the results, as the answer says them.
+    """
+
+    spec: NormSpec
+    layer: Layer | None
+    tensors: Mapping[str, HostTensor]
+    places: Mapping[str, memoryview]
+    shared: tuple[str, ...]
+    is_over: bool
+    cost: MemoryCost
+    nbytes: int
+    described: msgspec.Raw
+
+
+class Request:
+    """A message that asks for an operation, and what is known of it from when it last came.
+
+    Attributes:
+        plan: None until it has been checked once.
+    """
+
+    __slots__ = ("message", "plan")
+
+    def __init__(self, message: Compute) -> None:
+        self.message = message
+        self.plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What operations are run with."""
+
+    engine: Engine
+    layers: LayerRegistry
+    limits: Limits
+    admission: Admission
+    timeout_ms: float
+
+    def admit(
+        self, request: Request, arena: Arena, caller: Caller, record: RequestRecord
+    ) -> tuple[NormJob, float, Permit]:
+        """Check a request and take a permit for it: the job, its deadline by `time.perf_counter`, the permit.
+
+        Raises:
+            NormserveError: by what is wrong with it, or with the moment; no permit is held.
+        """
+        record.waiting_in = "parse"
+        message = request.message
+        asked = asked_for(message.op, message.direction, message.query)
+        record.op, record.direction = asked.spec.op.label, asked.spec.direction.label
+        layer = None if asked.layer is None else self.layers.get(asked.layer)
+        self.engine.require_ready()
+        plan = request.plan
+        if plan is None or plan.layer is not layer:
+            plan = request.plan = _planned(message, asked.spec, layer, arena)
+        permit = self.limits.acquire(plan.nbytes, caller.tenant, caller.quota)
+        try:
+            tensors = plan.tensors
+            if plan.shared:
+                # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
+                # compared must be what is read, whatever the client writes meanwhile.
+                tensors = {**tensors, **{name: _copy(tensors[name]) for name in plan.shared}}
+            job = NormJob(plan.spec, tensors, layer, plan.is_over, plan.places)
+            self.admission.charge(permit, job, plan.cost, plan.nbytes)
+        except BaseException:
+            permit.release()
+            raise
+        record.dtype = job.x.dtype.label
+        record.received = plan.nbytes
+        record.stages["parse"] = time.perf_counter() - record.began
+        record.waiting_in = "queue"
+        timeout_ms = self.timeout_ms if asked.timeout_ms is None else asked.timeout_ms
+        return job, record.began + timeout_ms / 1000, permit
+
+
+def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena) -> Plan:
+    located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
+    tensors = {name: tensor for name, (tensor, _) in located.items()}
+    places = {name: arena.place(name, place) for name, place in message.results.items()}
+    job, cost = costed_job(spec, tensors, layer)
+    results = results_of(job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer)
+    spans = {name: span for name, (_, span) in located.items()}
+    is_over = check_places(results, message.results, spans, _WRITTEN_OVER[spec.direction])
+    described = {
+        name: Located(message.results[name].segment, message.results[name].offset, dtype.label, shape)
+        for name, (dtype, shape) in results.items()
+    }
+    shared = [name for name in PARAMETERS if name in tensors]
+    return Plan(
+        job.spec,
+        layer,
+        tensors,
+        places,
+        tuple(name for name in shared if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES),
+        is_over,
+        cost,
+        job.nbytes,
+        msgspec.Raw(msgspec.json.encode(described)),
+    )
+
+
+def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord) -> Done:
+    """The answer to an operation, whose results lie where the request wanted them."""
+    stages = record.stages
+    stages["queue"] = result.queue_s
+    stages["copy_in"] = result.copy_in_s
+    stages["kernel"] = result.kernel_s
+    stages["copy_out"] = result.copy_out_s
+    record.sent = sum([len(tensor.data) for tensor in result.tensors.values()])
+    assert request.plan is not None
+    return Done(
+        request_id,
+        request.plan.described,
+        {
+            "recv": 1e3 * stages["recv"],
+            "queue": 1e3 * result.queue_s,
+            "copy_in": 1e3 * result.copy_in_s,
+            "kernel": 1e3 * result.kernel_s,
+            "copy_out": 1e3 * result.copy_out_s,
+        },
+        result.kernel_bytes,
+        result.kernel_bandwidth,
+        result.batch_size,
+    )
+
+
+def copied(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    """The same tensors in memory that only this process writes."""
+    return {name: _copy(tensor) for name, tensor in tensors.items()}
+
+
+def _copy(tensor: HostTensor) -> HostTensor:
+    return HostTensor(tensor.dtype, tensor.shape, memoryview(bytearray(tensor.data)))

@@ -1,0 +1,90 @@
+"""Who is at the other end of a Unix socket, as the kernel says."""
+
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from normserve.errors import ForbiddenError
+
+_CREDENTIALS = struct.Struct("3i")
+# Of Linux since 6.5; Python has no name for it.
+_SO_PEERPIDFD = 77
+_OVERFLOW_UID = 65534
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process that made a connection.
+
+    Attributes:
+        pid: 0 where it is in a namespace that this process does not see.
+        uid: its user.
+    """
+
+    pid: int
+    uid: int
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> "Peer":
+        """Who connected.
+
+        Raises:
+            OSError: nobody is there any more.
+        """
+        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(told)
+        return cls(pid, uid & 0xFFFFFFFF)
+
+    def watch(self, connection: socket.socket) -> int | None:
+        """A descriptor that can be read once the process has ended; None where the kernel gives none."""
+        try:
+            told = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+            descriptor: int = struct.unpack("i", told)[0]
+            os.set_inheritable(descriptor, False)
+        except OSError:
+            return self._watch_by_number()
+        return descriptor
+
+    def _watch_by_number(self) -> int | None:
+        try:
+            return os.pidfd_open(self.pid) if self.pid > 0 else None
+        except OSError:
+            return None
+
+
+class Users:
+    """Who may connect, and which API key stands for whom."""
+
+    def __init__(self, listed: str) -> None:
+        """Args: listed: as the setting has it, `UID` or `UID=KEY`, divided by commas."""
+        entries = [entry.partition("=") for entry in listed.split(",") if entry]
+        self._keys: Mapping[int, str | None] = {os.geteuid(): None} | {
+            int(uid): key or None for uid, _, key in entries
+        }
+        # Stands for every user of another user namespace.
+        self._overflow_uid = _read_overflow_uid()
+
+    @property
+    def are_several(self) -> bool:
+        """Whether anybody but the server's own user may connect."""
+        return len(self._keys) > 1
+
+    def admit(self, uid: int) -> str | None:
+        """The name of the API key whose scopes and limits a user has, if one stands for them.
+
+        Raises:
+            ForbiddenError: that user may not connect.
+        """
+        if uid == self._overflow_uid or uid not in self._keys:
+            raise ForbiddenError("this user may not connect: --local-users lists who may")
+        return self._keys[uid]
+
+
+def _read_overflow_uid() -> int:
+    try:
+        return int(Path("/proc/sys/fs/overflowuid").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return _OVERFLOW_UID

@@ -1,0 +1,86 @@
+"""Connections of clients on the same host, from their first byte to their last."""
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable
+
+from normserve.codec.local_frames import Answer, write
+from normserve.errors import ForbiddenError, NormserveError
+from normserve.local.connection import Connection, Service
+from normserve.local.memory import Leftovers, LentSegment
+from normserve.local.peer import Peer, Users
+from normserve.local.wire import Wire
+from normserve.problems import document, status_of
+
+# Answers that wait for a client to read; no more of its requests are read meanwhile.
+_MOST_UNSENT = 64
+_POLL_S = 0.01
+
+
+class LocalServer:
+    """Serves connected sockets that others accept.  Belongs to the event loop's thread."""
+
+    def __init__(self, service: Service, users: Users, *, frame_s: float, send_s: float) -> None:
+        """Args:
+        frame_s: a frame must be whole so long after its first byte.
+        send_s: a client must have read what it was sent so long after.
+        """
+        self._service = service
+        self._users = users
+        self._frame_s, self._send_s = frame_s, send_s
+        self._connections: set[Connection] = set()
+        self._leftovers = Leftovers()
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._connections)
+
+    def serve(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
+        """Serve a connection until its end, of which `on_end` is told."""
+        try:
+            peer = Peer.of(connected)
+            key_name = self._users.admit(peer.uid)
+        except (ForbiddenError, OSError) as error:
+            if isinstance(error, ForbiddenError):
+                connected.setblocking(False)
+                _say(connected, refusal(error))
+            connected.close()
+            on_end()
+            return
+        connection = Connection(self._service, peer, key_name)
+        connection.on_gone = functools.partial(self._end, connection, connected, on_end)
+        self._connections.add(connection)
+        timing = {"frame_s": self._frame_s, "send_s": self._send_s}
+        connection.serve(Wire(connected, connection, most_unsent=_MOST_UNSENT, **timing))
+
+    async def close(self, within_s: float) -> None:
+        """Let what is under way be answered, then end all connections; what clients have mapped stays theirs."""
+        give_up = asyncio.get_running_loop().time() + within_s
+        while any(each.is_busy for each in self._connections) and asyncio.get_running_loop().time() < give_up:
+            await asyncio.sleep(_POLL_S)
+        for connection in tuple(self._connections):
+            connection.close()
+        self._leftovers.close()
+
+    def _end(
+        self, connection: Connection, connected: socket.socket, on_end: Callable[[], None], left: list[LentSegment]
+    ) -> None:
+        self._connections.discard(connection)
+        # Where nothing is left over nobody need be watched.
+        watch = connection.peer.watch(connected) if left else None
+        self._leftovers.keep(connection.peer.pid, watch, left)
+        on_end()
+
+
+def refusal(error: NormserveError) -> bytes:
+    """What a client is told that gets no connection."""
+    return write(0, Answer(status=status_of(error), problem=document(error, "")))
+
+
+def _say(connected: socket.socket, frame: bytes) -> None:
+    try:
+        connected.send(frame)
+    except OSError:
+        return

@@ -1,0 +1,77 @@
+"""Who a connection's client is, and what it may do."""
+
+import time
+from collections.abc import Set
+
+from normserve.admission.callers import Caller
+from normserve.admission.keys import Grant, Keyring, KeyScope
+from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Hello
+from normserve.errors import ForbiddenError, InvalidParameterError, MalformedPayloadError, UnauthorizedError
+from normserve.logs.audit import Refusals
+from normserve.metrics.requests import RequestRecord
+
+
+class Session:
+    """What a client has said of itself, and what the kernel has.
+
+    Attributes:
+        caller: who it is, as far as its messages have shown.
+    """
+
+    def __init__(self, uid: int, key_name: str | None, keys: Keyring | None, refusals: Refusals) -> None:
+        """Args:
+        key_name: of the API key that stands for the user.
+        keys: None where no key is asked for.
+        refusals: is told of messages that were refused for want of a key.
+        """
+        self.caller = Caller(f"uid {uid}")
+        self._key_name = key_name
+        self._keys = keys
+        self._refusals = refusals
+        self._token: bytes | None = None
+        self._is_greeted = False
+
+    def greet(self, message: Hello) -> dict[str, int]:
+        """What a client must know before it asks.
+
+        Raises:
+            InvalidParameterError: it speaks another version.
+        """
+        if message.version != VERSION:
+            raise InvalidParameterError(f"the protocol's version must be {VERSION}, got {message.version}")
+        self._is_greeted = True
+        self._token = None if message.key is None else message.key.encode()
+        return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES}
+
+    def authorise(self, needed: Set[KeyScope], record: RequestRecord) -> Caller:
+        """Let a message pass, if it comes from somebody who may send it; who that is.
+
+        Raises:
+            MalformedPayloadError: the client has not said hello.
+            UnauthorizedError, ForbiddenError, RateLimitedError: its key does not allow it.
+        """
+        if not self._is_greeted:
+            raise MalformedPayloadError("the first message must be hello")
+        if self._keys is None:
+            return self.caller
+        try:
+            grant = self._granted(self._keys)
+            self.caller = grant.caller(self.caller.address)
+            record.key = grant.key.name
+            grant.require_scope(needed, time.time())
+        except (UnauthorizedError, ForbiddenError) as error:
+            self._refusals.tell(error.code, "local", record.op, key=record.key, address=self.caller.address)
+            raise
+        grant.take_request()
+        return self.caller
+
+    def _granted(self, keys: Keyring) -> Grant:
+        if self._token is not None:
+            grant = keys.find(self._token)
+        else:
+            grant = None if self._key_name is None else keys.named(self._key_name)
+        if grant is not None:
+            return grant
+        if self._token is None:
+            raise UnauthorizedError("an API key must be given in hello")
+        raise UnauthorizedError("the API key is not one that the server knows")

@@ -1,0 +1,181 @@
+"""One connection's socket: frames come out of it, frames and descriptors go into it, on the event loop's thread.
+
+Descriptors that a client sends are never received: no call here makes room for them, so the kernel closes them.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from normserve.codec.local_frames import MAX_FRAME_BYTES, Frames
+from normserve.errors import NormserveError
+
+_READ_BYTES = 64 * 1024
+
+
+class Listener(Protocol):
+    """Whom a wire tells what happens."""
+
+    def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
+        """A frame has come; its first byte at `began` and its last at `ended`, by `time.perf_counter`."""
+
+    def on_fault(self, error: NormserveError) -> None:
+        """What came is no frame; nothing after it can be told apart."""
+
+    def on_end(self) -> None:
+        """The connection has ended; called once."""
+
+
+class Wire:
+    """A connected Unix socket."""
+
+    def __init__(
+        self, connection: socket.socket, listener: Listener, *, frame_s: float, send_s: float, most_unsent: int
+    ) -> None:
+        """Args:
+        frame_s: a frame must be whole so long after its first byte.
+        send_s: the client must have read what it was sent so long after.
+        most_unsent: frames that may wait for a client to read; it is not read from meanwhile.
+        """
+        connection.setblocking(False)
+        self._connection = connection
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._frames = Frames(MAX_FRAME_BYTES)
+        self._frame_s, self._send_s, self._most_unsent = frame_s, send_s, most_unsent
+        self._began = 0.0
+        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._frame_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._is_reading = False
+        self._wants_input = False
+        self.is_open = True
+
+    def read(self, *, wanted: bool) -> None:
+        """Whether more frames are wanted now."""
+        self._wants_input = wanted
+        wanted = wanted and self.is_open and len(self._unsent) <= self._most_unsent
+        if wanted == self._is_reading:
+            return
+        self._is_reading = wanted
+        if wanted:
+            self._loop.add_reader(self._connection, self._receive)
+        else:
+            self._loop.remove_reader(self._connection)
+        # While nobody reads, the rest of a frame cannot come.
+        self._time_frame(runs=wanted and self._frames.is_within)
+
+    def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a frame, now or once the client reads; the descriptors that go with it are closed then."""
+        if not self.is_open:
+            _close(descriptors)
+            return
+        if not self._unsent:
+            try:
+                sent = self._pass_on(frame, descriptors)
+            except OSError:
+                _close(descriptors)
+                self.close()
+                return
+            if sent == len(frame):
+                return
+            # What goes with a frame goes with its first byte.
+            descriptors = () if sent else descriptors
+            frame = frame[sent:]
+            self._loop.add_writer(self._connection, self._flush)
+            self._send_timer = self._loop.call_later(self._send_s, self.close)
+        self._unsent.append((memoryview(frame), descriptors))
+        self.read(wanted=self._wants_input)
+
+    def close(self) -> None:
+        """End the connection."""
+        if not self.is_open:
+            return
+        self.read(wanted=False)
+        self.is_open = False
+        self._time_frame(runs=False)
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+        if self._unsent:
+            self._loop.remove_writer(self._connection)
+        for _, descriptors in self._unsent:
+            _close(descriptors)
+        self._unsent.clear()
+        self._listener.on_end()
+        self._connection.close()
+
+    def _receive(self) -> None:
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        ended = time.perf_counter()
+        began = self._began if self._frames.is_within else ended
+        try:
+            found = self._frames.feed(data)
+        except NormserveError as error:
+            self._listener.on_fault(error)
+            return
+        if found or not self._frames.is_within:
+            self._time_frame(runs=False)
+        if self._frames.is_within:
+            self._began = ended if found else began
+            self._time_frame(runs=True)
+        for tag, content in found:
+            self._listener.on_frame(tag, content, began, ended)
+            began = ended
+
+    def _time_frame(self, *, runs: bool) -> None:
+        """Let the clock run for a frame that is not whole, or stop it."""
+        if runs and self._frame_timer is None:
+            self._frame_timer = self._loop.call_later(self._frame_s, self.close)
+        elif not runs and self._frame_timer is not None:
+            self._frame_timer.cancel()
+            self._frame_timer = None
+
+    def _pass_on(self, frame: bytes | memoryview, descriptors: Sequence[int]) -> int:
+        try:
+            if not descriptors:
+                return self._connection.send(frame)
+            sent = socket.send_fds(self._connection, [frame], list(descriptors))
+        except (BlockingIOError, InterruptedError):
+            return 0
+        _close(descriptors)
+        return sent
+
+    def _flush(self) -> None:
+        while self._unsent:
+            frame, descriptors = self._unsent.popleft()
+            try:
+                sent = self._pass_on(frame, descriptors)
+            except OSError:
+                self._unsent.appendleft((frame, descriptors))
+                self.close()
+                return
+            if sent < len(frame):
+                self._unsent.appendleft((frame[sent:], () if sent else descriptors))
+                break
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        if self._unsent:
+            self._send_timer = self._loop.call_later(self._send_s, self.close)
+        else:
+            self._loop.remove_writer(self._connection)
+        self.read(wanted=self._wants_input)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,106 @@
+"""Memory that two processes share: a sealed file without a name, whose descriptor is handed over.
+
+Nobody can shrink it, so that no access to what was mapped ever faults; all of its pages are there from the
+beginning, so that none waits for one.  What a process has mapped nobody can take back, but `Segment.discard` takes
+back the content.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import TypeVar
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# Since Linux 6.3; nobody shall run what it holds.
+_MFD_NOEXEC_SEAL = 8
+
+
+_S = TypeVar("_S", bound="Segment")
+
+
+class Segment(mmap.mmap):
+    """A mapping of one piece of shared memory: there for as long as a view of it is.
+
+    A `memoryview` of it keeps it mapped.
+    """
+
+    def discard(self) -> None:
+        """Take its content and its pages away, for whoever maps it; from then on it reads as zeros."""
+        with contextlib.suppress(OSError, ValueError):
+            self.madvise(mmap.MADV_REMOVE)
+
+
+def make_segment(nbytes: int, kind: type[_S]) -> tuple[int, _S]:
+    """New shared memory of zeros: the descriptor to hand over, which is the caller's to close, and its mapping.
+
+    Args:
+        nbytes: rounded up to whole pages.
+        kind: what maps it: `Segment`, or what is made of that.
+
+    Raises:
+        MemoryError: there is no more.
+    """
+    nbytes = rounded(nbytes)
+    # The system would take pages until there are none, and then end some process.
+    if nbytes > _available_bytes():
+        raise MemoryError(f"there is no shared memory of {nbytes} bytes")
+    descriptor = _memory_file()
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return descriptor, _mapped(descriptor, nbytes, kind)
+    except OSError as error:
+        os.close(descriptor)
+        raise MemoryError(f"there is no shared memory of {nbytes} bytes: {error.strerror}") from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def map_segment(descriptor: int) -> Segment:
+    """Map what another process made; the descriptor stays the caller's.
+
+    Raises:
+        ValueError: it is no memory that keeps its size, or it is empty.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        nbytes = os.fstat(descriptor).st_size
+        if seals & fcntl.F_SEAL_SHRINK and nbytes:
+            return _mapped(descriptor, nbytes, Segment)
+    except OSError as error:
+        raise ValueError(f"the descriptor is of no shared memory: {error.strerror}") from None
+    raise ValueError("shared memory must be sealed against shrinking, this is not")
+
+
+def rounded(nbytes: int) -> int:
+    """Whole pages, at least one."""
+    return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+def _available_bytes() -> int:
+    """What the system could give without taking it from anybody."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * PAGE_BYTES
+
+
+def _memory_file() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("normserve", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise MemoryError(f"there is no shared memory: {error.strerror}") from None
+    return os.memfd_create("normserve", flags)
+
+
+def _mapped(descriptor: int, nbytes: int, kind: type[_S]) -> _S:
+    return kind(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)

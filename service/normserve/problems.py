@@ -1,0 +1,84 @@
+"""From errors to what clients are told: the one table of statuses, and problem documents (RFC 9457).
+
+Every transport answers with these; the statuses are those of HTTP.
+"""
+
+import math
+from http import HTTPStatus
+from typing import Any
+
+from normserve import errors
+from normserve.errors import DeviceOutOfMemoryError, NormserveError, RetryLaterError
+
+STATUSES: dict[type[NormserveError], int] = {
+    errors.NormserveError: 500,
+    errors.MalformedHttpError: 400,
+    errors.MalformedPayloadError: 400,
+    errors.UnauthorizedError: 401,
+    errors.ForbiddenError: 403,
+    errors.ForbiddenOriginError: 403,
+    errors.NotFoundError: 404,
+    errors.UnknownLayerError: 404,
+    errors.MethodNotAllowedError: 405,
+    errors.NotAcceptableError: 406,
+    errors.RequestTimeoutError: 408,
+    errors.TooLargeError: 413,
+    errors.UnsupportedMediaTypeError: 415,
+    errors.MisdirectedRequestError: 421,
+    errors.InvalidRequestError: 422,
+    errors.InvalidParameterError: 422,
+    errors.InvalidShapeError: 422,
+    errors.UnsupportedDtypeError: 422,
+    errors.MissingTensorError: 422,
+    errors.UnexpectedTensorError: 422,
+    errors.RetryLaterError: 503,
+    errors.OverloadedError: 429,
+    errors.RateLimitedError: 429,
+    errors.HeadersTooLargeError: 431,
+    errors.ClientLeftError: 499,
+    errors.DeviceFailureError: 500,
+    errors.UnsupportedTransferEncodingError: 501,
+    errors.DrainingError: 503,
+    errors.TooManyConnectionsError: 503,
+    errors.NotReadyError: 503,
+    errors.StalledError: 503,
+    errors.ChangeFailedError: 503,
+    errors.StorageError: 503,
+    errors.DeviceOutOfMemoryError: 503,
+    errors.DeadlineExceededError: 504,
+}
+
+
+def status_of(error: NormserveError) -> int:
+    """The status that answers an error."""
+    return STATUSES[type(error)]
+
+
+def document(error: NormserveError, request_id: str) -> dict[str, Any]:
+    """An error as a problem document."""
+    status = status_of(error)
+    return {
+        "type": f"urn:normserve:error:{error.code}",
+        "title": title_of(status),
+        "status": status,
+        "detail": error.detail,
+        "code": error.code,
+        "request_id": request_id,
+    }
+
+
+def retry_after(error: RetryLaterError) -> int:
+    """After how many seconds the request may come again."""
+    return max(1, math.ceil(error.retry_after_s))
+
+
+def unexpected(error: BaseException) -> NormserveError:
+    """What a client hears of an error that nobody expected: nothing but whether it may pass."""
+    if isinstance(error, MemoryError):
+        return DeviceOutOfMemoryError("there is not enough memory for this request now")
+    return NormserveError("an error of the server's own")
+
+
+def title_of(status: int) -> str:
+    """What a status is called."""
+    return "Client Closed Request" if status == 499 else HTTPStatus(status).phrase

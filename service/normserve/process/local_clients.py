@@ -1,0 +1,47 @@
+"""The parts of a process that serve clients on the same host, put together."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from normserve.http.app import Service
+from normserve.local.connection import Service as LocalService
+from normserve.local.layers import LayerMessages
+from normserve.local.memory import SharedMemory
+from normserve.local.operations import Operations
+from normserve.local.peer import Users
+from normserve.local.server import LocalServer, refusal
+from normserve.logs.audit import Refusals
+from normserve.process.connections import ConnectionLimits
+from normserve.requests.admission import Admission
+from normserve.settings import Settings
+
+
+def local_limits(settings: Settings, on_refused: Callable[[str], None]) -> ConnectionLimits:
+    """How many connections of such clients there may be."""
+    return ConnectionLimits(
+        max_all=settings.max_connections,
+        max_per_address=settings.local_connections,
+        on_refused=on_refused,
+        of_address="local_connections",
+        farewell=refusal,
+    )
+
+
+def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, Any]]]) -> LocalServer:
+    """Answers them with what HTTP is answered with.
+
+    Args: describe: what `/v1/info` answers.
+    """
+    settings, progress = service.settings, service.stalls.requests
+    admission = Admission(service.engine, settings.max_inflight_bytes)
+    operations = Operations(service.engine, service.layers, service.limits, admission, settings.timeout_ms)
+    layers = LayerMessages(operations, service.changes, progress)
+    memory = SharedMemory(settings.local_bytes, service.engine.share)
+    local = LocalServer(
+        LocalService(operations, layers, service.keys, Refusals(), service.metrics, progress, memory, describe),
+        Users(settings.local_users),
+        frame_s=settings.header_timeout_s,
+        send_s=settings.send_timeout_s,
+    )
+    service.metrics.watch_local(lambda: local.connections, lambda: memory.nbytes)
+    return local

@@ -1,0 +1,83 @@
+"""The client's allocator: blocks never overlap, and everything comes back."""
+
+import gc
+import os
+import random
+import threading
+
+import numpy as np
+import pytest
+from normserve.client.local.arena import Arena
+from normserve.memory.segments import Segment, make_segment
+
+SEGMENT = 2**16
+
+
+@pytest.fixture
+def arena():
+    arena = Arena()
+    for number in (3, 7):
+        descriptor, segment = make_segment(SEGMENT, Segment)
+        os.close(descriptor)
+        arena.add(number, segment)
+    return arena
+
+
+def test_blocks_never_overlap_and_all_of_them_come_back(arena):
+    choose = random.Random(0)
+    held: dict[int, tuple[np.ndarray, int]] = {}
+    refused = 0
+    for step in range(4000):
+        if held and choose.random() < 0.5:
+            block, mark = held.pop(choose.choice(list(held)))
+            assert (block == mark).all()
+            del block
+            continue
+        block = arena.take(choose.choice([1, 64, 100, 5000, 20_000]))
+        if block is None:
+            refused += 1
+            continue
+        assert block.place.offset % 64 == 0
+        mark = step % 251
+        block[:] = mark
+        held[step] = block, mark
+    assert refused
+    held.clear()
+    block = None
+    gc.collect()
+    whole = [arena.take(SEGMENT) for _ in range(2)]
+    assert {block.place.segment for block in whole} == {3, 7}
+    assert arena.take(1) is None
+
+
+def test_a_block_stays_while_any_view_of_it_does(arena):
+    whole = [arena.take(SEGMENT) for _ in range(2)]
+    view = np.frombuffer(whole.pop().data, np.float32)[5:6]
+    gc.collect()
+    assert arena.take(1) is None
+    del view
+    gc.collect()
+    assert arena.take(1) is not None
+
+
+def test_it_knows_what_lies_in_it(arena):
+    block = arena.take(1000)
+    assert arena.locate(block.data) == (block.place.segment, block.place.offset)
+    assert arena.locate(block.data[64:]) == (block.place.segment, block.place.offset + 64)
+    assert arena.locate(memoryview(bytearray(1000))) is None
+
+
+def test_once_empty_is_told_once_by_whoever_returns_the_last_block(arena):
+    told = []
+    held = [arena.take(256) for _ in range(100)]
+    arena.once_empty(lambda: told.append(1))
+    threads = [threading.Thread(target=lambda: [held.pop() for _ in range(25)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert told == [1]
+    other = Arena()
+    other.once_empty(lambda: told.append(2))
+    assert told == [1, 2]

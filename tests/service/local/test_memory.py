@@ -1,0 +1,109 @@
+"""Whose shared memory there is: charged until its mapping has ended, given back when its process has."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+from normserve.errors import OverloadedError, TooLargeError
+from normserve.local.memory import LEAST_BYTES, Leftovers, SharedMemory, give_back
+
+
+class Registration:
+    """Of a driver."""
+
+
+def lend(memory: SharedMemory, uid: int = 7, nbytes: int = 1):
+    descriptor, segment = asyncio.run(memory.lend(uid, nbytes))
+    os.close(descriptor)
+    return segment
+
+
+def test_a_user_is_charged_until_the_last_view_is_gone():
+    memory = SharedMemory(3 * LEAST_BYTES)
+    kept = [lend(memory), lend(memory, nbytes=2 * LEAST_BYTES)]
+    with pytest.raises(OverloadedError, match="local_bytes"):
+        lend(memory)
+    assert len(lend(memory, uid=8)) == LEAST_BYTES
+    view = memoryview(kept.pop())[:1]
+    gc.collect()
+    assert memory.nbytes == 3 * LEAST_BYTES
+    del view
+    gc.collect()
+    assert memory.nbytes == LEAST_BYTES
+    assert len(lend(memory, nbytes=2 * LEAST_BYTES)) == 2 * LEAST_BYTES
+
+
+def test_what_can_never_be_lent_is_told_apart():
+    memory = SharedMemory(3 * LEAST_BYTES)
+    for nbytes in (3 * LEAST_BYTES + 1, 2**63 - 1):
+        with pytest.raises(TooLargeError):
+            lend(memory, nbytes=nbytes)
+
+
+def test_what_fails_is_not_charged():
+    def refuse(memory: memoryview) -> object:
+        raise MemoryError("injected")
+
+    memory = SharedMemory(LEAST_BYTES, refuse)
+    for _ in range(3):
+        with pytest.raises(OverloadedError, match="no shared memory"):
+            lend(memory)
+        gc.collect()
+    assert memory.nbytes == 0
+
+
+def test_the_driver_forgets_memory_before_it_goes():
+    made: list[weakref.ref[Registration]] = []
+
+    def share(memory: memoryview) -> Registration:
+        registration = Registration()
+        made.append(weakref.ref(registration))
+        return registration
+
+    segment = lend(SharedMemory(LEAST_BYTES, share))
+    assert made[0]() is not None
+    del segment
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_what_is_left_over_is_given_back_once_its_process_has_ended():
+    async def check():
+        memory, leftovers = SharedMemory(4 * LEAST_BYTES), Leftovers()
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            for _ in range(2):
+                descriptor, segment = await memory.lend(7, 1)
+                os.close(descriptor)
+                leftovers.keep(process.pid, os.pidfd_open(process.pid), [segment])
+            del segment
+            await asyncio.sleep(0.05)
+            assert (len(leftovers), memory.nbytes) == (2, 2 * LEAST_BYTES)
+            process.stdin.close()
+            while memory.nbytes:
+                await asyncio.sleep(0.01)
+        assert len(leftovers) == 0
+
+    asyncio.run(asyncio.wait_for(check(), 20))
+
+
+def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
+    async def check():
+        memory = SharedMemory(LEAST_BYTES)
+        descriptor, segment = await memory.lend(7, 1)
+        from normserve.memory.segments import map_segment
+
+        theirs = map_segment(descriptor)
+        os.close(descriptor)
+        theirs[3] = 9
+        segments = [segment]
+        del segment
+        give_back(segments)
+        while memory.nbytes:
+            await asyncio.sleep(0.01)
+        assert theirs[3] == 0
+
+    asyncio.run(asyncio.wait_for(check(), 20))
