@@ -108,7 +108,7 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
 def _from_torch(name: str, tensor: Any) -> HostTensor:
     torch: Any = sys.modules["torch"]
     dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
     return HostTensor(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().data)
 
 

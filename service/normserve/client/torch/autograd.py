@@ -1,0 +1,165 @@
+"""The client's operations as differentiable functions of tensors."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normserve.client.client import Client
+from normserve.client.results import BackwardResult, ForwardResult
+
+# Where autocast computes norms in float32 and returns that.
+_AUTOCASTING_DEVICES = ("cuda",)
+_AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One of the client's operations, both of its passes.
+
+    Attributes:
+        name: of the client's method that runs forward.
+        options: what both passes are told beside tensors.
+        out_dtype: of y; None is x's.
+    """
+
+    client: Client
+    name: str
+    options: Mapping[str, object]
+    out_dtype: str | None
+
+    def forward(self, tensors: Mapping[str, Tensor], *, stats: bool) -> ForwardResult[Tensor]:
+        run: Callable[..., ForwardResult[Tensor]] = getattr(self.client, self.name)
+        return run(**tensors, **self.options, out_dtype=self.out_dtype, stats=stats or None)
+
+    def backward(self, tensors: Mapping[str, Tensor]) -> BackwardResult[Tensor]:
+        run: Callable[..., BackwardResult[Tensor]] = getattr(self.client, f"{self.name}_backward")
+        return run(**tensors, **self.options)
+
+
+_INPUTS = ("x", "weight", "bias", "scale", "shift")
+
+
+class _Norm(torch.autograd.Function):
+    """y of an operation of x, weight, bias, scale and shift, and its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, is_differentiated: bool, *inputs: Tensor | None) -> Tensor:
+        tensors = _given(inputs)
+        result = operation.forward(tensors, stats=is_differentiated)
+        if is_differentiated:
+            *_, needs_bias, _, needs_shift = ctx.needs_input_grad
+            ctx.operation = operation
+            kept = _for_backward(tensors, operation, needs_bias, needs_shift)
+            ctx.save_for_backward(*map(kept.get, _INPUTS), _alone(result.mean), _alone(result.rstd))
+        # Not as a view of what was received: autograd lets nobody change such a result in place.
+        return result.y.data
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        gradients = _Gradients.apply(ctx.operation, dy, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        # The service computes the gradients of all that it is sent.
+        return (
+            None,
+            None,
+            *(
+                gradient if needed else None
+                for gradient, needed in zip(gradients, ctx.needs_input_grad[2:], strict=True)
+            ),
+        )
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of what went into `_Norm`: a function of its own, so that its derivative can be refused.
+
+    `once_differentiable` would leave out of a second derivative, without a word, what comes by way of x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, mean, rstd = saved
+        tensors = {"dy": dy, **_given(inputs)}
+        if mean is not None:
+            tensors["mean"] = mean
+        if rstd is not None:
+            tensors["rstd"] = rstd
+        result = operation.backward(tensors)
+        return result.dx, *map(_alone, (result.dweight, result.dbias, result.dscale, result.dshift))
+
+    @staticmethod
+    def backward(_: Any, *__: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the service computes no second derivatives: use torch's or fusednorm's module for these"
+        )
+
+
+def _given(inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in zip(_INPUTS, inputs, strict=True) if tensor is not None}
+
+
+def _alone(tensor: Tensor | None) -> Tensor | None:
+    """A short tensor that is kept for long, in memory of its own: results may be parts of a whole answer."""
+    return None if tensor is None else tensor.clone()
+
+
+def _for_backward(
+    tensors: Mapping[str, Tensor], operation: Operation, needs_bias: bool, needs_shift: bool
+) -> dict[str, Tensor]:
+    """The inputs that backward needs: what is added after all else only where its gradient is asked for."""
+    kept = dict(tensors)
+    if operation.options["activation"] == "none":
+        if not needs_shift:
+            kept.pop("shift", None)
+        # The gradient of scale is that of a product with what bias is a part of.
+        if not needs_bias and "scale" not in tensors:
+            kept.pop("bias", None)
+    return kept
+
+
+def _computed(operation: Operation, *inputs: Tensor | None) -> Tensor:
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError("torch.jit.trace cannot record a call of the service: use the module as it is")
+    is_differentiated = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in inputs
+    )
+    y: Tensor = _Norm.apply(operation, is_differentiated, *inputs)  # type: ignore[no-untyped-call]
+    return y
+
+
+_untraced: Callable[..., Tensor] | None = None
+
+
+def normalise(
+    client: Client,
+    name: str,
+    options: Mapping[str, object],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """y of one of the client's operations, differentiable in all tensors; a graph break for `torch.compile`.
+
+    Args:
+        name, options: of the client's method, and what both of its passes are told beside tensors; `activation` is
+            among it.
+    """
+    global _untraced
+    operation = Operation(client, name, options, _out_dtype(name, x))
+    # Nobody compiles where this is not loaded, which takes longer than all the client does in its first second.
+    if "torch._dynamo" not in sys.modules:
+        return _computed(operation, x, weight, bias, scale, shift)
+    if _untraced is None:
+        _untraced = torch.compiler.disable(_computed)
+    return _untraced(operation, x, weight, bias, scale, shift)
+
+
+def _out_dtype(name: str, x: Tensor) -> str | None:
+    device = x.device.type
+    if device not in _AUTOCASTING_DEVICES or not torch.is_autocast_enabled(device):
+        return None
+    return "float32" if name != "rms_norm" or _AUTOCASTS_RMS_NORM else None

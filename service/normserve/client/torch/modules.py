@@ -1,0 +1,201 @@
+"""The modules: torch's constructors, state_dict and repr, computed by the service."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normserve.client.client import Client
+from normserve.client.torch.autograd import normalise
+
+
+class _Kept:
+    """A module's client: copies of the module share it, and pickles leave it out."""
+
+    def __init__(self, client: Client | None = None) -> None:
+        self.client = client
+
+    def __deepcopy__(self, memo: object) -> "_Kept":
+        return self
+
+    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
+        return _Kept, ()
+
+
+class _Remote(nn.Module):
+    """A module that has a client."""
+
+    activation: str
+    _kept: _Kept
+
+    @property
+    def client(self) -> Client:
+        """What carries the module's calls.
+
+        Raises:
+            RuntimeError: there is none, since the module was pickled.
+        """
+        client = self._kept.client
+        if client is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no client, which pickling leaves behind: set the module's `client`"
+            )
+        return client
+
+    @client.setter
+    def client(self, client: Client) -> None:
+        if not isinstance(client, Client):
+            raise TypeError(f"client must be a normserve.client.Client, got {type(client).__name__}")
+        self._kept = _Kept(client)
+
+    def _options(self, eps: float) -> dict[str, object]:
+        return {"eps": eps, "activation": self.activation}
+
+
+class LayerNorm(_Remote, nn.LayerNorm):
+    """torch.nn.LayerNorm, computed by the service.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
+        client: carries the calls; modules and threads may share one.
+        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
+        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
+    """
+
+    def __init__(
+        self, *args: Any, client: Client, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any
+    ) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
+        super().__init__(*args, **kwargs)
+        _check_weight_offset(weight_offset, self.weight)
+        self.activation = activation
+        self.client = client
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        super().reset_parameters()
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., *normalized_shape] of float32, float16 or bfloat16, normalised over the last axes.
+
+        Raises:
+            ValueError: x or a parameter has other axes.
+            TypeError: x or a parameter is of another type.
+            ClientError: see `normserve.client.errors`.
+        """
+        shape = self.normalized_shape
+        weight = _with_offset(_one_axis("weight", self.weight, shape), self.weight_offset)
+        bias = _one_axis("bias", self.bias, shape)
+        y = normalise(self.client, "layer_norm", self._options(self.eps), _rows_of(x, shape), weight, bias)
+        return y if len(shape) == 1 else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), self.activation, self.weight_offset)
+
+
+class RMSNorm(_Remote, nn.RMSNorm):
+    """torch.nn.RMSNorm, computed by the service.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as torch.nn.RMSNorm has them; eps None is the
+            machine epsilon of float32, in which the service computes.
+        client, activation, weight_offset: as `LayerNorm`.
+    """
+
+    def __init__(
+        self, *args: Any, client: Client, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any
+    ) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
+        super().__init__(*args, **kwargs)
+        _check_weight_offset(weight_offset, self.weight)
+        self.activation = activation
+        self.client = client
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        super().reset_parameters()
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `LayerNorm.forward`."""
+        shape = self.normalized_shape
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        weight = _with_offset(_one_axis("weight", self.weight, shape), self.weight_offset)
+        y = normalise(self.client, "rms_norm", self._options(eps), _rows_of(x, shape), weight)
+        return y if len(shape) == 1 else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), self.activation, self.weight_offset)
+
+
+class GroupNorm(_Remote, nn.GroupNorm):
+    """torch.nn.GroupNorm, computed by the service.
+
+    Args:
+        num_groups, num_channels, eps, affine, device, dtype: as torch.nn.GroupNorm has them.
+        client, activation: as `LayerNorm`.
+    """
+
+    def __init__(self, *args: Any, client: Client, activation: str = "none", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+        self.client = client
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
+
+        scale and shift [N, C] are a sample's own affine step after the norm's: y = act(z * (1 + scale) + shift).
+
+        Raises: as `LayerNorm.forward`.
+        """
+        is_channels_last = x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+        options = self._options(self.eps)
+        options |= {"num_groups": self.num_groups, "layout": "nhwc" if is_channels_last else "nchw"}
+        if is_channels_last:
+            x = x.movedim(1, -1)
+        y = normalise(self.client, "group_norm", options, x, self.weight, self.bias, scale, shift)
+        return y.movedim(-1, 1) if is_channels_last else y
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), self.activation)
+
+
+def _rows_of(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    axes = len(normalized_shape)
+    if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
+        raise ValueError(
+            f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
+        )
+    return x if axes == 1 else x.flatten(-axes)
+
+
+def _one_axis(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    if parameter is None:
+        return None
+    if tuple(parameter.shape) != tuple(normalized_shape):
+        raise ValueError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
+    return parameter if len(normalized_shape) == 1 else parameter.flatten()
+
+
+def _with_offset(weight: Tensor | None, offset: float) -> Tensor | None:
+    """In float32, in which the kernels add it: the sum would lose bits in a shorter type."""
+    return weight.float() + offset if offset and weight is not None else weight
+
+
+def _check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:
+    if weight_offset not in (0.0, 1.0):
+        raise ValueError(f"weight_offset must be 0 or 1, got {weight_offset}")
+    if weight_offset and weight is None:
+        raise ValueError("weight_offset needs a weight, got None")
+
+
+def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
+    """torch's `extra_repr`, and what differs from torch's module."""
+    if weight_offset:
+        text += f", weight_offset={weight_offset}"
+    return text if activation == "none" else f"{text}, activation={activation!r}"

@@ -1,0 +1,133 @@
+"""Modules that normalise in the service: what is settled before anything is sent, and what an answer may do."""
+
+import sys
+
+import fusednorm
+import numpy as np
+import pytest
+import torch
+from normserve.client import AsyncClient, OverloadedError, ServerFailureError, UnexpectedAnswerError
+from normserve.client import torch as remote
+from normserve.client.torch import autograd
+from torch import nn
+
+from .fake_server import FakeServer, problem_answer, tensors_answer
+
+KINDS = {
+    "layer norm": ("LayerNorm", (6,), {}),
+    "layer norm of two axes": ("LayerNorm", ((4, 8),), {"eps": 1e-3}),
+    "layer norm without bias": ("LayerNorm", (6,), {"bias": False}),
+    "layer norm without parameters": ("LayerNorm", (6,), {"elementwise_affine": False}),
+    "RMS norm": ("RMSNorm", (6,), {}),
+    "RMS norm with eps": ("RMSNorm", (6,), {"eps": 1e-3}),
+    "group norm": ("GroupNorm", (3, 6), {}),
+    "group norm without parameters": ("GroupNorm", (3, 6), {"affine": False}),
+}
+X = torch.arange(12.0).view(2, 6)
+
+
+@pytest.fixture
+def client(connect):
+    return connect(FakeServer())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("library", [nn, fusednorm])
+def test_state_dicts_fit_both_ways(client, kind, library):
+    name, arguments, options = KINDS[kind]
+    theirs = getattr(library, name)(*arguments, **options)
+    ours = getattr(remote, name)(*arguments, **options, client=client)
+    assert repr(ours) == repr(theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for source, sink in ((theirs, ours), (ours, theirs)):
+        for parameter in source.parameters():
+            nn.init.normal_(parameter)
+        sink.load_state_dict(source.state_dict())
+        assert all(map(torch.equal, sink.state_dict().values(), source.state_dict().values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_begin_as_torchs(client, kind):
+    name, arguments, options = KINDS[kind]
+    theirs = getattr(nn, name)(*arguments, **options, dtype=torch.bfloat16)
+    ours = getattr(remote, name)(*arguments, **options, dtype=torch.bfloat16, client=client)
+    for got, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        ("layer norm", (3, 5), r"x must end in normalized_shape \[6\], of at least one axis, got \[3, 5\]"),
+        ("layer norm without parameters", (3, 5), "x must end in normalized_shape"),
+        ("layer norm of two axes", (3, 8, 4), r"must end in normalized_shape \[4, 8\]"),
+        ("layer norm of two axes", (32,), "must end in normalized_shape"),
+        ("RMS norm", (), "must end in normalized_shape"),
+    ],
+)
+def test_x_of_other_axes_is_refused(connect, kind, shape, message):
+    server = FakeServer()
+    name, arguments, options = KINDS[kind]
+    module = getattr(remote, name)(*arguments, **options, client=connect(server))
+    with pytest.raises(ValueError, match=message):
+        module(torch.zeros(shape))
+    assert not server.requests
+
+
+def test_parameters_of_other_axes_are_refused(client):
+    module = remote.LayerNorm((4, 8), client=client)
+    module.weight = nn.Parameter(torch.ones(8, 4))
+    with pytest.raises(ValueError, match=r"weight must be \[4, 8\], got \[8, 4\]"):
+        module(torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("arguments", [{"weight_offset": 0.5}, {"weight_offset": 1, "elementwise_affine": False}])
+@pytest.mark.parametrize("kind", [remote.LayerNorm, remote.RMSNorm])
+def test_offsets_without_meaning_are_refused(client, kind, arguments):
+    with pytest.raises(ValueError, match="weight_offset"):
+        kind(4, client=client, **arguments)
+
+
+@pytest.mark.parametrize("client", [None, "http://127.0.0.1:1", AsyncClient])
+def test_only_a_blocking_client_will_do(client):
+    with pytest.raises(TypeError, match=r"client must be a normserve\.client\.Client, got"):
+        remote.RMSNorm(4, client=client)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_is_refused(client):
+    with (
+        pytest.warns(DeprecationWarning, match="jit"),
+        pytest.raises(RuntimeError, match="cannot record a call of the service"),
+    ):
+        torch.jit.trace(remote.LayerNorm(6, client=client), X)
+
+
+def test_the_compiler_is_not_loaded_for_a_call(client, monkeypatch):
+    """Which takes seconds."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.setattr(autograd, "_untraced", None)
+    monkeypatch.setattr(torch.compiler, "disable", None)
+    with torch.no_grad():
+        assert torch.equal(remote.LayerNorm(6, client=client)(X), X)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (problem_answer(429, "overloaded"), OverloadedError),
+        (problem_answer(500, "internal"), ServerFailureError),
+        (tensors_answer(y=np.zeros((2, 5), np.float32)), UnexpectedAnswerError),
+    ],
+)
+def test_failures_of_either_pass_are_the_clients(connect, answer, error):
+    statistics = {"mean": np.zeros(2, np.float32), "rstd": np.ones(2, np.float32)}
+    client = connect(FakeServer(tensors_answer(y=X.numpy(), **statistics), answer), tries=1)
+    module = remote.LayerNorm(6, client=client)
+    y = module(X)
+    with pytest.raises(error):
+        y.sum().backward()
+    with pytest.raises(error):
+        module(X)
+    assert module.weight.grad is None
