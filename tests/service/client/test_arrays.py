@@ -46,8 +46,8 @@ def test_a_numpy_array_survives(dtype, view):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "view",
-    [lambda x: x, lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:0], lambda x: x[0, 0, 0]],
-    ids=["whole", "transposed", "strided", "empty", "scalar"],
+    [lambda x: x, lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:0], lambda x: x[0, 0, 0], torch._neg_view],
+    ids=["whole", "transposed", "strided", "empty", "scalar", "lazily negated"],
 )
 def test_a_torch_tensor_survives(dtype, view):
     value = view(torch.from_numpy(X).to(dtype)).requires_grad_()

@@ -60,7 +60,10 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        gradients = _Gradients.apply(ctx.operation, dy, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            gradients = _Gradients.apply(ctx.operation, dy, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        else:
+            gradients = _gradients(ctx.operation, dy, *ctx.saved_tensors)
         # The service computes the gradients of all that it is sent.
         return (
             None,
@@ -73,27 +76,31 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of what went into `_Norm`: a function of its own, so that its derivative can be refused.
+    """`_gradients` where they may be differentiated in turn, which is refused.
 
     `once_differentiable` would leave out of a second derivative, without a word, what comes by way of x.
     """
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, mean, rstd = saved
-        tensors = {"dy": dy, **_given(inputs)}
-        if mean is not None:
-            tensors["mean"] = mean
-        if rstd is not None:
-            tensors["rstd"] = rstd
-        result = operation.backward(tensors)
-        return result.dx, *map(_alone, (result.dweight, result.dbias, result.dscale, result.dshift))
+        return _gradients(operation, dy, *saved)
 
     @staticmethod
     def backward(_: Any, *__: Tensor) -> Tensor:
         raise RuntimeError(
             "the service computes no second derivatives: use torch's or fusednorm's module for these"
         )
+
+
+def _gradients(operation: Operation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, mean, rstd = saved
+    tensors = {"dy": dy, **_given(inputs)}
+    if mean is not None:
+        tensors["mean"] = mean
+    if rstd is not None:
+        tensors["rstd"] = rstd
+    result = operation.backward(tensors)
+    return result.dx, *map(_alone, (result.dweight, result.dbias, result.dscale, result.dshift))
 
 
 def _given(inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:

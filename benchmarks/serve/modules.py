@@ -1,0 +1,172 @@
+"""What a module costs whose passes run in the service: `python -m benchmarks.serve.modules --out FILE.csv`.
+
+Forward and backward of a LayerNorm of x [rows, cols] with weight and bias, all gradients: `normserve.client.torch`
+over shared memory (x and dy there already, and elsewhere), over HTTP by the Unix socket and by TCP, beside
+fusednorm's and torch's modules in the caller's process with as many threads as the server has.  In each round each
+has its turn, in an order that changes from round to round; ratios are taken within a round, and their median
+counts.  Results and gradients are compared with torch's of the same tensors in float64 before anything is timed.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import fusednorm
+import torch
+from normserve.client import Client
+from normserve.client.torch import LayerNorm
+from torch import Tensor, nn
+
+from benchmarks.serve.clients import posts
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+
+SHARED, COPIED, UNIX, TCP = "shared memory", "shared memory, x copied", "HTTP, Unix socket", "HTTP, TCP"
+FUSEDNORM, TORCH = "fusednorm in process", "torch in process"
+COLUMNS = ("module", "device", "rows", "cols", "dtype", "round", "per_second", "p50_ms", "over_fusednorm")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Of values up to about ten, and of sums over the rows.
+_TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+Step = Callable[[], Sequence[Tensor]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.modules")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--rows", type=int, action="append", help="of x; 16 and 1024 if not given")
+    parser.add_argument("--cols", type=int, default=4096, help="of x")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x and the parameters")
+    parser.add_argument("--backend", default="torch", help="of the server: torch or triton")
+    parser.add_argument("--device", default="cpu", help="of the caller's tensors: cpu or cuda")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each module")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    parser.add_argument("--threads", type=int, default=1, help="of each operation on the CPU, wherever it runs")
+    parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the server and of the caller, as in 0-7 8")
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(results, Path(folder), asked)
+    print(table(results.rows))
+    return results.exit_code
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each number of rows, module and round."""
+    server_cores, caller_cores = map(system.cores, asked.cores)
+    shared = folder / "local.sock"
+    options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
+    torch.set_num_threads(asked.threads)
+    with launch.normserve(server_cores, folder, posts.make_parameters(), asked.backend, options) as served:
+        tcp, unix = served
+        os.sched_setaffinity(0, caller_cores)
+        urls = {
+            SHARED: f"unix://{shared}",
+            UNIX: f"http+unix://{unix.address}",
+            TCP: f"http://127.0.0.1:{tcp.address}",
+        }
+        for rows in asked.rows or (16, 1024):
+            with results.part(f"{rows} rows"), contextlib.ExitStack() as stack:
+                clients = {name: stack.enter_context(Client(url)) for name, url in urls.items()}
+                _time(results, rows, dict(_steps(clients, rows, asked)), asked)
+
+
+def _steps(clients: Mapping[str, Client], rows: int, asked: argparse.Namespace) -> Iterator[tuple[str, Step]]:
+    """A pass forward and one backward of each module, all of the same tensors."""
+    dtype, cols = DTYPES[asked.dtype], asked.cols
+    numbers = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(rows, cols, generator=numbers).to(asked.device, dtype) for _ in range(2))
+    weight, bias = (torch.randn(cols, generator=numbers).to(asked.device, dtype) for _ in range(2))
+    kind = {"device": asked.device, "dtype": dtype}
+    modules: dict[str, nn.Module] = {
+        FUSEDNORM: fusednorm.LayerNorm(cols, **kind),
+        TORCH: nn.LayerNorm(cols, **kind),
+        COPIED: LayerNorm(cols, client=clients[SHARED], **kind),
+    }
+    modules |= {name: LayerNorm(cols, client=client, **kind) for name, client in clients.items()}
+    right = _step(nn.LayerNorm(cols, device=asked.device, dtype=torch.float64), x, dy, weight, bias)()
+    for name, module in modules.items():
+        there = x, dy
+        if name == SHARED and asked.device == "cpu":
+            there = clients[SHARED].empty(x.shape, dtype).copy_(x), clients[SHARED].empty(x.shape, dtype).copy_(dy)
+        step = _step(module, *there, weight, bias)
+        # On the CPU torch adds up the parameters' gradients in their own type.
+        compared = 2 if name == TORCH else len(right)
+        for got, expected in zip(step()[:compared], right[:compared], strict=True):
+            tolerance = _TOLERANCES[asked.dtype] * max(1.0, expected.abs().max().item() / 10)
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
+        yield name, step
+
+
+def _step(module: nn.Module, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor) -> Step:
+    """y and the gradients of x, weight and bias, complete when it returns."""
+    module.load_state_dict({"weight": weight, "bias": bias})
+    of_module = next(module.parameters()).dtype
+    x, dy = x.to(of_module).detach().requires_grad_(), dy.to(of_module)
+    inputs = [x, *module.parameters()]
+
+    def step() -> Sequence[Tensor]:
+        y = module(x)
+        gradients = torch.autograd.grad(y, inputs, dy)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return y.detach(), *gradients
+
+    return step
+
+
+def _time(results: Results, rows: int, steps: Mapping[str, Step], asked: argparse.Namespace) -> None:
+    for number in range(asked.rounds):
+        taken: dict[str, list[float]] = {}
+        for name in random.Random(number).sample(list(steps), len(steps)):
+            _times(steps[name], asked.seconds / 5)
+            taken[name] = _times(steps[name], asked.seconds)
+        p50 = {name: median(times) for name, times in taken.items()}
+        for name, times in taken.items():
+            results.add(
+                {
+                    "module": name,
+                    "device": asked.device,
+                    "rows": rows,
+                    "cols": asked.cols,
+                    "dtype": asked.dtype,
+                    "round": number,
+                    "per_second": f"{len(times) / sum(times):.5g}",
+                    "p50_ms": f"{1000 * p50[name]:.4g}",
+                    "over_fusednorm": f"{p50[name] / p50[FUSEDNORM]:.4g}",
+                }
+            )
+
+
+def _times(step: Step, seconds: float) -> list[float]:
+    taken: list[float] = []
+    began = ended = time.perf_counter()
+    while len(taken) < 3 or ended - began < seconds:
+        begun = time.perf_counter()
+        step()
+        ended = time.perf_counter()
+        taken.append(ended - begun)
+    return taken
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A line for each number of rows and module: medians of p50, and of how many times what fusednorm takes."""
+    lines = ["| rows | module | p50, ms | over fusednorm in process |", "|---|---|---|---|"]
+    for count, module in dict.fromkeys((row["rows"], row["module"]) for row in rows):
+        of = [row for row in rows if (row["rows"], row["module"]) == (count, module)]
+        p50, ratio = (median(float(str(row[column])) for row in of) for column in ("p50_ms", "over_fusednorm"))
+        lines.append(f"| {count} | {module} | {p50:.3g} | {ratio:.3g} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
