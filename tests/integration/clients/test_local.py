@@ -4,10 +4,12 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,3 +357,17 @@ def test_keys_are_asked_for(launched, tmp_path_factory):
         with Client(f"unix://{path}", api_key=key) as client, pytest.raises(UnauthorizedError) as caught:
             client.layer_norm(x)
         assert "secret" not in str(caught.value)
+
+
+def test_the_program_of_the_sidecar_example_computes(serving, path):
+    file = Path(__file__).parents[3] / "docker/k8s/sidecar/client.py"
+    environment = os.environ | {"NORMALISE_AT": f"unix://{path}"}
+    program = subprocess.Popen([sys.executable, file], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert re.fullmatch(r"[0-9.]+ GB/s, deviation 1\.000\n", program.stdout.readline())
+        program.terminate()
+        assert program.wait(10) == 0
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
