@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import multiprocessing
 import os
 import re
@@ -371,3 +372,24 @@ def test_the_program_of_the_sidecar_example_computes(serving, path):
         program.kill()
         program.wait()
         program.stdout.close()
+
+
+def test_the_access_log_has_a_line_for_each_message(launched, tmp_path, until):
+    path = tmp_path / "n.sock"
+    server = launched("--local", str(path), "--access-log", "--log-format", "json")
+    x = np.ones((2, 8), np.float32)
+    with Client(f"unix://{path}") as client:
+        client.layer_norm(x)
+        with pytest.raises(InvalidRequestError):
+            client.rms_norm(x, weight=np.ones(3, np.float32))
+
+    def noted():
+        said = [json.loads(line) for line in server.lines if '"normserve.access"' in line]
+        return [each for each in said if each.get("method") == "local"]
+
+    until(lambda: len(noted()) == 4)
+    found = {each["path"]: each for each in noted()}
+    assert found.keys() == {"hello", "grow", "layer_norm/forward", "rms_norm/forward"}
+    assert (found["layer_norm/forward"]["status"], found["rms_norm/forward"]["status"]) == (200, 422)
+    computed = found["layer_norm/forward"]
+    assert (computed["received_bytes"], computed["address"]) == (x.nbytes, f"uid {os.getuid()}")
