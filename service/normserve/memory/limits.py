@@ -31,8 +31,7 @@ def _of_the_groups(proc: Path, cgroups: Path) -> list[int]:
         path = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
     except (OSError, StopIteration):
         return []
-    # Outside of this process's namespace there may be groups whose path it is not told.
-    group = cgroups if ".." in Path(path).parts else cgroups / path
+    group = cgroups / path
     groups = [group, *group.parents]
     return [left for each in groups[: groups.index(cgroups) + 1] if (left := _left_in(each)) is not None]
 

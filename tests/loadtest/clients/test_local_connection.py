@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -68,10 +69,9 @@ class LocalServer:
                 for tag, content in coming.feed(data):
                     (message,) = frames.read_messages(content)
                     self.counts[type(message).__name__] += 1
-                    try:
+                    # Whoever has left may have said something before.
+                    with suppress(OSError):
                         self._answer(connected, tag, message, segments)
-                    except OSError:
-                        return
         self.counts["ended"] += 1
 
     def _answer(self, connected, tag, message, segments):
@@ -180,7 +180,7 @@ def test_an_arena_that_the_server_may_write_to_is_not_given_back(server):
     with pytest.raises(RequestTimeoutError):
         exchanged(connection, request())
     gate.set()
-    wait_for(lambda: server.counts["ended"] == 1 or server.counts["Compute"] == 2)
+    wait_for(lambda: server.counts["ended"] == 1)
     assert server.counts["Free"] == 0
     server.before = lambda message, connected: None
     assert exchanged(connection, request()).status == 200
