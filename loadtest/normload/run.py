@@ -102,7 +102,7 @@ def run(
     """
     watcher = watcher or Watcher()
     address, cases = Address.of(target.url), scenario.workload.drawn(seed)
-    require_askable(ADAPTERS[target.adapter](), [case for case, _ in cases])
+    require_askable(ADAPTERS[target.adapter](), [case for case, _ in cases], address)
     info = target.info()
     most = max([scenario.connections, *(phase.connections for phase in scenario.phases)])
     setup = Setup(
@@ -148,7 +148,8 @@ class _Conductor:
         """The ceiling of this machine's own sockets for messages as large as these, where the server is on it."""
         is_unix = address.socket_path is not None
         total = self._apart[0].total()
-        if not total.ok or not (is_unix or is_loopback(address.host)):
+        # Where memory is shared no tensors pass through sockets.
+        if address.shares_memory or not total.ok or not (is_unix or is_loopback(address.host)):
             return None
         self._watcher.stage("measuring the loopback", None)
         with suppress(OSError, EOFError):

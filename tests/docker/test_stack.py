@@ -14,6 +14,7 @@ from normserve.settings import Settings
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+COMPOSE_FILES = ["compose.yaml", "compose.gpu.yaml", "compose.sidecar.yaml"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -42,7 +43,7 @@ def test_services_reach_one_another_by_name_and_port():
         assert any(published.endswith(f":{port}") for published in services[host]["ports"])
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+@pytest.mark.parametrize("name", COMPOSE_FILES)
 def test_mounted_files_are_there(name):
     for service in load(name)["services"].values():
         for volume in service.get("volumes", []):
@@ -55,14 +56,15 @@ def test_images_of_others_are_pinned():
         assert "build" in service or re.search(r":v?\d+\.\d+\.\d+$", service["image"])
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+@pytest.mark.parametrize("name", COMPOSE_FILES)
 def test_targets_are_stages_of_the_dockerfile(name):
     target = load(name)["services"]["normserve"]["build"]["target"]
     assert re.search(rf"^FROM \S+ AS {target}$", DOCKERFILE, re.MULTILINE)
 
 
-def test_a_stop_waits_for_the_drain():
-    patience = load("compose.yaml")["services"]["normserve"]["stop_grace_period"]
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.sidecar.yaml"])
+def test_a_stop_waits_for_the_drain(name):
+    patience = load(name)["services"]["normserve"]["stop_grace_period"]
     assert int(patience.removesuffix("s")) > Settings.model_fields["drain_s"].default
 
 
@@ -73,7 +75,7 @@ def test_pythons_of_the_image_and_of_the_project_agree():
 
 def test_compose_files_are_valid():
     beside_python = Path(sys.executable).with_name("check-jsonschema")
-    files = [DOCKER / name for name in ("compose.yaml", "compose.gpu.yaml")]
+    files = [DOCKER / name for name in COMPOSE_FILES]
     done = subprocess.run(
         [beside_python, "--builtin-schema", "vendor.compose-spec", *files],
         capture_output=True,
@@ -84,7 +86,16 @@ def test_compose_files_are_valid():
 
 
 @pytest.mark.parametrize(
-    "path", ["docker/Dockerfile", "docker/compose.yaml", "docker/healthcheck.py", "docs/deploying.md"]
+    "path",
+    [
+        "docker/Dockerfile",
+        "docker/compose.yaml",
+        "docker/compose.sidecar.yaml",
+        "docker/k8s/sidecar/deployment.yaml",
+        "docker/healthcheck.py",
+        "docs/deploying.md",
+        "docs/local.md",
+    ],
 )
 def test_every_setting_that_is_named_exists(path):
     named = set(re.findall(r"\bNORMSERVE_([A-Z_]+)", (ROOT / path).read_text(encoding="utf-8")))

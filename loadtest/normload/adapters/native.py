@@ -22,16 +22,16 @@ class Native:
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
         """What the client would send."""
-        call = _call(case, tensors)
+        call = self.call(case, tensors)
         return Exchange(
             call.method, call.target, call.parts() or (), call.most_bytes, {"content-type": SAFETENSORS}
         )
 
+    def call(self, case: Case, tensors: Mapping[str, HostTensor]) -> Call[_Result]:
+        """What the client would be asked for."""
+        build: Callable[..., Call[_Result]] = getattr(operations, case.operation.replace("/", "_"))
+        return build(**tensors, **case.parameters())
+
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
         """Every tensor in the body."""
         return answer.tensors()
-
-
-def _call(case: Case, tensors: Mapping[str, HostTensor]) -> Call[_Result]:
-    build: Callable[..., Call[_Result]] = getattr(operations, case.operation.replace("/", "_"))
-    return build(**tensors, **case.parameters())

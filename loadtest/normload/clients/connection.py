@@ -19,11 +19,37 @@ from normserve.client.http.connection import EndedEarlyError, Steps, connecting,
 from normserve.client.http.opening import Place, Trust, encrypted, places, unconnected
 from normserve.client.http.waits import WholeCall
 
+from normload.clients.pool import Request
+
 # Reading the certificates that are trusted takes longer than a handshake.
 _TRUST = Trust(verify=True)
 
 
-class Connection:
+class Waiting:
+    """What is done in steps, done by who waits for each of them."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Args: timeout_s: how long an exchange may take."""
+        self.timeout_s = timeout_s
+
+    def wait_for(self, steps: Steps[Answer]) -> Answer:
+        """What steps come to.
+
+        Raises:
+            ConnectionFailedError: there is no connection, or it broke.
+            RequestTimeoutError: there was no whole answer in time.
+            UnexpectedAnswerError: what came is no answer that this understands, or more than can be one.
+        """
+        deadline = Deadline(self.timeout_s)
+        try:
+            return drive(steps, WholeCall(deadline))
+        except httpx.TimeoutException as error:
+            raise deadline.error() from error
+        except FAILURES as error:
+            raise meaning(error) from error
+
+
+class Connection(Waiting):
     """Opens itself when it is first used, and again after it broke or was closed."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -31,7 +57,7 @@ class Connection:
         address: where to.
         timeout_s: how long an exchange may take, from connecting to the last byte of the answer.
         """
-        self.timeout_s = timeout_s
+        super().__init__(timeout_s)
         self._address = address
         self._open: http.Connection | None = None
         # Memory that was used before is there already; new memory is faulted in page by page.
@@ -45,24 +71,15 @@ class Connection:
             most_bytes: what the body of a successful answer can have; an error's is left out if it is too long.
 
         Raises:
-            ConnectionFailedError: there is no connection, or it broke.
-            RequestTimeoutError: there was no whole answer in time.
-            UnexpectedAnswerError: what came is no answer that this understands, or more than can be one.
+            ClientError: as `wait_for`.
         """
-        return self.wait_for(self.steps(head, parts, most_bytes))
+        return self.wait_for(self._exchanging(head, parts, most_bytes))
 
-    def wait_for(self, steps: Steps[Answer]) -> Answer:
-        """As `exchange`, of what `steps` returned."""
-        deadline = Deadline(self.timeout_s)
-        try:
-            return drive(steps, WholeCall(deadline))
-        except httpx.TimeoutException as error:
-            raise deadline.error() from error
-        except FAILURES as error:
-            raise meaning(error) from error
+    def steps(self, request: Request) -> Steps[Answer]:
+        """`exchange` of a request for who waits elsewhere; what it raises is one of `FAILURES`."""
+        return self._exchanging(request.head, request.parts, request.most_bytes)
 
-    def steps(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[Answer]:
-        """`exchange` for who waits elsewhere; what it raises is one of `FAILURES`."""
+    def _exchanging(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[Answer]:
         # The server may have closed it while nobody asked: then there is its end to read.
         if self._open is not None and not self._open.is_quiet():
             self.close()

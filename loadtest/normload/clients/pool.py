@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from normserve.client import HostTensor
+from normserve.client.calls import Call
 from normserve.client.http.address import Address
 from normserve.client.http.heads import request_head
 
 from normload.adapters import Adapter
+from normload.adapters.native import Native
 from normload.load.cases import Case
 from normload.load.tables import ScenarioError
 
@@ -18,9 +21,10 @@ class Request:
 
     Attributes:
         case, tensors: what is asked.
-        head, parts: the bytes that ask it.
-        nbytes: of the body.
-        most_bytes: what the body of a successful answer can have.
+        head, parts: the bytes that ask it by HTTP; none where memory is shared.
+        nbytes: of the body, or of the tensors.
+        most_bytes: what the body of a successful answer, or its tensors, can have.
+        call: as it is asked of who shares memory; None by HTTP.
     """
 
     case: Case
@@ -29,10 +33,13 @@ class Request:
     parts: Sequence[bytes | memoryview]
     nbytes: int
     most_bytes: int
+    call: Call[Any] | None = None
 
 
-def require_askable(adapter: Adapter, cases: Sequence[Case]) -> None:
-    """Raises: ScenarioError: there is a case that servers of this kind do not do."""
+def require_askable(adapter: Adapter, cases: Sequence[Case], address: Address) -> None:
+    """Raises: ScenarioError: servers of this kind do not share memory, or there is a case that they do not do."""
+    if address.shares_memory and not isinstance(adapter, Native):
+        raise ScenarioError("only normserve shares memory: unix://PATH takes no other adapter")
     for case in cases:
         if refusal := adapter.refusal(case):
             raise ScenarioError(f"such a server does {refusal}; the scenario asks for {case.operation}")
@@ -41,6 +48,9 @@ def require_askable(adapter: Adapter, cases: Sequence[Case]) -> None:
 def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | None) -> Request:
     """Make the tensors and the bytes of a request."""
     tensors = case.tensors()
+    if address.shares_memory:
+        assert isinstance(adapter, Native)
+        return _shared(case, tensors, adapter.call(case, tensors))
     exchange = adapter.exchange(case, tensors)
     nbytes = sum(memoryview(part).nbytes for part in exchange.parts)
     headers = {"Host": address.host_header, "Accept-Encoding": "identity"} | dict(exchange.headers)
@@ -50,3 +60,9 @@ def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | 
     fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     head = request_head(exchange.method.encode("ascii"), address.target(exchange.target).encode("ascii"), fields)
     return Request(case, tensors, head, exchange.parts, nbytes, exchange.most_bytes)
+
+
+def _shared(case: Case, tensors: Mapping[str, HostTensor], call: Call[Any]) -> Request:
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    most_bytes = sum(output.most_bytes for output in (call.outputs or {}).values())
+    return Request(case, tensors, b"", (), nbytes, most_bytes, call)

@@ -20,6 +20,7 @@ from normserve.client.http.connection import Steps
 
 from normload.clients.connection import FAILURES, Connection, meaning
 from normload.clients.judge import Judge
+from normload.clients.local_connection import LocalConnection
 from normload.clients.pool import Request
 from normload.load.arrivals import Arrivals, Slot
 from normload.measurements.tally import CONNECTION_FAILED, NOT_SENT, OK, TIMEOUT, UNEXPECTED_ANSWER, Record
@@ -47,6 +48,7 @@ _SETTLE_S = 0.0005
 # A wait that ends with a request's time is exact only by select(), which waits for microseconds.
 _EXACT_S = 0.01
 
+AnyConnection = Connection | LocalConnection
 Records = list[tuple[int, Record]]
 
 
@@ -65,7 +67,7 @@ class _Exchange:
         code: as in `Record`; "" of an answer whose status says it.
     """
 
-    connection: Connection
+    connection: AnyConnection
     slot: Slot
     free: float
     sent: float
@@ -92,9 +94,9 @@ class _Run:
 
     arrivals: Arrivals
     starts: Sequence[float]
-    free: collections.deque[tuple[Connection, float]]
+    free: collections.deque[tuple[AnyConnection, float]]
     events: select.epoll
-    resting: collections.deque[tuple[float, Connection]] = field(default_factory=collections.deque)
+    resting: collections.deque[tuple[float, AnyConnection]] = field(default_factory=collections.deque)
     busy: dict[int, _Exchange] = field(default_factory=dict)
     is_over: bool = False
 
@@ -111,6 +113,7 @@ class Sender:
         check_share: float,
         seed: int,
         timeout_s: float,
+        api_key: str | None = None,
     ) -> None:
         """Args:
         address: where to.
@@ -119,6 +122,7 @@ class Sender:
         check_share: how many of them it sees, from 0 to 1.
         seed: of the choice of those.
         timeout_s: longest wait for the server.
+        api_key: said to a server that shares memory; by HTTP every request has it.
         """
         self._address = address
         self._pool = pool
@@ -126,7 +130,8 @@ class Sender:
         self._check_share = check_share
         self._choices = random.Random(seed)
         self._timeout_s = timeout_s
-        self._connections: list[Connection] = []
+        self._api_key = api_key
+        self._connections: list[AnyConnection] = []
         self._records: Records = []
         # Ended, with the start of their phase, and not looked at yet.
         self._left: collections.deque[tuple[_Exchange, float]] = collections.deque()
@@ -181,7 +186,7 @@ class Sender:
         records: list[Record] = []
         for number, request in enumerate(self._pool):
             began = time.perf_counter()
-            steps = connection.steps(request.head, request.parts, request.most_bytes)
+            steps = connection.steps(request)
             exchange = _Exchange(connection, Slot(0, began, number), began, began, True, steps)
             try:
                 exchange.answer = connection.wait_for(exchange.steps)
@@ -198,10 +203,16 @@ class Sender:
         for connection in self._connections:
             connection.close()
 
-    def _opened(self, count: int) -> list[Connection]:
+    def _opened(self, count: int) -> list[AnyConnection]:
         while len(self._connections) < count:
-            self._connections.append(Connection(self._address, self._timeout_s))
+            self._connections.append(self._connection())
         return self._connections[:count]
+
+    def _connection(self) -> AnyConnection:
+        if self._address.shares_memory:
+            assert self._address.socket_path is not None
+            return LocalConnection(self._address.socket_path, self._api_key, self._timeout_s)
+        return Connection(self._address, self._timeout_s)
 
     def _send_due(self, run: _Run) -> float | None:
         """Send all that is due and has a connection; the seconds until more is due, or None where nobody waits."""
@@ -227,10 +238,10 @@ class Sender:
                 now = time.perf_counter()
         return None
 
-    def _begin(self, run: _Run, connection: Connection, slot: Slot, free: float) -> None:
+    def _begin(self, run: _Run, connection: AnyConnection, slot: Slot, free: float) -> None:
         request = self._pool[slot.request]
         check = self._choices.random() < self._check_share
-        steps = connection.steps(request.head, request.parts, request.most_bytes)
+        steps = connection.steps(request)
         exchange = _Exchange(connection, slot, free, time.perf_counter(), check, steps)
         self._step(run, exchange, None)
 
@@ -281,7 +292,7 @@ class Sender:
             exchange.check = False
         elif exchange.check:
             exchange.connection.leave()
-            self._left_bytes += len(answer.body)
+            self._left_bytes += answer.nbytes
         self._left.append((exchange, run.starts[exchange.slot.phase]))
         if exchange.code == CONNECTION_FAILED:
             run.resting.append((exchange.ended + _PAUSE_S, exchange.connection))
@@ -301,7 +312,7 @@ class Sender:
         """Make the record of an exchange that ended, the first of those that are left."""
         exchange, start = self._left.popleft()
         if exchange.check and exchange.answer is not None:
-            self._left_bytes -= len(exchange.answer.body)
+            self._left_bytes -= exchange.answer.nbytes
         self._records.append((exchange.slot.phase, self._record(exchange, start)))
 
     def _left_out(self, slot: Slot, start: float, cutoff: float) -> Record:
@@ -326,7 +337,7 @@ class Sender:
             answer.status,
             OK,
             request.nbytes,
-            len(answer.body),
+            answer.nbytes,
             timing.kernel_bytes,
             kernel_s,
             exchange.check,

@@ -134,6 +134,7 @@ class Worker:
             check_share=setup.check_share,
             seed=setup.seed + setup.index,
             timeout_s=setup.timeout_s,
+            api_key=setup.api_key,
         )
 
     def ask_all(self) -> Done:

@@ -34,6 +34,15 @@ class Answer:
     headers: Mapping[str, str]
     body: memoryview
 
+    @property
+    def nbytes(self) -> int:
+        """Of what was answered."""
+        return len(self.body)
+
+    def content(self) -> list[memoryview]:
+        """The memory that what was answered lies in."""
+        return [self.body]
+
     def json(self) -> Any:
         """What the body says, if it is JSON.
 

@@ -24,6 +24,7 @@ from normserve.errors import (
     RetryLaterError,
 )
 from normserve.jobs.job import NormJob, NormResult
+from normserve.local import access_log
 from normserve.local.arena import Arena
 from normserve.local.layers import LayerMessages, Sender
 from normserve.local.memory import LentSegment, SharedMemory, give_back
@@ -60,6 +61,7 @@ class Service:
         keys: None where no key is asked for.
         refusals: is told of messages that were refused for want of a key.
         progress: is told when work begins and ends.
+        is_logged: whether the access log has a line for each message.
         describe: what `/v1/info` answers.
     """
 
@@ -71,6 +73,7 @@ class Service:
     progress: Progress
     memory: SharedMemory
     describe: Callable[[], Awaitable[dict[str, Any]]]
+    is_logged: bool = False
 
 
 class Connection:
@@ -193,7 +196,7 @@ class Connection:
         except Exception as error:
             self._refuse(tag, self._unexpected(error, request_id), record, request_id)
         else:
-            self._account(record)
+            self._account(record, request_id)
 
     async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
         descriptors: tuple[int, ...] = ()
@@ -274,7 +277,7 @@ class Connection:
         record.status = 200
         record.waiting_in = "send"
         self._send(frame)
-        self._account(record)
+        self._account(record, request_id)
 
     def _guarded(
         self, tag: int, record: RequestRecord, request_id: str, work: Callable[..., None], *arguments: Any
@@ -299,16 +302,18 @@ class Connection:
         if isinstance(error, RetryLaterError):
             answer.retry_after_s = retry_after(error)
         self._send(frames.write(tag, answer))
-        self._account(record)
+        self._account(record, request_id)
 
     def _send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
         assert self._wire is not None
         self._wire.send(frame, descriptors)
 
-    def _account(self, record: RequestRecord) -> None:
+    def _account(self, record: RequestRecord, request_id: str) -> None:
         if record.error == ClientLeftError.code or self._wire is None or not self._wire.is_open:
             record.status = CLIENT_LEFT
         self._service.metrics.observe_request(record)
+        if self._service.is_logged:
+            access_log.note(record, self._session.caller, request_id)
 
     def _request_id(self) -> str:
         # Names, no secrets: the system's source of those takes a call for each.

@@ -10,8 +10,9 @@ import errno
 import fcntl
 import mmap
 import os
-from pathlib import Path
 from typing import TypeVar
+
+from normserve.memory.limits import available_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -47,7 +48,7 @@ def make_segment(nbytes: int, kind: type[_S]) -> tuple[int, _S]:
     """
     nbytes = rounded(nbytes)
     # The system would take pages until there are none, and then end some process.
-    if nbytes > _available_bytes():
+    if nbytes > available_bytes():
         raise MemoryError(f"there is no shared memory of {nbytes} bytes")
     descriptor = _memory_file()
     try:
@@ -81,15 +82,6 @@ def map_segment(descriptor: int) -> Segment:
 def rounded(nbytes: int) -> int:
     """Whole pages, at least one."""
     return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
-
-
-def _available_bytes() -> int:
-    """What the system could give without taking it from anybody."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * PAGE_BYTES
 
 
 def _memory_file() -> int:

@@ -38,7 +38,17 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
     layers = LayerMessages(operations, service.changes, progress)
     memory = SharedMemory(settings.local_bytes, service.engine.share)
     local = LocalServer(
-        LocalService(operations, layers, service.keys, Refusals(), service.metrics, progress, memory, describe),
+        LocalService(
+            operations,
+            layers,
+            service.keys,
+            Refusals(),
+            service.metrics,
+            progress,
+            memory,
+            describe,
+            settings.access_log,
+        ),
         Users(settings.local_users),
         frame_s=settings.header_timeout_s,
         send_s=settings.send_timeout_s,

@@ -2,12 +2,15 @@
 
 import asyncio
 import gc
+import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,3 +358,38 @@ def test_keys_are_asked_for(launched, tmp_path_factory):
         with Client(f"unix://{path}", api_key=key) as client, pytest.raises(UnauthorizedError) as caught:
             client.layer_norm(x)
         assert "secret" not in str(caught.value)
+
+
+def test_the_program_of_the_sidecar_example_computes(serving, path):
+    file = Path(__file__).parents[3] / "docker/k8s/sidecar/client.py"
+    environment = os.environ | {"NORMALISE_AT": f"unix://{path}"}
+    program = subprocess.Popen([sys.executable, file], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert re.fullmatch(r"[0-9.]+ GB/s, deviation 1\.000\n", program.stdout.readline())
+        program.terminate()
+        assert program.wait(10) == 0
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+
+
+def test_the_access_log_has_a_line_for_each_message(launched, tmp_path, until):
+    path = tmp_path / "n.sock"
+    server = launched("--local", str(path), "--access-log", "--log-format", "json")
+    x = np.ones((2, 8), np.float32)
+    with Client(f"unix://{path}") as client:
+        client.layer_norm(x)
+        with pytest.raises(InvalidRequestError):
+            client.rms_norm(x, weight=np.ones(3, np.float32))
+
+    def noted():
+        said = [json.loads(line) for line in server.lines if '"normserve.access"' in line]
+        return [each for each in said if each.get("method") == "local"]
+
+    until(lambda: len(noted()) == 4)
+    found = {each["path"]: each for each in noted()}
+    assert found.keys() == {"hello", "grow", "layer_norm/forward", "rms_norm/forward"}
+    assert (found["layer_norm/forward"]["status"], found["rms_norm/forward"]["status"]) == (200, 422)
+    computed = found["layer_norm/forward"]
+    assert (computed["received_bytes"], computed["address"]) == (x.nbytes, f"uid {os.getuid()}")

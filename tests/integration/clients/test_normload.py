@@ -60,3 +60,24 @@ def test_every_answer_is_right_and_every_request_counted(tight, tmp_path):
             counted[status] += int(value(samples, "normserve_requests_total", op=op, code=status))
     assert +counted == Counter(sent)
     assert value(samples, "normserve_rejected_total", reason="overloaded") == sent["429"]
+
+
+def test_shared_memory_is_driven_too(launched, tmp_path):
+    path = tmp_path / "normserve.sock"
+    serving = launched("--local", str(path))
+    (tmp_path / "own.toml").write_text(SCENARIO.replace('"400%"', '"60%"'))
+    command = [sys.executable, "-m", "normload", "run", str(tmp_path / "own.toml"), "--url", f"unix://{path}"]
+    options = ["--verify", "--duration", "0.6", "--processes", "2", "--json", str(tmp_path / "a.json")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "a.json").read_text())
+    sent = {status: count for status, count in document["summary"]["sent_by_status"].items() if status != "0"}
+    assert sent.keys() == {"200"}
+    assert (document["checked"], document["wrong"]) == (sent["200"], 0)
+    with serving.client() as http:
+        samples = scrape(http)
+        requests = [labels for name, labels in samples if name == "normserve_requests_total"]
+        operations = [labels for labels in requests if dict(labels)["op"] in OPERATIONS]
+        assert {dict(labels)["transport"] for labels in operations} == {"local"}
+        assert sum(samples["normserve_requests_total", labels] for labels in operations) == sent["200"]
+        assert value(samples, "normserve_local_bytes") == 0

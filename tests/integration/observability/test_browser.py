@@ -112,6 +112,7 @@ def test_facts_are_what_metrics_say(server, visit):
     assert roof == pytest.approx(info["copy_bandwidth_bytes_per_second"], rel=0.01)
     assert facts["In flight"] == "0, 0 B"
     assert "Processes" not in facts
+    assert "Shared memory" not in facts
 
 
 def test_a_fleet_is_told_of_as_a_whole(server, visit):
@@ -119,6 +120,8 @@ def test_a_fleet_is_told_of_as_a_whole(server, visit):
         f'normserve_ready{{process="{index}"}} {ready}\n'
         f'normserve_process_up{{process="{index}"}} {up}\n'
         f'normserve_inflight_requests{{process="{index}"}} {inside}\n'
+        f'normserve_local_connections{{process="{index}"}} {inside}\n'
+        f'normserve_local_bytes{{process="{index}"}} {inside * 1_000_000}\n'
         for index, (ready, up, inside) in enumerate([(1, 1, 2), (1, 1, 3), (0, 0, 0)])
     )
     opened = visit(f"{server.url}/", metrics)
@@ -127,6 +130,7 @@ def test_a_fleet_is_told_of_as_a_whole(server, visit):
     facts = dict(row.split("\t", 1) for row in opened.text("#facts").splitlines())
     assert facts["Processes"] == "2 of 3 answer"
     assert facts["In flight"].startswith("5,")
+    assert re.fullmatch(r"5[.\d]* MB, 5 connections", facts["Shared memory"])
 
 
 def test_it_asks_for_a_key_where_metrics_do(launched, visit, tmp_path_factory):

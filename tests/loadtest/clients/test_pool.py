@@ -13,6 +13,8 @@ from normserve.codec import safetensors
 CASE = Case("rms_norm", (3, 8), DType.FLOAT16)
 ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)
 
+HTTP, SHARED = Address.of("http://host:81/below"), Address.of("unix:///run/normserve.sock")
+
 
 def request(api_key=None):
     return make_request(CASE, Native(), Address.of("http://host:81/below"), api_key)
@@ -48,5 +50,22 @@ def test_a_key_is_a_bearer_token():
 def test_what_a_kind_of_server_does_not_do_is_said_before_it_is_asked(case):
     for name in ("npy", "kserve"):
         with pytest.raises(ScenarioError, match="such a server does only"):
-            require_askable(ADAPTERS[name](), [ROWS, case])
-    require_askable(ADAPTERS["normserve"](), [ROWS, case])
+            require_askable(ADAPTERS[name](), [ROWS, case], HTTP)
+    for address in (HTTP, SHARED):
+        require_askable(ADAPTERS["normserve"](), [ROWS, case], address)
+
+
+@pytest.mark.parametrize("name", ["npy", "kserve"])
+def test_only_normserve_is_asked_through_shared_memory(name):
+    with pytest.raises(ScenarioError, match="only normserve shares memory"):
+        require_askable(ADAPTERS[name](), [ROWS], SHARED)
+
+
+def test_what_shares_memory_is_asked_by_a_call():
+    made = make_request(CASE, Native(), SHARED, "secret")
+    assert made.call is not None
+    assert (made.call.path, made.head, list(made.parts)) == ("/v1/rms_norm", b"", [])
+    assert made.nbytes == sum(tensor.nbytes for tensor in made.tensors.values())
+    assert made.most_bytes == made.tensors["x"].nbytes + sum(
+        output.most_bytes for name, output in made.call.outputs.items() if name != "y"
+    )

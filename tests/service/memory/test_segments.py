@@ -65,7 +65,7 @@ def test_what_could_shrink_is_not_mapped(tmp_path):
 
 
 def test_more_than_there_is_is_a_memory_error(monkeypatch):
-    assert PAGE_BYTES < segments._available_bytes() < 2**50
-    monkeypatch.setattr(segments, "_available_bytes", lambda: 3 * PAGE_BYTES)
+    assert PAGE_BYTES < segments.available_bytes() < 2**50
+    monkeypatch.setattr(segments, "available_bytes", lambda: 3 * PAGE_BYTES)
     with pytest.raises(MemoryError):
         make_segment(3 * PAGE_BYTES + 1, Segment)

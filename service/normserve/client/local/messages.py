@@ -118,6 +118,20 @@ class LocalAnswer(Answer):
     told: frames.Answer = field(default_factory=lambda: frames.Answer(0))
     blocks: Mapping[str, Block] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all results."""
+        told = self.told.results.values()
+        return sum(prod(each.shape) * _DTYPES[each.dtype].itemsize for each in told if each.dtype in _DTYPES)
+
+    def content(self) -> list[memoryview]:
+        """The memory of each result.
+
+        Raises:
+            UnexpectedAnswerError: the answer says what cannot be.
+        """
+        return [tensor.data for tensor in self.tensors().values()]
+
     def json(self) -> Any:
         """What the document says."""
         return self.told.document

@@ -101,6 +101,8 @@ function showFacts(now) {
     "Turned away": `${now.sum("normserve_rejected_total")} since the start`,
     "Kernels compiled late": `${now.sum("normserve_compiles_total")} since the start`,
   };
+  const [connections, shared] = ["connections", "bytes"].map((what) => now.sum(`normserve_local_${what}`));
+  if (connections || shared) facts["Shared memory"] = `${units.bytes(shared)}, ${connections} connections`;
   const processes = now.all("normserve_process_up");
   if (processes.length) facts.Processes = `${now.sum("normserve_process_up")} of ${processes.length} answer`;
   document.getElementById("facts").replaceChildren(
