@@ -1,15 +1,40 @@
+import pytest
+
 from benchmarks.models import timing
 from benchmarks.models.timing import timed_in_turn
 
 
-def test_providers_are_timed_in_turn_after_a_few_calls_of_each(monkeypatch):
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", 2)
     monkeypatch.setattr(timing, "CALLS", 2)
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 5)
+
+
+def order_of_calls(call_ms, monkeypatch):
     called = []
+    monkeypatch.setattr(timing, "_wall_ms", lambda call: call() or call_ms)
     times = timed_in_turn({name: lambda name=name: called.append(name) for name in "ab"})
-    assert "".join(called) == "aaabbb" + "aabb" * 2
-    assert times["a"].p20 <= times["a"].p50 <= times["a"].p80
+    assert times["a"].p50 == call_ms
+    return "".join(called)
 
 
-def test_at_least_twenty_calls_are_timed():
+def test_providers_are_timed_in_turn_after_a_few_calls_of_each(monkeypatch):
+    assert order_of_calls(timing.SECONDS * 1e3, monkeypatch) == "aaabbb" + "aabb" * 2
+
+
+def test_short_passes_are_timed_more_often(monkeypatch):
+    assert order_of_calls(timing.SECONDS * 1e3 / 8, monkeypatch) == "aaabbb" + "aabb" * 4
+
+
+def test_the_shortest_passes_end_after_the_most_rounds(monkeypatch):
+    assert order_of_calls(0.001, monkeypatch) == "aaabbb" + "aabb" * 5
+
+
+def test_of_no_provider_there_is_nothing_to_time():
+    assert timed_in_turn({}) == {}
+
+
+def test_at_least_twenty_calls_are_timed(monkeypatch):
+    monkeypatch.undo()
     assert timing.ROUNDS * timing.CALLS >= 20
