@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fusednorm.checks import Epilogue
+from fusednorm.arguments.checks import Epilogue
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.run import run
 from fusednorm.ops.group_norm import call as group_call

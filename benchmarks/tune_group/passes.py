@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import traffic
-from fusednorm.checks import Epilogue
+from fusednorm.arguments.checks import Epilogue
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.backward_choice import plan_backward

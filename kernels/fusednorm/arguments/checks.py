@@ -7,9 +7,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from fusednorm.activations import ACTIVATIONS, Activation
-from fusednorm.device import INTERPRETED, stands_in
-from fusednorm.dropout import dropout_threshold
+from fusednorm.arguments.activations import ACTIVATIONS, Activation
+from fusednorm.arguments.dropout import dropout_threshold
+from fusednorm.devices.device import INTERPRETED, stands_in
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

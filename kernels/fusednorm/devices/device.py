@@ -5,7 +5,7 @@ from statistics import median
 
 import torch
 
-from fusednorm.gpus import H200, Gpu
+from fusednorm.devices.gpus import H200, Gpu
 
 try:
     from triton import knobs

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.layouts import in_layout
 from fusednorm.errors import KernelInputError
-from fusednorm.layouts import in_layout
 from fusednorm.results import Backward, Forward
 
 Result = TypeVar("Result", Forward, Backward)

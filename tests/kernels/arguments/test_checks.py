@@ -14,7 +14,7 @@ from fusednorm import (
     reference,
 )
 from fusednorm.api import autograd
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.reference import chain as reference_chain
 
 
