@@ -12,7 +12,7 @@ from fusednorm.launch.run import run
 
 from benchmarks.harness.timing import Timer
 from benchmarks.harness.workers import run_in_workers
-from benchmarks.tune_group.passes import Cell, Config, Pass, name_of
+from benchmarks.tune.group_norm.passes import Cell, Config, Pass, name_of
 
 COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")
 

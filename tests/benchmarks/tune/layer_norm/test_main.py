@@ -1,8 +1,8 @@
 import csv
 import sys
 
-from benchmarks.tune import __main__ as tune
-from benchmarks.tune.trials import Timed
+from benchmarks.tune.layer_norm import __main__ as tune
+from benchmarks.tune.layer_norm.trials import Timed
 
 
 def test_a_run_writes_every_configuration_that_is_asked_for(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from benchmarks.tune_group import backward_candidates, forward_candidates
+from benchmarks.tune.group_norm import backward_candidates, forward_candidates
 from benchmarks.workload.problem import EPS
 
 Config = ForwardConfig | BackwardConfig

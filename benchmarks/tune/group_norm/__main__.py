@@ -1,6 +1,6 @@
 """Times every plausible launch configuration of a GroupNorm pass: what its launch tables rest on.
 
-    python -m benchmarks.tune_group --out tune.csv [--pass forward] [--shape 8x512x64x64] [--layout nchw]
+    python -m benchmarks.tune.group_norm --out tune.csv [--pass forward] [--shape 8x512x64x64] [--layout nchw]
 
 Each configuration must agree with torch in float32 before it is timed; what fails stands in the file with its
 error.  32 groups, SiLU after the norm.  A cell is written when it is done, its best configurations printed.
@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.workers import run_in_workers
-from benchmarks.tune_group.passes import Cell
-from benchmarks.tune_group.trials import COLUMNS, Item, compiled_cells, kernels_of, time_item
+from benchmarks.tune.group_norm.passes import Cell
+from benchmarks.tune.group_norm.trials import COLUMNS, Item, compiled_cells, kernels_of, time_item
 from benchmarks.workload.suites import PASSES
 
 LAYOUTS = ("nchw", "nhwc")

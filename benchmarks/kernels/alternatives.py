@@ -1,6 +1,6 @@
 """What each form of a forward pass is worth: the table's choice beside the forms that would serve in its place.
 
-    python -m benchmarks.alternatives --out alternatives.csv
+    python -m benchmarks.kernels.alternatives --out alternatives.csv
 
 A form that is nowhere faster and serves no shape alone can go.  Fractions are of a copy of x in the same run.
 """

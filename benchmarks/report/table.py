@@ -1,6 +1,6 @@
 """Benchmarks' CSVs as Markdown tables: the fraction of a copy that each provider reaches.
 
-    python -m benchmarks.table benchmarks/results/plain.csv [more.csv ...] [--long | --over PROVIDER]
+    python -m benchmarks.report.table benchmarks/results/plain.csv [more.csv ...] [--long | --over PROVIDER]
 
 A table for each operation, pass and variant; beside ours, for each dtype, the best of the others with its name, the
 better of the two in bold.  Ours is that of the other's file, where the file has both.  With --long every provider

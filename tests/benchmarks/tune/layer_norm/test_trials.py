@@ -3,8 +3,8 @@ from fusednorm.ops.layer_norm.backward.tile import BackwardTile
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
-from benchmarks.tune.passes import Cell
-from benchmarks.tune.trials import kernels_of, time_cell
+from benchmarks.tune.layer_norm.passes import Cell
+from benchmarks.tune.layer_norm.trials import kernels_of, time_cell
 from tests.benchmarks.harness.fake_timer import Timer
 
 SHORT = Cell("forward", 256, "float32")

@@ -13,7 +13,7 @@ from fusednorm.ops.layer_norm.forward.split import ForwardSplit
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 
-from benchmarks.tune.candidates import candidates
+from benchmarks.tune.layer_norm.candidates import candidates
 from benchmarks.workload.suites import LONG_ROW_LENGTHS, ODD_ROW_LENGTHS, ROW_LENGTHS
 
 VERY_LONG = 1 << 22

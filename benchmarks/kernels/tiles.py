@@ -1,7 +1,7 @@
 """Times the forward pass over rows that tiles take, with the kernels of whatever tree comes first on the path.
 
-    PYTHONPATH=BEFORE/kernels:. python -m benchmarks.tiles --out before.csv
-    PYTHONPATH=kernels:. python -m benchmarks.tiles --out after.csv
+    PYTHONPATH=BEFORE/kernels:. python -m benchmarks.kernels.tiles --out before.csv
+    PYTHONPATH=kernels:. python -m benchmarks.kernels.tiles --out after.csv
 
 x of 256 MiB, into a given y; `bits` is a sum of y's bits, equal where results are.  Take turns, several processes
 each.

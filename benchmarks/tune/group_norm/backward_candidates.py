@@ -1,4 +1,4 @@
-"""Launch configurations that may suit a GroupNorm backward pass: what `tune_group` times.
+"""Launch configurations that may suit a GroupNorm backward pass: what `benchmarks.tune.group_norm` times.
 
 Some 20 of a large sample, the likeliest of each algorithm.  Bounds on registers are estimates of what the compiler
 makes of a kernel; they leave out what cannot be fast, not everything that is slow.

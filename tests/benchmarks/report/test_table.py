@@ -1,6 +1,6 @@
 from benchmarks.harness import records
 from benchmarks.models.cells import ModelCell
-from benchmarks.table import ratios, tables
+from benchmarks.report.table import ratios, tables
 from benchmarks.workload.cells import Cell
 
 

@@ -4,8 +4,8 @@ import pytest
 from fusednorm.ops.group_norm.backward_choice import choose_backward
 from fusednorm.ops.group_norm.forward_choice import choose_forward
 
-from benchmarks.tune_group.__main__ import LAYOUTS, SHAPES
-from benchmarks.tune_group.passes import Cell
+from benchmarks.tune.group_norm.__main__ import LAYOUTS, SHAPES
+from benchmarks.tune.group_norm.passes import Cell
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])

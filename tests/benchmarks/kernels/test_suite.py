@@ -1,7 +1,7 @@
 import pytest
 
 from benchmarks.harness.timing import Quantiles
-from benchmarks.kernels import time_cell
+from benchmarks.kernels.suite import time_cell
 from benchmarks.providers.own import ours
 from benchmarks.providers.registry import PROVIDERS
 from benchmarks.workload.problem import Run

@@ -1,6 +1,6 @@
 """Times every plausible launch configuration of a LayerNorm pass: what `layer_norm.table` rests on.
 
-    python -m benchmarks.tune --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096,8192] [--rows 1,16]
+    python -m benchmarks.tune.layer_norm --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096] [--rows 1]
 
 Each configuration must agree with the table's own choice before it is timed.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks.harness.timing import Timer
 from benchmarks.harness.workers import run_in_workers
-from benchmarks.tune.candidates import candidates
-from benchmarks.tune.passes import Cell
-from benchmarks.tune.trials import compile_kernels, kernels_of, time_cell
+from benchmarks.tune.layer_norm.candidates import candidates
+from benchmarks.tune.layer_norm.passes import Cell
+from benchmarks.tune.layer_norm.trials import compile_kernels, kernels_of, time_cell
 from benchmarks.workload.suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 
 COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")

@@ -7,10 +7,10 @@ from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 
-from benchmarks.tune_group import trials
-from benchmarks.tune_group.__main__ import LAYOUTS, SHAPES
-from benchmarks.tune_group.passes import Cell
-from benchmarks.tune_group.trials import Item, kernels_of, time_cell, time_item
+from benchmarks.tune.group_norm import trials
+from benchmarks.tune.group_norm.__main__ import LAYOUTS, SHAPES
+from benchmarks.tune.group_norm.passes import Cell
+from benchmarks.tune.group_norm.trials import Item, kernels_of, time_cell, time_item
 from tests.benchmarks.harness.fake_timer import Timer
 
 SMALL = Cell("forward", (1, 64, 12), "nchw", "float32")

@@ -1,4 +1,4 @@
-"""Launch configurations that may suit a row length: what `tune` times.
+"""Launch configurations that may suit a row length: what `benchmarks.tune.layer_norm` times.
 
 Bounds on registers are estimates of what the compiler makes of a kernel; they leave out what cannot be fast, not
 everything that is slow.

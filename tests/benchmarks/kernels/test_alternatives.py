@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.alternatives import CHOSEN, cells, plan
+from benchmarks.kernels.alternatives import CHOSEN, cells, plan
 
 CELLS = [cell for cell in cells() if cell.form != CHOSEN]
 

@@ -1,4 +1,4 @@
-"""Launch configurations that may suit a GroupNorm forward pass: what `tune_group` times.
+"""Launch configurations that may suit a GroupNorm forward pass: what `benchmarks.tune.group_norm` times.
 
 Some 20 of a large sample, the likeliest of each algorithm: those whose programs fill the device in whole turns, and
 whose registers and L1 keep what covers the latency of memory.  Bounds on registers are estimates of what the

@@ -10,7 +10,7 @@ import torch
 from fusednorm.ops.layer_norm.backward.tile import BackwardTile
 
 from benchmarks.harness.timing import Timer
-from benchmarks.tune.passes import Cell, Config, Pass
+from benchmarks.tune.layer_norm.passes import Cell, Config, Pass
 
 
 class Timed(NamedTuple):
