@@ -15,9 +15,9 @@ from normserve.client import Client, ConnectionFailedError
 
 from tests.certificates import Certificates
 from tests.integration.wire import X, assert_alive
-from tests.security.encrypted import WHOLE, ended, https, received, wrapped
+from tests.security.tls.encrypted import WHOLE, ended, https, received, wrapped
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_certificates_change_under_load_and_no_request_fails(start_server, tmp_path, until):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from normserve import client as api
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from normserve.client.errors import api_error
 
-from .fake_server import HEADERS, FakeServer, tensors_answer
+from tests.service.client.fake_server import HEADERS, FakeServer, tensors_answer
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 RIGHT = tensors_answer(y=X).content

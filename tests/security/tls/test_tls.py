@@ -14,7 +14,7 @@ import torch
 
 from tests.integration.raw import head
 from tests.integration.wire import NPY, assert_alive, from_npy, npy
-from tests.security.encrypted import BODY, WHOLE, assert_serves, ended, https, received, wrapped
+from tests.security.tls.encrypted import BODY, WHOLE, assert_serves, ended, https, received, wrapped
 
 LARGE = 2**24
 

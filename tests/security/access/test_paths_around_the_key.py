@@ -7,8 +7,7 @@ import pytest
 
 from tests.integration.raw import Connection, exchange
 from tests.integration.wire import X, assert_alive, assert_problem, npy
-
-from .keys import EVERYTHING, INFER, METRICS, bearing, write_keys
+from tests.security.keys import EVERYTHING, INFER, METRICS, bearing, write_keys
 
 BODY = npy(X)
 

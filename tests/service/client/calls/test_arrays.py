@@ -9,10 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 from normserve.client import UnexpectedAnswerError
-from normserve.client.arrays import from_host, to_host
+from normserve.client.calls.arrays import from_host, to_host
 from normserve.memory.host_tensors import DType, HostTensor
 
-from .fake_server import FakeServer, tensors_answer
+from tests.service.client.fake_server import FakeServer, tensors_answer
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 

@@ -3,10 +3,10 @@
 from typing import Any
 from urllib.parse import quote
 
-from normserve.client.answers import Answer
-from normserve.client.calls import Call, described, query
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.reception import LIST_BYTES
+from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.reception import LIST_BYTES
 
 
 def put_layer(

@@ -12,7 +12,7 @@ from normserve.settings import Settings
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute
 
-from .keys import EVERYTHING, EXPIRED, INFER, LAYERS, METRICS, bearing, write_keys
+from tests.security.keys import EVERYTHING, EXPIRED, INFER, LAYERS, METRICS, bearing, write_keys
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY")
 READS = {"GET", "HEAD"}

@@ -3,11 +3,10 @@
 import httpx
 import pytest
 from normserve import client as api
-from normserve.client.reception import DOCUMENT_BYTES, LIST_BYTES
+from normserve.client.answers.reception import DOCUMENT_BYTES, LIST_BYTES
 
+from tests.service.client.fake_server import HEADERS, FakeServer
 from tests.service.client.small_call import ANSWER, OK, RIGHT, TOO_LONG_S, X, either, normalise
-
-from .fake_server import HEADERS, FakeServer
 
 
 def chunked(piece):

@@ -8,11 +8,12 @@ body, the others into the query.  Parameters that are left out are not sent, so 
 from collections.abc import Mapping
 from typing import TypeVar, cast
 
-from normserve.client import arrays, expectations
-from normserve.client.answers import Answer
-from normserve.client.calls import Call, described, query
+from normserve.client.answers import expectations
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.expectations import Expectation
+from normserve.client.calls import arrays
+from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.expectations import Expectation
 from normserve.client.results import BackwardResult, ForwardResult
 from normserve.memory.host_tensors import HostTensor
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
 
-from normserve.client import arrays
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.expectations import Output
+from normserve.client.answers.reception import DOCUMENT_BYTES
+from normserve.client.calls import arrays
 from normserve.client.errors import UnexpectedAnswerError, api_error
-from normserve.client.expectations import Output
-from normserve.client.reception import DOCUMENT_BYTES
 from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
 
