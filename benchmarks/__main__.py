@@ -26,7 +26,7 @@ from benchmarks.harness import records
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.suite import Row, Suite
 from benchmarks.host.suite import HostSuite
-from benchmarks.kernels import KernelSuite
+from benchmarks.kernels.suite import KernelSuite
 from benchmarks.models.suite import ModelSuite
 from benchmarks.providers.registry import PROVIDERS, importable
 from benchmarks.workload.suites import SUITES, shard

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 
 from benchmarks.algorithms.page import Page, with_tables
 

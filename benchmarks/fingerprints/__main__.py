@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 
 from benchmarks.fingerprints import files, group_norm, layer_norm
 from benchmarks.fingerprints.cases import Case, planned

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Literal
 
 import torch
-from fusednorm.checks import Epilogue
+from fusednorm.arguments.checks import Epilogue
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.affine import Affine

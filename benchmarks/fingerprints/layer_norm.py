@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from fusednorm.api.chain import MAX_NORMS
-from fusednorm.checks import FLOAT8, Epilogue
+from fusednorm.arguments.checks import FLOAT8, Epilogue
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm.checks import FLOAT8
+from fusednorm.arguments.checks import FLOAT8
 from fusednorm.reference.float8 import LARGEST, SMALLEST_SCALE
 from torch import Tensor
 

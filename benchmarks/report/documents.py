@@ -16,9 +16,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks import table
 from benchmarks.harness import records
-from benchmarks.report import figures
+from benchmarks.report import figures, table
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = Path(__file__).parent / "templates"

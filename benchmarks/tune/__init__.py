@@ -1,1 +1,1 @@
-"""Launch configurations of LayerNorm passes, timed; `tune_group` does so for GroupNorm."""
+"""Launch configurations, timed: of LayerNorm passes and of GroupNorm passes."""

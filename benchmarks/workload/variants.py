@@ -11,7 +11,7 @@ class Variant:
     """One line of the table.
 
     Attributes:
-        activation: after the affine step; one of `fusednorm.activations.ACTIVATIONS`.
+        activation: after the affine step; one of `fusednorm.arguments.activations.ACTIVATIONS`.
         residual: x + residual is what is normalised; forward returns the sum too.
         stream: the residual's dtype; x's when None.
         dropout: probability of a zero, after everything else.

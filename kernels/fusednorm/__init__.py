@@ -28,7 +28,7 @@ from fusednorm.api.autograd import (
 from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.api.patching.patch import patch, unpatch
 from fusednorm.api.patching.report import PatchReport
-from fusednorm.device import HAS_TRITON
+from fusednorm.devices.device import HAS_TRITON
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.policy.waiting import allow_waiting

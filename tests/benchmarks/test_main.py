@@ -23,8 +23,8 @@ def test_an_unknown_provider_is_named():
 @pytest.fixture
 def run(monkeypatch, device, tmp_path):
     """Run the command with a timer that needs no GPU, and read what it wrote."""
-    monkeypatch.setattr("benchmarks.kernels.Timer", lambda: one_millisecond)
-    monkeypatch.setattr("benchmarks.kernels.Tensors", lambda: Tensors(device))
+    monkeypatch.setattr("benchmarks.kernels.suite.Timer", lambda: one_millisecond)
+    monkeypatch.setattr("benchmarks.kernels.suite.Tensors", lambda: Tensors(device))
     monkeypatch.setattr(records, "machine", lambda commit: {"gpu": "none", "commit": commit})
 
     def run_main(*arguments):
@@ -64,7 +64,7 @@ def test_a_shard_is_one_of_its_number(text):
 
 def test_only_what_will_be_timed_is_compiled_ahead(run, monkeypatch):
     warmed = []
-    monkeypatch.setattr("benchmarks.kernels.warm", lambda *arguments: warmed.append(arguments))
+    monkeypatch.setattr("benchmarks.kernels.suite.warm", lambda *arguments: warmed.append(arguments))
     chosen = ("--cells", "layer_norm .* 1x4096 ", "--providers", "fusednorm,torch")
     run("--suite", "small", "tutorial", *chosen, "--warm", "5")
     ((cells, providers, seconds),) = warmed

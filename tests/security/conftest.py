@@ -1,7 +1,7 @@
 """Every test here may attack a real server process."""
 
 from tests.integration.servers import api, launched, server, stage_of, start_server, until
-from tests.security.encrypted import impatient, mutual, ours, secure, theirs, uds
+from tests.security.tls.encrypted import impatient, mutual, ours, secure, theirs, uds
 
 __all__ = [
     "api",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fusednorm.device import needs_triton
+from fusednorm.devices.device import needs_triton
 
 
 def _absent(name: str) -> Callable[..., NoReturn]:

@@ -17,7 +17,7 @@ from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.uniform import gradients, run_backward, run_forward
 from fusednorm.cpu import plain
-from fusednorm.device import HAS_TRITON, INTERPRETED, needs_triton
+from fusednorm.devices.device import HAS_TRITON, INTERPRETED, needs_triton
 from fusednorm.results import Forward
 
 if HAS_TRITON:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusednorm.checks import as_rows, check_out_dtype, check_parameter, check_tensor, checked_eps
+from fusednorm.arguments.checks import as_rows, check_out_dtype, check_parameter, check_tensor, checked_eps
+from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_chain
 from fusednorm.ops.layer_norm.outputs import forward_outputs
-from fusednorm.outputs import places
 from fusednorm.results import Forward
 
 CHAIN = Pass(Forward, like_x=1)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.checks import (
+from fusednorm.arguments.checks import (
     Epilogue,
     check_groups,
     check_out_dtype,
@@ -15,17 +15,17 @@ from fusednorm.checks import (
     check_tensor,
     checked_eps,
 )
+from fusednorm.arguments.layouts import is_channels_last
+from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
-from fusednorm.layouts import is_channels_last
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.outputs import backward_outputs, forward_outputs
 from fusednorm.ops.group_norm.sample import Sample
-from fusednorm.outputs import places
 from fusednorm.results import Backward, Forward
 
 FORWARD = Pass(Forward)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusednorm.checks import (
+from fusednorm.arguments.checks import (
     FLOAT8,
     Epilogue,
     as_heads,
@@ -19,13 +19,13 @@ from fusednorm.checks import (
     has_common_stride,
     has_heads,
 )
+from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_float8, plan_forward
 from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
-from fusednorm.outputs import places
 from fusednorm.results import Backward, Forward
 
 FORWARD = Pass(Forward, like_x=2)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
 from fusednorm.api.normalized_shape import machine_epsilon, one_axis, rows_of
-from fusednorm.checks import check_weight_offset
+from fusednorm.arguments.checks import check_weight_offset
 
 
 def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm.layouts import in_layout, laid_out
+from fusednorm.arguments.layouts import in_layout, laid_out
 from fusednorm.results import Backward, Forward
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

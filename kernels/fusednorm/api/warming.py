@@ -7,7 +7,7 @@ import torch
 
 from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.devices.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
 from fusednorm.ops.group_norm.call import BackwardConfig, ForwardConfig

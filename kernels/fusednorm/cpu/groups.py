@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fusednorm import reference
+from fusednorm.arguments.layouts import in_layout, laid_out
 from fusednorm.cpu.epilogue import activated, through_activation
 from fusednorm.cpu.taken import are_floats, are_plain, summed, wide
-from fusednorm.layouts import in_layout, laid_out
 from fusednorm.results import Backward, Forward
 
 _FARTHEST_MEAN = 2.0

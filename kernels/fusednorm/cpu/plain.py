@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOAT_DTYPES
+from fusednorm.arguments.checks import FLOAT_DTYPES
 from fusednorm.cpu import groups, rows
 from fusednorm.cpu.taken import are_floats, is_epsilon, wide
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.activations import ACTIVATIONS
-from fusednorm.checks import FLOAT_DTYPES
+from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import FLOAT_DTYPES
 
 Shape = tuple[int, ...]
 

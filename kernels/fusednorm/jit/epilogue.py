@@ -2,14 +2,14 @@
 
 The jit functions here are called by every kernel; `reference` has their meaning in plain torch.  A tensor
 stands left of a constexpr in every product: the other way round the interpreter makes a constexpr of it.
-Dropout's mask is what `fusednorm.dropout` says.
+Dropout's mask is what `fusednorm.arguments.dropout` says.
 """
 
 import triton
 import triton.language as tl
 
 PHILOX_ROUNDS = tl.constexpr(7)
-"""As many as `fusednorm.dropout` has."""
+"""As many as `fusednorm.arguments.dropout` has."""
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fusednorm.device import since_hopper
+from fusednorm.devices.device import since_hopper
 
 MAX_VEC = 8
 REGISTERS_PER_SM = 65536

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.outputs import Output, Outputs
 from fusednorm.host.load import load
 from fusednorm.launch.recipe import Recipe, Start
 from fusednorm.launch.workspace import workspace_of
-from fusednorm.outputs import Output, Outputs
 
 Parameter = tuple[bool, int]
 """Whether a kernel's parameter is a constant, and its bits; else its slot."""

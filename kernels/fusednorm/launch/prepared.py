@@ -14,7 +14,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch.driver import Launcher, launcher_of
 from fusednorm.launch.keys import settle
 

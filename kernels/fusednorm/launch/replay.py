@@ -16,12 +16,12 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.outputs import Output, Outputs, Result
 from fusednorm.launch import prepared
 from fusednorm.launch.kinds import Inputs, Options, kind_of, kind_of_any_rows
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.native import described
 from fusednorm.launch.recipe import Recipe
-from fusednorm.outputs import Output, Outputs, Result
 from fusednorm.policy.batch_invariance import is_batch_invariant
 from fusednorm.policy.waiting import may_wait
 from fusednorm.results import Backward, Forward

@@ -5,7 +5,7 @@ waits for theirs.  Such a launch is cooperative, so the device starts all of its
 Without, they are read twice, by kernels whose programs wait for nothing.
 """
 
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 
 _allowed = True
 

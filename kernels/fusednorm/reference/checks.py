@@ -6,7 +6,7 @@ Nothing is broadcast and nothing cast from integers, so that what the kernels re
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOAT8, FLOAT_DTYPES
+from fusednorm.arguments.checks import FLOAT8, FLOAT_DTYPES
 from fusednorm.errors import KernelInputError
 
 DTYPES = (*FLOAT_DTYPES, torch.float64)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusednorm.dropout import PHILOX_ROUNDS, dropout_threshold
+from fusednorm.arguments.dropout import PHILOX_ROUNDS, dropout_threshold
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

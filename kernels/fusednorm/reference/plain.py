@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.checks import (
+from fusednorm.arguments.checks import (
     FLOAT8,
     Epilogue,
     activation_of,
@@ -34,8 +34,8 @@ from fusednorm.checks import (
     checked_eps,
     has_heads,
 )
+from fusednorm.arguments.layouts import is_channels_last, laid_out
 from fusednorm.errors import KernelInputError
-from fusednorm.layouts import is_channels_last, laid_out
 from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results
 from fusednorm.reference.dropout import dropout_mask
 from fusednorm.reference.float8 import quantised_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from normserve.client import HostTensor
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 
 from normload.load.cases import Case
 

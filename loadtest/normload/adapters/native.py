@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
-from normserve.client import BackwardResult, ForwardResult, HostTensor, operations
-from normserve.client.answers import Answer
-from normserve.client.calls import Call
+from normserve.client import BackwardResult, ForwardResult, HostTensor
+from normserve.client.answers.answer import Answer
+from normserve.client.calls import operations
+from normserve.client.calls.call import Call
 from normserve.codec.media_types import SAFETENSORS
 
 from normload.adapters import Exchange

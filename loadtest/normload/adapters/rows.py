@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 from normserve.client import HostTensor, UnexpectedAnswerError
-from normserve.client.answers import Answer
-from normserve.client.documents import read_json
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.documents import read_json
 from normserve.codec import npy
 from normserve.codec.shapes import MAX_RANK
 from normserve.errors import NormserveError

@@ -9,7 +9,7 @@ from socket import AF_UNIX, SOCK_STREAM, getaddrinfo
 
 import httpx
 from normserve.client import ConnectionFailedError, UnexpectedAnswerError
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
 from normserve.client.http import connection as http

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from normserve.client import ClientError
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from numpy.typing import NDArray
 
 from normload.adapters import Adapter

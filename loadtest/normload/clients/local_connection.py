@@ -8,7 +8,7 @@ import socket
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from normserve.client.http.connection import READ, WRITE, Steps, connecting
 from normserve.client.local.arena import Arena, Block
 from normserve.client.local.messages import growth, prepare, understood

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normserve.client import HostTensor
-from normserve.client.calls import Call
+from normserve.client.calls.call import Call
 from normserve.client.http.address import Address
 from normserve.client.http.heads import request_head
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
-from normserve.client.answers import Answer
-from normserve.client.documents import read_json
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.documents import read_json
 from normserve.client.http.address import Address
 from normserve.client.http.connection import Steps
 

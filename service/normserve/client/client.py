@@ -10,8 +10,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 import numpy as np
 
-from normserve.client import administration, arrays, operations
-from normserve.client.calls import Call
+from normserve.client.calls import administration, arrays, operations
+from normserve.client.calls.call import Call
 from normserve.client.connecting import Server, transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError

@@ -24,8 +24,8 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
-from normserve.client.documents import read_json
-from normserve.client.quoting import quoted
+from normserve.client.answers.documents import read_json
+from normserve.client.answers.quoting import quoted
 
 
 class ClientError(Exception):

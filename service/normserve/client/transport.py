@@ -7,8 +7,8 @@ raises no errors but `ClientError`, and none of its waits goes beyond the deadli
 
 from typing import Any, Protocol
 
-from normserve.client.answers import Answer
-from normserve.client.calls import Call
+from normserve.client.answers.answer import Answer
+from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 
 

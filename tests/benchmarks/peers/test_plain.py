@@ -5,7 +5,7 @@ import torch
 from normload.adapters.registry import ADAPTERS
 from normload.adapters.rows import parameters
 from normload.clients import oracle
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 
 from benchmarks.peers.__main__ import SIZES, scenario
 from benchmarks.peers.plain import plain_app

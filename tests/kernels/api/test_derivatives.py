@@ -5,8 +5,8 @@ from functools import partial
 import fusednorm
 import pytest
 import torch
-from fusednorm.activations import ACTIVATIONS
 from fusednorm.api import autograd, operators
+from fusednorm.arguments.activations import ACTIVATIONS
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp
 

@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import cpu, reference
-from fusednorm.activations import ACTIVATIONS
+from fusednorm.arguments.activations import ACTIVATIONS
 from torch import Tensor
 
 from tests.kernels.cpu.calls import OPS, Kernels, call, exact, of_rows, tensors

@@ -5,7 +5,7 @@ import gc
 import fusednorm
 import pytest
 import torch
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import replay
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks

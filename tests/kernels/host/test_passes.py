@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api import autograd
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch.native import set_up
 from fusednorm.launch.workspace import purpose_of
 from fusednorm.policy import batch_invariance, waiting

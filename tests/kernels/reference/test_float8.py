@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.checks import FLOAT8
+from fusednorm.arguments.checks import FLOAT8
 from fusednorm.reference.float8 import quantised_rows
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()

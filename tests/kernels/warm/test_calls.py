@@ -6,7 +6,7 @@ from tests.kernels.harness.compiled import compile_elsewhere
 
 PLAN = """
 import json, sys
-from fusednorm.gpus import GPUS
+from fusednorm.devices.gpus import GPUS
 from fusednorm.warm.calls import kernel_of, launches
 
 gpus = {gpu.name: gpu for gpu in GPUS}

@@ -6,8 +6,8 @@ from pathlib import Path
 import fusednorm
 import pytest
 import torch
-from fusednorm.device import multiprocessor_count, since_hopper, stand_in, stands_in
-from fusednorm.gpus import GPUS, H200, of_architectures
+from fusednorm.devices.device import multiprocessor_count, since_hopper, stand_in, stands_in
+from fusednorm.devices.gpus import GPUS, H200, of_architectures
 
 META = torch.device("meta")
 

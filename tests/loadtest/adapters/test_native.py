@@ -3,7 +3,7 @@ import pytest
 from normload.adapters.native import Native
 from normload.load.cases import Case
 from normserve.client import Client, DType
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from normserve.codec import safetensors
 
 ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)

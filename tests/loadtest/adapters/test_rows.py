@@ -7,7 +7,7 @@ from normload.adapters.rows import KServe, Npy, parameters
 from normload.load.cases import Case
 from normload.load.elements import widen
 from normserve.client import DType, UnexpectedAnswerError
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from normserve.codec import npy
 
 ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)

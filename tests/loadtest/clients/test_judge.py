@@ -6,7 +6,7 @@ from normload.clients.pool import make_request
 from normload.load.cases import Case
 from normload.load.elements import narrow
 from normserve.client import DType
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from normserve.client.http.address import Address
 from normserve.codec import safetensors
 

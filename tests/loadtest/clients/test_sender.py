@@ -10,7 +10,7 @@ from normload.clients.sender import Sender
 from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
 from normload.load.scenario import Phase
 from normload.measurements.tally import Tally
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
 from normserve.client.http.address import Address
 
 from tests.loadtest.conftest import WORKLOAD

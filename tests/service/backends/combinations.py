@@ -11,7 +11,7 @@ from normserve.jobs.job import Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType
 
 from tests.service.backends.answers import assert_right
-from tests.service.host_tensors import DTYPES, back, host
+from tests.service.memory.host_tensors import DTYPES, back, host
 
 GROUPS = 2
 EPILOGUES = (

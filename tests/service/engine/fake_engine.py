@@ -14,7 +14,7 @@ from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob
 from normserve.metrics.metrics import Metrics
 
-from tests.service.fake_jobs import job
+from tests.service.jobs.fake_jobs import job
 
 FAR = 1e9
 

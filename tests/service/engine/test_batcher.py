@@ -5,7 +5,7 @@ from normserve.engine.batcher import Batcher
 from normserve.jobs.job import Lane, Op, Pass
 from normserve.memory.host_tensors import DType
 
-from tests.service.fake_jobs import job, layer, tensor
+from tests.service.jobs.fake_jobs import job, layer, tensor
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from normserve.engine.batcher import Batcher
 from normserve.jobs.job import Lane, NormJob
 from normserve.memory.host_tensors import DType, HostTensor
 
-from tests.service.fake_jobs import job
+from tests.service.jobs.fake_jobs import job
 
 MAX_REQUESTS, MAX_BYTES = 3, 2000
 # Bytes of x by how it is to run: with others, alone though small, alone.

@@ -6,7 +6,7 @@ from normserve.errors import OverloadedError
 from normserve.jobs.job import Op, Pass
 from normserve.memory.host_tensors import DType
 
-from tests.service.fake_jobs import job, layer, tensor
+from tests.service.jobs.fake_jobs import job, layer, tensor
 
 
 class Clock:

@@ -10,7 +10,7 @@ from normserve.errors import (
 from normserve.jobs.job import Lane, Op
 
 from tests.service.engine.fake_engine import Deep, Quick, Scene, large_job, scene, turn
-from tests.service.fake_jobs import job, tensor
+from tests.service.jobs.fake_jobs import job, tensor
 
 
 @scene

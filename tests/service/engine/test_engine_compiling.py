@@ -14,7 +14,7 @@ from normserve.errors import (
 )
 
 from tests.service.engine.fake_engine import compiling_scene, turn
-from tests.service.fake_jobs import job
+from tests.service.jobs.fake_jobs import job
 
 
 @compiling_scene

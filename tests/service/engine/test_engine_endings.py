@@ -17,7 +17,7 @@ from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 
 from tests.service.engine.fake_engine import Deep, large_job, scene, turn
-from tests.service.fake_jobs import job
+from tests.service.jobs.fake_jobs import job
 
 
 @scene

@@ -9,7 +9,7 @@ from normserve.errors import ClientLeftError, DeviceOutOfMemoryError, InvalidSha
 from normserve.jobs.job import Lane, NormJob
 
 from tests.service.engine.fake_engine import CompilingScene, Deep, turn
-from tests.service.fake_jobs import job
+from tests.service.jobs.fake_jobs import job
 
 
 class DeepCompiling(Deep):

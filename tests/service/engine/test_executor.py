@@ -11,7 +11,7 @@ from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, Invalid
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, Op
 
-from tests.service.fake_jobs import job, tensor
+from tests.service.jobs.fake_jobs import job, tensor
 
 EXECUTION = Execution(({},), (0,), 0.0, 0.0, 0.0)
 

@@ -8,7 +8,7 @@ from normserve.engine.waiters import Replies
 from normserve.errors import DeadlineExceededError, DeviceOutOfMemoryError
 from normserve.jobs.job import Batch, Execution
 
-from tests.service.fake_jobs import job
+from tests.service.jobs.fake_jobs import job
 
 FAR = 1e9
 

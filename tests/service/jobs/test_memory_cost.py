@@ -11,7 +11,7 @@ from normserve.jobs.memory_cost import SCRATCH_BYTES, memory_cost
 from normserve.jobs.validation import costed_job
 from normserve.memory.host_tensors import DType
 
-from tests.service.fake_jobs import layer, tensor
+from tests.service.jobs.fake_jobs import layer, tensor
 
 MIB = 2**20
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)

@@ -6,7 +6,7 @@ from normserve.jobs.job import Layout, NormSpec, Op, Pass
 from normserve.jobs.validation import check_parameters, make_job, tensor_names
 from normserve.memory.host_tensors import DType
 
-from tests.service.fake_jobs import layer, tensor
+from tests.service.jobs.fake_jobs import layer, tensor
 
 
 def spec(op: Op = Op.LAYER_NORM, direction: Pass = Pass.FORWARD, **more: object) -> NormSpec:

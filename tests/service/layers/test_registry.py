@@ -4,7 +4,7 @@ import pytest
 from normserve.errors import TooLargeError, UnknownLayerError
 from normserve.layers.registry import LayerRegistry
 
-from tests.service.fake_jobs import layer
+from tests.service.jobs.fake_jobs import layer
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from normserve.metrics.registrar import COUNTED_AT_ONCE
 from normserve.metrics.requests import RequestRecord
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.fake_jobs import job, tensor
+from tests.service.jobs.fake_jobs import job, tensor
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from normserve.jobs.job import NormSpec, Op, Pass
 from normserve.jobs.validation import costed_job
 from normserve.requests.admission import UNCHARGED_BYTES, Admission
 
-from tests.service.fake_jobs import tensor
+from tests.service.jobs.fake_jobs import tensor
 
 MIB = 2**20
 SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)

@@ -12,9 +12,9 @@ from fusednorm.api.normalized_shape import machine_epsilon, one_axis, rows_of
 from fusednorm.api.patching.autocast import AUTOCASTS_RMS_NORM, casts_to_float32
 from fusednorm.api.patching.patched import PatchedForward, Replacement, is_plain
 from fusednorm.api.patching.recognise import Observed, input_name, recognise_norm
-from fusednorm.checks import as_heads, has_common_stride
+from fusednorm.arguments.checks import as_heads, has_common_stride
+from fusednorm.arguments.layouts import in_layout
 from fusednorm.errors import KernelInputError
-from fusednorm.layouts import in_layout
 
 _any_autocast = torch._C._is_any_autocast_enabled
 

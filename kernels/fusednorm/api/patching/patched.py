@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusednorm.checks import FLOAT_DTYPES
+from fusednorm.arguments.checks import FLOAT_DTYPES
 from fusednorm.errors import KernelInputError
 
 

@@ -18,7 +18,7 @@ from fusednorm.api.patching.probe import (
     layer_norm_formula,
     rms_norm_formula,
 )
-from fusednorm.checks import FLOAT_DTYPES, MAX_COLS, checked_eps
+from fusednorm.arguments.checks import FLOAT_DTYPES, MAX_COLS, checked_eps
 from fusednorm.errors import KernelInputError
 
 _EPS_NAMES = ("variance_epsilon", "eps")

@@ -8,7 +8,7 @@ number causes no compile.
 from dataclasses import replace
 from functools import lru_cache
 
-from fusednorm.device import multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from fusednorm.checks import NO_EPILOGUE, Epilogue
-from fusednorm.device import multiprocessor_count, since_hopper
+from fusednorm.arguments.checks import NO_EPILOGUE, Epilogue
+from fusednorm.arguments.layouts import lies_otherwise
+from fusednorm.devices.device import multiprocessor_count, since_hopper
 from fusednorm.launch.launch import Launch, Resident, can_prefetch, has_lane_a_thread, registers_for
-from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.sample import Sample, pair, vector_width
 from fusednorm.results import Backward, Forward

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
-from fusednorm.device import multiprocessor_count
+from fusednorm.arguments.layouts import lies_otherwise
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
 from fusednorm.launch.launch import Launch
-from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.outputs import Output, Outputs
 from fusednorm.ops.group_norm.sample import Sample
-from fusednorm.outputs import Output, Outputs
 
 
 def forward_outputs(x: Tensor, sample: Sample, residual: Tensor | None, dtype: torch.dtype, stats: bool) -> Outputs:

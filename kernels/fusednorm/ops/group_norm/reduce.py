@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.device import INTERPRETED, since_hopper
+from fusednorm.devices.device import INTERPRETED, since_hopper
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import rounded_product

@@ -1,6 +1,6 @@
 """Launch configurations of GroupNorm by class of groups, a line each, by bytes of an element.
 
-`benchmarks.tune_group` times what may stand here.  An entry of FORWARD_CONTIGUOUS serves every group up to its
+`benchmarks.tune.group_norm` times what may stand here.  An entry of FORWARD_CONTIGUOUS serves every group up to its
 number of elements; those of the other tables serve groups of as many channels up to their number of positions, or,
 where samples are streamed, all samples of as many channels and about as many positions (`measured_stream`).
 The first entry that fits the sample and the device is taken; for classes without one `forward_choice`

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fusednorm.checks import NO_EPILOGUE, Epilogue, has_heads
-from fusednorm.device import multiprocessor_count, since_hopper
+from fusednorm.arguments.checks import NO_EPILOGUE, Epilogue, has_heads
+from fusednorm.devices.device import multiprocessor_count, since_hopper
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.integers import vector_width
 from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, has_lane_a_thread

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.devices.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import column_mask, load_rows
 from fusednorm.jit.moments import lane_moments, tile_moments

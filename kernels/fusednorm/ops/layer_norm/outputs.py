@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOAT8
-from fusednorm.outputs import Output, Outputs
+from fusednorm.arguments.checks import FLOAT8
+from fusednorm.arguments.outputs import Output, Outputs
 
 
 def forward_outputs(residual: Tensor | None, dtype: torch.dtype, stats: bool, is_rms: bool) -> Outputs:

@@ -16,7 +16,7 @@ from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 ForwardConfig = ForwardTile | ForwardResident | ForwardSweep | ForwardCooperative | ForwardSplit
 BackwardConfig = BackwardTile | BackwardCooperative | BackwardSplit
 
-# Measured on an H200 by `python -m benchmarks.tune`, x of 256 MiB; the comment is the fraction of a copy reached.
+# Measured on an H200 (`benchmarks.tune.layer_norm`), x of 256 MiB; the comment is the fraction of a copy reached.
 FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     2: (
         (16, ForwardTile(32, 1, 16, num_warps=2)),

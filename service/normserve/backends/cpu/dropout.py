@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fusednorm.dropout import PHILOX_ROUNDS, dropout_threshold
+from fusednorm.arguments.dropout import PHILOX_ROUNDS, dropout_threshold
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def _blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
 
 
 def _philox_words(seed: int, row: _Words, quad: _Words) -> tuple[_Words, _Words, _Words, _Words]:
-    """The four random words of each (row, quad), as `fusednorm.dropout` defines them.
+    """The four random words of each (row, quad), as `fusednorm.arguments.dropout` defines them.
 
     Args: row, quad: [rows, 1] and [1, quads].
     """

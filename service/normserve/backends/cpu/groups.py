@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from fusednorm.layouts import is_channels_last
+from fusednorm.arguments.layouts import is_channels_last
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 import fusednorm
 import torch
 import triton
-from fusednorm.device import copy_bandwidth, multiprocessor_count
+from fusednorm.devices.device import copy_bandwidth, multiprocessor_count
+from fusednorm.devices.gpus import Gpu
 from fusednorm.errors import KernelInputError
-from fusednorm.gpus import Gpu
 from fusednorm.warm.at_once import compile_at_once
 from torch import Tensor
 

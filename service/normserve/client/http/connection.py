@@ -18,10 +18,10 @@ from typing import Any, TypeAlias, TypeVar
 import httpx
 import numpy as np
 
-from normserve.client.answers import Answer
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.reception import Reception
 from normserve.client.http.address import Address
 from normserve.client.http.heads import HEAD_BYTES, AnswerHead, read_head
-from normserve.client.reception import Reception
 
 R = TypeVar("R")
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import httpx
 
-from normserve.client.answers import Answer
-from normserve.client.calls import Call
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.reception import refuse_redirect, transport_errors
+from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.http.address import Address
 from normserve.client.http.awaiting import AsyncSockets
@@ -16,7 +17,6 @@ from normserve.client.http.blocking import Sockets, drive, filling
 from normserve.client.http.connection import Connection
 from normserve.client.http.heads import request_head
 from normserve.client.http.waits import WholeCall
-from normserve.client.reception import refuse_redirect, transport_errors
 from normserve.codec.media_types import SAFETENSORS
 
 _CONTENT_TYPE = SAFETENSORS.encode()

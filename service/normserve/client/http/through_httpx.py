@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import httpx
 
-from normserve.client.answers import Answer
-from normserve.client.calls import Call
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.reception import Reception, refuse_redirect, transport_errors
+from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.http.waiting import keep_deadlines
-from normserve.client.reception import Reception, refuse_redirect, transport_errors
 from normserve.codec.media_types import SAFETENSORS
 
 # Large enough for its overhead to be nothing, small enough for the transport's copy of it to stay in cache.

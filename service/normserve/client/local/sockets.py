@@ -5,9 +5,9 @@ import socket
 import struct
 from collections import deque
 
+from normserve.client.answers.reception import LIST_BYTES
 from normserve.client.errors import ConnectionFailedError, UnexpectedAnswerError
 from normserve.client.local.arena import Arena
-from normserve.client.reception import LIST_BYTES
 from normserve.codec import local_frames as frames
 from normserve.errors import NormserveError
 from normserve.memory.segments import map_segment

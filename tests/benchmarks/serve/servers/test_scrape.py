@@ -5,7 +5,7 @@ from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import RequestRecord
 
 from benchmarks.serve.servers import scrape
-from tests.service.fake_jobs import job
+from tests.service.jobs.fake_jobs import job
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

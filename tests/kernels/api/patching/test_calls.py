@@ -8,7 +8,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api.patching import forwards
-from fusednorm.checks import as_heads, as_rows
+from fusednorm.arguments.checks import as_heads, as_rows
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 

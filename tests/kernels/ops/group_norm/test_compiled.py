@@ -29,7 +29,7 @@ SPILLS = {
 COMPILE = """
 import json, math, sys
 import torch
-from fusednorm.checks import Epilogue
+from fusednorm.arguments.checks import Epilogue
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fusednorm.checks import Epilogue
-from fusednorm.device import INTERPRETED
+from fusednorm.arguments.checks import Epilogue
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.call import ForwardCall

@@ -8,7 +8,7 @@ import fusednorm.api.group_norm as ours
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.activations import ACTIVATIONS
+from fusednorm.arguments.activations import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.ops.group_norm import backward_choice as group_norm_backward_launch
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch

@@ -32,7 +32,7 @@ import torch
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
-from fusednorm.checks import Epilogue
+from fusednorm.arguments.checks import Epilogue
 from fusednorm.launch.inspection import inspect
 from fusednorm.results import Backward, Forward
 

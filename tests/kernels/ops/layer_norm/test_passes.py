@@ -11,8 +11,8 @@ import pytest
 import torch
 import triton.language as tl
 from fusednorm import reference
-from fusednorm.activations import ACTIVATIONS
-from fusednorm.device import INTERPRETED
+from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.ops.layer_norm import choice
 from fusednorm.ops.layer_norm.backward.tile import BackwardTile
 from fusednorm.ops.layer_norm.forward import resident, split

@@ -11,8 +11,8 @@ from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 
-from tests.service.fake_jobs import layer
-from tests.service.host_tensors import DTYPES, back, host
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import DTYPES, back, host
 
 OPS = ("layer_norm", "rms_norm", "group_norm")
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")

@@ -213,7 +213,7 @@ def test_kernels_of_the_warm_up_are_those_that_are_compiled_ahead():
 import json
 import fusednorm
 import torch
-from fusednorm.gpus import GPUS
+from fusednorm.devices.gpus import GPUS
 from fusednorm.launch.absent import launches_for
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.warm.calls import kernel_of, launches

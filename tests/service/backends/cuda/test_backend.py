@@ -14,8 +14,8 @@ from normserve.memory.slabs import SlabPool
 from triton import knobs
 
 from tests.service.backends.answers import assert_right
-from tests.service.fake_jobs import layer
-from tests.service.host_tensors import DTYPES, back, host
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import DTYPES, back, host
 
 pytestmark = pytest.mark.gpu
 

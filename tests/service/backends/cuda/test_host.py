@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusednorm.gpus import H200
+from fusednorm.devices.gpus import H200
 from normserve.backends import cpu
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda import replays
@@ -20,9 +20,9 @@ from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import PLAIN, SlabPool
 
 from tests.service.backends.fake_graphs import FakeGraphs
-from tests.service.fake_jobs import layer
-from tests.service.host_tensors import DTYPES, back
-from tests.service.host_tensors import host as in_no_slab
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import DTYPES, back
+from tests.service.memory.host_tensors import host as in_no_slab
 
 
 class Instant:

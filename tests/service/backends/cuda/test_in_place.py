@@ -15,8 +15,8 @@ from normserve.memory.host_tensors import DType
 from normserve.memory.slabs import PLAIN, SlabPool
 
 from tests.service.backends.fake_graphs import FakeGraphs
-from tests.service.fake_jobs import layer
-from tests.service.host_tensors import host
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import host
 
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
 

@@ -6,7 +6,7 @@ from normserve.backends.cuda.parcels import collected, parcel_of, written
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
 from normserve.memory.slabs import SlabPool
 
-from tests.service.host_tensors import DTYPES, host
+from tests.service.memory.host_tensors import DTYPES, host
 
 SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
 

@@ -17,8 +17,8 @@ from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.answers import assert_right
-from tests.service.fake_jobs import layer
-from tests.service.host_tensors import back, host
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import back, host
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from fusednorm.device import multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 from fusednorm.policy.batch_invariance import is_batch_invariant

@@ -5,7 +5,7 @@ import pytest
 import torch
 from fusednorm.api import autograd
 from fusednorm.api import group_norm as group_norm_passes
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import prepared, replay
 from fusednorm.policy import batch_invariance, waiting
 from fusednorm.results import Backward, Forward

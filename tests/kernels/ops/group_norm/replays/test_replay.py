@@ -6,7 +6,7 @@ The driver takes notes and, where asked, has the interpreter run what it is give
 import fusednorm
 import pytest
 import torch
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import replay
 from fusednorm.launch.workspace import purpose_of
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock

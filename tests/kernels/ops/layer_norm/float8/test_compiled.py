@@ -21,7 +21,7 @@ FUSED_COLS = (256, 1024, 7168, 16384, 32768, 131072)
 COMPILE = """
 import json, sys
 import torch
-from fusednorm.checks import FLOAT8, Epilogue
+from fusednorm.arguments.checks import FLOAT8, Epilogue
 from fusednorm.launch.inspection import inspect
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_float8

@@ -3,7 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm.checks import FLOAT8
+from fusednorm.arguments.checks import FLOAT8
 
 from tests.kernels.ops.layer_norm.cases import DTYPES, make_case
 from tests.kernels.ops.layer_norm.float8.test_passes import check

@@ -7,8 +7,8 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, reference
-from fusednorm.activations import ACTIVATIONS
-from fusednorm.checks import FLOAT8
+from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import FLOAT8
 
 from tests.kernels.harness.accuracy import assert_float8_close_to_oracle
 from tests.kernels.ops.layer_norm.cases import DTYPES, make_case

@@ -5,7 +5,7 @@ import pytest
 import torch
 from fusednorm.api import autograd
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import prepared, replay
 from fusednorm.ops.layer_norm import choice
 from fusednorm.policy import waiting

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fusednorm.api import chain as chain_pass
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import replay
 from fusednorm.launch.workspace import purpose_of
 from fusednorm.policy import waiting

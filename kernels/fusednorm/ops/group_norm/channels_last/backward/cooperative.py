@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import gcd
 
-from fusednorm.device import multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch.launch import Launch, resident_options
 from fusednorm.launch.workspace import mailbox

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.device import INTERPRETED, since_hopper
+from fusednorm.arguments.layouts import lies_otherwise
+from fusednorm.devices.device import INTERPRETED, since_hopper
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent
-from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.affine import load_masked_affine
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.channels_last.columns import (

@@ -6,7 +6,7 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.devices.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
 from fusednorm.jit.prefetch import touch_rows

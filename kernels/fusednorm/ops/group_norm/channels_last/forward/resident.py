@@ -6,7 +6,7 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.device import multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv
 from fusednorm.launch.launch import Launch, registers_for
 from fusednorm.ops.group_norm.call import (

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusednorm.device import INTERPRETED
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import total_pair

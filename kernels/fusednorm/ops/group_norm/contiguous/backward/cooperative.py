@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.device import multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of

@@ -6,7 +6,7 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.device import INTERPRETED, multiprocessor_count
+from fusednorm.devices.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.pieces import merge, merge_even, total_moments

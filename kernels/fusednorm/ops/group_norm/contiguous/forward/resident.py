@@ -6,7 +6,7 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.device import multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv
 from fusednorm.jit.pieces import total_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, touch

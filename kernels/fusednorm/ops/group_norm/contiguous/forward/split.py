@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.device import INTERPRETED, since_hopper
+from fusednorm.arguments.layouts import lies_otherwise
+from fusednorm.devices.device import INTERPRETED, since_hopper
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent
-from fusednorm.layouts import lies_otherwise
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
 from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, moments_reduction, reduce_moments

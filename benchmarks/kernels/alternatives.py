@@ -1,0 +1,155 @@
+"""What each form of a forward pass is worth: the table's choice beside the forms that would serve in its place.
+
+    python -m benchmarks.kernels.alternatives --out alternatives.csv
+
+A form that is nowhere faster and serves no shape alone can go.  Fractions are of a copy of x in the same run.
+"""
+
+import argparse
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from fusednorm.arguments.checks import Epilogue
+from fusednorm.launch.launch import Launch
+from fusednorm.launch.run import run
+from fusednorm.ops.group_norm import call as group_call
+from fusednorm.ops.group_norm import forward_choice
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.statistics import split_forward
+from fusednorm.ops.layer_norm import choice, table
+from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.table import ForwardConfig
+from fusednorm.results import Forward
+from torch import Tensor
+
+from benchmarks.harness.timing import Timer
+from benchmarks.harness.workers import run_in_workers
+from benchmarks.workload.problem import EPS
+
+GROUPS = 32
+CHOSEN = "chosen"
+COLUMNS = ("what", "form", "kernels", "ms", "of_copy")
+
+_BF16, _F32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One forward pass in one form: of rows where `shape` has two axes, else of samples, with SiLU."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    form: str
+    channels_last: bool = False
+    residual: bool = False
+
+    @property
+    def name(self) -> str:
+        """1024x131072 bfloat16."""
+        parts = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
+        parts += ["channels-last"] * self.channels_last + ["residual"] * self.residual
+        return " ".join(parts)
+
+
+_WITH_RESIDUAL = (
+    *((shape, _BF16) for shape in ((8, 512, 64, 64), (16, 512, 64, 64), (2, 512, 64, 64))),
+    *((shape, _F32) for shape in ((32, 256, 56, 56), (8, 256, 64, 64))),
+)
+_CONTIGUOUS = (
+    *((shape, _BF16) for shape in ((8, 512, 64, 64), (2, 320, 64, 64), (16, 320, 64, 64), (2, 1280, 16, 16))),
+    *((shape, _BF16) for shape in ((2, 640, 32, 32), (32, 256, 56, 56), (64, 1280, 16, 16))),
+    *((shape, _F32) for shape in ((2, 320, 64, 64), (16, 320, 64, 64), (8, 512, 64, 64))),
+)
+_CHANNELS_LAST = tuple(
+    (shape, dtype) for shape in ((2, 2560, 16, 16), (2, 2560, 32, 32)) for dtype in (_F32, _BF16)
+)
+_ROWS = (
+    *((shape, _BF16) for shape in ((1024, 131072), (256, 262144), (64, 524288), (16, 1 << 20))),
+    *((shape, _F32) for shape in ((512, 65536), (128, 262144))),
+    *((shape, _BF16) for shape in ((16, 131072), (4096, 16384), (1024, 49152))),
+)
+
+
+def cells() -> Iterator[Cell]:
+    """Every cell, the table's choice of each shape first."""
+    of_groups, of_rows = (CHOSEN, "never waiting", "split"), (CHOSEN, "sweep", "split")
+    yield from (Cell(*each, form, residual=True) for each in _WITH_RESIDUAL for form in of_groups)
+    yield from (Cell(*each, form) for each in _CONTIGUOUS for form in of_groups)
+    yield from (Cell(*each, form, channels_last=True) for each in _CHANNELS_LAST for form in of_groups)
+    yield from (Cell(*each, form) for each in _ROWS for form in of_rows)
+
+
+def plan(cell: Cell, device: str) -> tuple[list[Launch], Tensor, Tensor]:
+    """The launches of a cell over random tensors, x and y."""
+    fill = partial(torch.empty if device == "meta" else torch.randn, dtype=cell.dtype, device=device)
+    if len(cell.shape) == 2:
+        x, weight, bias = fill(cell.shape), fill(cell.shape[1]), fill(cell.shape[1])
+        y = torch.empty_like(x)
+        forms: dict[str, ForwardConfig] = {
+            "sweep": choice.choose_sweep(cell.shape[1]),
+            "split": table.FORWARD_SPLIT[x.element_size()],
+        }
+        call = ForwardCall(x=x, weight=weight, bias=bias, eps=EPS, out=Forward(y))
+        return choice.plan_forward(call, forms.get(cell.form)), x, y
+    n, c, height, width = cell.shape
+
+    def new() -> Tensor:
+        if cell.channels_last:
+            return fill(n, height, width, c).permute(0, 3, 1, 2)
+        return fill(cell.shape)
+
+    x, residual, weight, bias = new(), new() if cell.residual else None, fill(c), fill(c)
+    y = torch.empty_like(x)
+    sample = Sample(GROUPS, c // GROUPS, height * width, cell.channels_last)
+    of_groups = {"never waiting": forward_choice.never_waiting, "split": split_forward}
+    config = None if cell.form == CHOSEN else of_groups[cell.form](sample, x.element_size())
+    out = Forward(y, residual_out=None if residual is None else torch.empty_like(x))
+    of_group = group_call.ForwardCall(
+        x=x,
+        sample=sample,
+        affine=Affine(weight, bias),
+        eps=EPS,
+        residual=residual,
+        epilogue=Epilogue("silu"),
+        out=out,
+    )
+    return forward_choice.plan_forward(of_group, config), x, y
+
+
+def compile_kernels(cell: Cell) -> None:
+    """Fill Triton's cache, in a process of its own."""
+    for step in plan(cell, "meta")[0]:
+        step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
+
+
+def measure(cell: Cell, timer: Timer) -> tuple[str, float, float]:
+    """The kernels of a cell, its milliseconds, and the fraction of a copy that it reaches."""
+    launches, x, y = plan(cell, "cuda")
+    copy = timer(lambda: y.copy_(x), repeats=15).p50
+    ms = timer(partial(run, x.device, launches), repeats=15).p50
+    return "+".join(step.kernel.fn.__name__ for step in launches), ms, copy / ms * (2 if cell.residual else 1)
+
+
+def main() -> None:
+    """Measure every cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    given = parser.parse_args()
+    run_in_workers(compile_kernels, list(cells()), workers=14, seconds=120)
+    timer = Timer()
+    with given.out.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for cell in cells():
+            kernels, ms, of_copy = measure(cell, timer)
+            writer.writerow((cell.name, cell.form, kernels, f"{ms:.4f}", f"{of_copy:.3f}"))
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()

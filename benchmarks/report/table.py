@@ -1,0 +1,159 @@
+"""Benchmarks' CSVs as Markdown tables: the fraction of a copy that each provider reaches.
+
+    python -m benchmarks.report.table benchmarks/results/plain.csv [more.csv ...] [--long | --over PROVIDER]
+
+A table for each operation, pass and variant; beside ours, for each dtype, the best of the others with its name, the
+better of the two in bold.  Ours is that of the other's file, where the file has both.  With --long every provider
+has its column.  Calls of the suite `host` come in microseconds, models in milliseconds with ours over torch.  With
+--over it is how many times as fast as that provider ours is, in the same file: for each operation, pass, variant
+and layout in how many cells, and where least and most.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.harness import records
+from benchmarks.harness.records import MODEL, OURS
+
+PROVIDERS = (OURS, "fusednorm_python", "torch", "compile", "liger", "quack", "tutorial")
+
+Row = dict[str, str]
+
+
+def tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
+    """Lines of Markdown, tables in the order in which their first rows come."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row["op"] == MODEL:
+            groups.setdefault((MODEL, row["pass"], row["variant"], MODEL), []).append(row)
+            continue
+        extent = "host" if not row["of_copy"] else "x of 256 MiB" if records.is_sweep(row) else "by shape"
+        groups.setdefault((row["op"], row["pass"], row["variant"], extent), []).append(row)
+    for (op, pass_, variant, extent), group in groups.items():
+        if extent == MODEL:
+            yield f"{pass_} of models, {variant}, in milliseconds\n"
+            yield from _model_table(group)
+        elif extent == "host":
+            yield f"{op} {pass_}, {variant}, a call in microseconds\n"
+            yield from _long_table(group, "us")
+        else:
+            copies = [int(row["gbps"]) for row in group if row["provider"] == "copy"]
+            yield f"{op} {pass_}, {variant}, {extent}; a copy moves {min(copies)} to {max(copies)} GB/s\n"
+            yield from _long_table(group, "of_copy") if long else _table(group)
+        yield ""
+
+
+def ratios(rows: Iterable[Row], provider: str) -> Iterator[str]:
+    """Lines of Markdown: ours over a provider's, where the file of the latter has both."""
+    groups: dict[tuple[str, ...], list[tuple[float, str]]] = {}
+    for row in rows:
+        if row["provider"] == provider and row["ours"]:
+            times = float(row["ours"]) / float(row["of_copy"])
+            key = (row["op"], row["pass"], row["variant"], row["layout"])
+            groups.setdefault(key, []).append((times, f"{row['shape']} {row['dtype']}"))
+    yield f"| operation | pass | variant | layout | cells | ours over {provider}, least | most |"
+    yield "| --- " * 7 + "|"
+    for group, found in groups.items():
+        ends = [f"{times:.2f}, {cell}" for times, cell in (min(found), max(found))]
+        yield f"| {' | '.join((*group, str(len(found)), *ends))} |"
+
+
+def _table(rows: list[Row]) -> Iterator[str]:
+    """A line for each row length or shape, two columns for each dtype and layout."""
+    columns = list(dict.fromkeys(_column(row) for row in rows))
+    lines: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        lines.setdefault(_label(row), {}).setdefault(_column(row), []).append(row)
+    is_sweep = records.is_sweep(rows[0])
+    yield f"| {'N' if is_sweep else 'shape'} | {' | '.join(f'{column} | best peer' for column in columns)} |"
+    yield "| --- " * (1 + 2 * len(columns)) + "|"
+    for label in sorted(lines, key=int) if is_sweep else lines:
+        yield f"| {label} | {' | '.join(pair(lines[label].get(column, [])) for column in columns)} |"
+
+
+def pair(rows: Sequence[Mapping[str, str]]) -> str:
+    """Ours | the best of the others, both of its file if that has ours."""
+    ours = next((row["of_copy"] for row in rows if row["provider"] == OURS), None)
+    peers = [row for row in rows if row["provider"] not in (OURS, "copy")]
+    peer = max(peers, key=lambda row: float(row["of_copy"]), default=None)
+    if peer and peer["ours"]:
+        ours = peer["ours"]
+    left = ours or "-"
+    right = f"{peer['provider']} {peer['of_copy']}" if peer else "-"
+    if ours and (peer is None or float(ours) >= float(peer["of_copy"])):
+        left = f"**{left}**"
+    elif peer:
+        right = f"**{right}**"
+    return f"{left} | {right}"
+
+
+def _long_table(rows: list[Row], value: str) -> Iterator[str]:
+    """A line for each cell, a column for each provider; the copy's own rate and our time beside fractions."""
+    present = [p for p in PROVIDERS if any(row["provider"] == p for row in rows)]
+    fractions = value == "of_copy"
+    ends = ["copy GB/s", "us"] if fractions else []
+    yield f"| shape | type | layout | {' | '.join(present + ends)} |"
+    yield "| --- " * (3 + len(present + ends)) + "|"
+    for cell, of_cell in groupby(rows, key=lambda row: (row["shape"], row["dtype"], row["layout"])):
+        by_provider = {row["provider"]: row for row in of_cell}
+        values = [
+            "-"
+            if p not in by_provider
+            else by_provider[p]["of_copy"]
+            if fractions
+            else _microseconds(by_provider[p])
+            for p in present
+        ]
+        if fractions:
+            copy, ours = by_provider.get("copy"), by_provider.get(OURS)
+            values += [copy["gbps"] if copy else "-", _microseconds(ours) if ours else "-"]
+        yield f"| {' | '.join((*cell, *values))} |"
+
+
+def _model_table(rows: list[Row]) -> Iterator[str]:
+    """A line for each model and batch: milliseconds of each provider, and ours over torch's."""
+    present = [p for p in PROVIDERS if any(row["provider"] == p for row in rows)]
+    yield f"| model | batch | {' | '.join(present)} | {OURS} over torch |"
+    yield "| --- " * (3 + len(present)) + "|"
+    models: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        models.setdefault((row["layout"], row["shape"]), {})[row["provider"]] = row["ms_p50"] or "wrong"
+    for model, times in models.items():
+        both = [times.get(OURS, "wrong"), times.get("torch", "wrong")]
+        ratio = "-" if "wrong" in both else f"{float(both[0]) / float(both[1]):.3f}"
+        values = [_milliseconds(times[p]) if p in times else "-" for p in present]
+        yield f"| {' | '.join((*model, *values, ratio))} |"
+
+
+def _milliseconds(time_ms: str) -> str:
+    return time_ms if time_ms == "wrong" else f"{float(time_ms):.2f}"
+
+
+def _label(row: Row) -> str:
+    return row["shape"].split("x")[1] if records.is_sweep(row) else row["shape"]
+
+
+def _column(row: Row) -> str:
+    return row["dtype"] if row["layout"] == "rows" else f"{row['dtype']} {row['layout']}"
+
+
+def _microseconds(row: Row) -> str:
+    return str((Decimal(row["ms_p50"]) * 1000).quantize(Decimal("0.1"), ROUND_HALF_UP))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", nargs="+", type=Path)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--long", action="store_true", help="a column for each provider")
+    form.add_argument("--over", metavar="PROVIDER", help="how many times as fast as that one ours is")
+    arguments = parser.parse_args()
+    rows = records.read(arguments.csv)
+    print(*(ratios(rows, arguments.over) if arguments.over else tables(rows, arguments.long)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Launch configurations of GroupNorm passes, timed."""

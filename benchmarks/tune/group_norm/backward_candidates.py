@@ -1,0 +1,168 @@
+"""Launch configurations that may suit a GroupNorm backward pass: what `benchmarks.tune.group_norm` times.
+
+Some 20 of a large sample, the likeliest of each algorithm.  Bounds on registers are estimates of what the compiler
+makes of a kernel; they leave out what cannot be fast, not everything that is slow.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import ceil
+from typing import TypeVar
+
+from fusednorm.ops.group_norm.backward_choice import MOST_LABELS, choose_backward, split_backward, stream_backward
+from fusednorm.ops.group_norm.call import BackwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.blocks import most_touched
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
+from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
+from fusednorm.ops.group_norm.sample import Sample, vector_width
+
+Timed = TypeVar("Timed", BackwardCooperative, BackwardCooperativeBlock)
+
+_MULTIPROCESSORS = 132
+"""Of an H200: programs that share groups must all be resident."""
+
+_WASTE = 1.13
+"""Of lanes, at most, unless nothing wastes less."""
+
+_LAG_AHEAD = ((2, 1), (1, 1), (2, 2), (3, 1), (2, 0))
+_LAGS_OF_SHAPES = (5, 3, 2, 1, 1, 1, 1)
+"""How many lags the first shape of part is tried with, the second, and so on."""
+
+
+def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[BackwardConfig]:
+    """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
+    yield from dict.fromkeys(_candidates(sample, itemsize, samples))
+
+
+def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[BackwardConfig]:
+    yield choose_backward(sample, itemsize, _MULTIPROCESSORS)
+    yield split_backward(sample, itemsize)
+    if sample.channels_last:
+        yield from _cooperative_blocks(sample, itemsize, samples)
+        yield from _streams(sample, itemsize)
+        yield from _columns(sample, itemsize)
+    else:
+        yield from _cooperative(sample, itemsize, samples)
+        yield from _splits(sample, itemsize)
+
+
+def _cooperative(sample: Sample, itemsize: int, samples: int) -> list[BackwardCooperative]:
+    """Of the shapes of part that waste little those that are expected to be fast, with lags."""
+    fitting = [
+        config
+        for warps, resident_warps, chunks, pieces, channels in product(
+            (4, 8), (12, 16, 20, 24), (1, 2, 3, 4, 5, 7), (1, 2, 4, 5, 8), (1, 2, 4, 8, 16)
+        )
+        if resident_warps % warps == 0
+        and 64 + 8 * chunks <= 2048 // resident_warps
+        and (resident_warps <= 16 or chunks <= 2)
+        and (config := BackwardCooperative(channels, chunks, pieces, warps, resident_warps // warps, 2, 1)).fits(
+            sample, itemsize, _MULTIPROCESSORS
+        )
+    ]
+    least = min((config.padded_length(sample, itemsize) for config in fitting), default=0)
+    lean = [config for config in fitting if config.padded_length(sample, itemsize) <= _WASTE * least]
+    lean.sort(
+        key=lambda config: (
+            _preference(config, sample, itemsize, samples * sample.groups)
+            + 1.5 * (config.padded_length(sample, itemsize) > sample.group_length)
+            + 0.1 * config.channels
+        )
+    )
+    return _with_lags(lean)
+
+
+def _cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> list[BackwardCooperativeBlock]:
+    """Blocks of 64 to 256 bytes, and of whole groups, over slabs that fit."""
+    vector = 16 // itemsize
+    if sample.c % vector or most_touched(sample.channels, vector) > MOST_LABELS:
+        return []
+    widths = {size // itemsize for size in (64, 128, 256)}
+    widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
+    fitting = [
+        config
+        for columns, warps, resident_warps, chunks, pieces in product(
+            sorted(widths), (4, 8), (8, 12, 16), (1, 2, 4, 6), (1, 2, 4, 8)
+        )
+        if columns % vector == 0
+        and 64 <= columns * itemsize <= 256
+        and columns <= sample.c
+        and resident_warps % warps == 0
+        and 96 + 8 * chunks <= 2048 // resident_warps
+        and (
+            config := BackwardCooperativeBlock(columns, chunks, pieces, warps, resident_warps // warps, 2, 1)
+        ).fits(sample, itemsize, _MULTIPROCESSORS)
+    ]
+    fitting.sort(
+        key=lambda config: (
+            _preference(config, sample, itemsize, samples * _bundles(config, sample))
+            + 4 * config.padded_width(sample, itemsize) / sample.c
+            + abs(config.columns * itemsize / 128 - 1.2)
+        )
+    )
+    return _with_lags(fitting)
+
+
+def _with_lags(shapes: list[Timed]) -> list[Timed]:
+    """The first of these that differ in what a program holds, each with as many lags as its place is worth."""
+    chosen: dict[tuple[int, ...], Timed] = {}
+    for config in shapes:
+        chosen.setdefault((config.chunks, config.num_warps, config.programs_per_sm), config)
+    return [
+        replace(config, lag=lag, ahead=ahead)
+        for config, lags in zip(chosen.values(), _LAGS_OF_SHAPES, strict=False)
+        for lag, ahead in _LAG_AHEAD[:lags]
+    ]
+
+
+def _bundles(config: BackwardCooperativeBlock, sample: Sample) -> int:
+    return ceil(sample.c / (config.bundle_blocks(sample) * config.columns))
+
+
+def _preference(
+    config: BackwardCooperative | BackwardCooperativeBlock, sample: Sample, itemsize: int, units: int
+) -> float:
+    """Small for what is expected to be fast: a few chunks and pieces, and few programs idle in the last turn."""
+    programs = config.programs_per_sm * _MULTIPROCESSORS
+    members = config.members(sample, itemsize)
+    turns = ceil(units / (programs // members))
+    idle = 1 - units * members / (turns * programs)
+    return abs(config.chunks - 3) + 0.8 * abs(config.pieces - 1.5) + 0.5 * (config.num_warps > 4) + 5 * idle
+
+
+def _splits(sample: Sample, itemsize: int) -> Iterator[BackwardSplit]:
+    """Parts that waste least, of a few lengths."""
+    shapes = [
+        BackwardSplit(channels, chunks, pieces, warps)
+        for channels, chunks, pieces, warps in product((1, 2, 4, 8), (2, 3, 4), (1, 2, 4, 8), (4, 8))
+    ]
+    work = [
+        -(-sample.hw // shape.part_positions(itemsize)) * shape.part_positions(itemsize)
+        * -(-sample.channels // shape.channels) * shape.channels
+        for shape in shapes
+    ]  # fmt: skip
+    lean = [shape for shape, padded in zip(shapes, work, strict=True) if padded <= 1.03 * min(work)]
+    yield from sorted(lean, key=lambda shape: shape.channels)[:4]
+
+
+def _columns(sample: Sample, itemsize: int) -> Iterator[BackwardColumns]:
+    """Blocks of 64 to 256 bytes."""
+    vec = vector_width(itemsize, sample.c)
+    for size, chunks, pieces, warps in ((128, 4, 4, 4), (128, 2, 8, 8), (256, 4, 4, 8), (64, 4, 8, 4)):
+        config = BackwardColumns(size // itemsize, chunks, pieces, warps)
+        if config.columns <= sample.c and chunks * pieces * config.rows(vec) <= sample.hw:
+            yield config
+
+
+def _streams(sample: Sample, itemsize: int) -> Iterator[BackwardStream]:
+    """All columns of a position side by side."""
+    usual = stream_backward(sample, itemsize)
+    if usual is not None:
+        for chunks, apply_chunks, apply_pieces in ((2, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 2), (2, 2, 1)):
+            yield replace(usual, chunks=chunks, apply_chunks=apply_chunks, apply_pieces=apply_pieces)
+        yield replace(usual, splits=max(1, usual.splits // 2))
+        yield replace(usual, num_warps=2 * usual.num_warps)

@@ -1,0 +1,202 @@
+"""Launch configurations that may suit a GroupNorm forward pass: what `benchmarks.tune.group_norm` times.
+
+Some 20 of a large sample, the likeliest of each algorithm: those whose programs fill the device in whole turns, and
+whose registers and L1 keep what covers the latency of memory.  Bounds on registers are estimates of what the
+compiler makes of a kernel.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from math import ceil
+from typing import TypeVar
+
+from fusednorm.launch.launch import registers_for
+from fusednorm.ops.group_norm.call import ForwardConfig
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.channels_last.pieces import block_tile
+from fusednorm.ops.group_norm.channels_last.stream import STREAM_WARPS
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.forward_choice import block_groups, choose_forward, never_waiting, stream_forward
+from fusednorm.ops.group_norm.sample import Sample, vector_width
+from triton import next_power_of_2
+
+Timed = TypeVar("Timed", ForwardCooperative, ForwardResidentBlock, ForwardCooperativeBlock)
+
+_MULTIPROCESSORS = 132
+"""Of an H200: programs that share a group must all be resident."""
+
+_RESIDENT_BYTES = 128 << 10
+"""Groups up to as many bytes are held by one program."""
+
+_COOPERATIVE_BYTES = 16 << 10
+"""Groups of fewer bytes are not shared."""
+
+_REDUCE_REGISTERS = 40
+"""Of a thread, for reducing columns to groups, and 5 more for each run of columns that is kept apart."""
+
+_COOPERATIVE_BY_LAG = {0: 6, 1: 2, 2: 4, 3: 2}
+"""Configurations that share groups, by lag; twice as many of 0 where lags are not worth their second read."""
+
+_WORTH_LAGS = 256 << 10
+"""Bytes of the smallest groups whose slabs are read again some groups later."""
+
+
+def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardConfig]:
+    """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
+    yield from dict.fromkeys(_candidates(sample, itemsize, samples))
+
+
+def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardConfig]:
+    yield choose_forward(sample, itemsize, _MULTIPROCESSORS)
+    yield never_waiting(sample, itemsize)
+    if sample.channels_last:
+        yield from resident_blocks(sample, itemsize, samples)
+        yield from cooperative_blocks(sample, itemsize, samples)
+        yield from streams(sample, itemsize)
+    else:
+        yield from resident(sample, itemsize, samples)
+        yield from cooperative(sample, itemsize, samples)
+
+
+def resident(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardResident]:
+    """Groups in the registers of one program; what is asked ahead, and by how many it is written."""
+    if sample.group_length * itemsize > _RESIDENT_BYTES:
+        return
+    units = samples * sample.groups
+    for warps in (4, 8, 16, 32):
+        chunks = ceil(sample.group_length / (256 * warps))
+        fitting = [p for p in range(1, 9) if _fits(ForwardResident(warps, p), chunks * 2 * itemsize)]
+        for programs_per_sm in fitting[-2:]:
+            for ahead in (0, 1) if units > _MULTIPROCESSORS * programs_per_sm else (0,):
+                yield ForwardResident(warps, programs_per_sm, 1, ahead)
+        for writers in (2, 4):
+            if fitting and writers * units <= _MULTIPROCESSORS:
+                yield ForwardResident(warps, fitting[0], writers, 0)
+
+
+def cooperative(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardCooperative]:
+    """Slabs in registers, or read again some groups later."""
+    nbytes = sample.group_length * itemsize
+    if nbytes <= _COOPERATIVE_BYTES:
+        return
+    for lag, count in _by_lag(nbytes):
+        found: dict[ForwardCooperative, float] = {}
+        for chunks, warps, programs_per_sm in product((2, 3, 4, 5, 6, 8, 10, 12, 16), (4, 8, 16), range(1, 7)):
+            config = ForwardCooperative(max(1, chunks * 2 // itemsize), warps, programs_per_sm, lag, 1)
+            held = config.chunks * 2 * itemsize
+            if _fits(config, held * (1 if lag == 0 else 2)):
+                members = config.members(sample)
+                padding = members * config.chunks * config.block / sample.group_length
+                found[config] = padding * _cost(
+                    members, samples * sample.groups, programs_per_sm, held * 128 * warps * programs_per_sm, lag
+                )
+        yield from _best(found, count)
+
+
+def resident_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardResidentBlock]:
+    """Blocks of columns in the registers of one program."""
+    found: dict[ForwardResidentBlock, float] = {}
+    for groups, warps, programs_per_sm in product(block_groups(sample, itemsize)[:3], (4, 8, 16), range(1, 7)):
+        tile = block_tile(sample, groups, warps, itemsize)
+        chunks = ceil(sample.hw / tile.rows)
+        units = samples * ceil(sample.groups / groups)
+        config = ForwardResidentBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
+        if chunks <= 20 and _fits(config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.keep):
+            turns = units / (_MULTIPROCESSORS * programs_per_sm)
+            found[config] = _width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
+    yield from _best(found, 8)
+
+
+def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardCooperativeBlock]:
+    """Pieces of as many positions for each program, in registers or read again some blocks later."""
+    for lag, count in _by_lag(sample.group_length * itemsize):
+        found: dict[ForwardCooperativeBlock, float] = {}
+        for groups, warps, programs_per_sm, most in product(
+            block_groups(sample, itemsize)[:4], (4, 8, 16), range(1, 5), (4, 6, 8, 12, 16)
+        ):
+            tile = block_tile(sample, groups, warps, itemsize)
+            members = ceil(sample.hw / (most * tile.rows))
+            config = ForwardCooperativeBlock(
+                groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
+            )
+            members = config.members(sample, itemsize)
+            # What a thread collects of all members and groups at once.
+            pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
+            sums = _REDUCE_REGISTERS + 5 * tile.keep + 3 * pairs
+            if _fits(config, config.chunks * (4 if lag == 0 else 8), sums):
+                padding = members * config.chunks * tile.rows / sample.hw
+                found[config] = (
+                    padding
+                    * _width_cost(sample, groups, tile.vectors * tile.vec, itemsize)
+                    * _cost(
+                        members,
+                        samples * ceil(sample.groups / groups),
+                        programs_per_sm,
+                        config.chunks * 512 * warps * programs_per_sm,
+                        lag,
+                    )
+                )
+        yield from _best(found, count)
+
+
+def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
+    """Two sweeps of all columns of a position."""
+    usual = stream_forward(sample, itemsize)
+    if usual is None:
+        return
+    units = sample.c // vector_width(itemsize, sample.c)
+    fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units and 32 * warps % units <= 8 * warps]
+    for warps, (chunks, apply_chunks) in product(fitting[:2], ((2, 2), (4, 2), (4, 4), (8, 4))):
+        yield replace(usual, num_warps=warps, chunks=chunks, apply_chunks=apply_chunks)
+    for splits in (usual.splits // 2, 2 * usual.splits):
+        yield replace(usual, splits=max(1, splits))
+
+
+def _by_lag(group_bytes: int) -> Iterable[tuple[int, int]]:
+    if group_bytes < _WORTH_LAGS:
+        return ((0, 2 * _COOPERATIVE_BY_LAG[0]),)
+    return _COOPERATIVE_BY_LAG.items()
+
+
+def _cost(members: int, units: int, programs_per_sm: int, sm_bytes: int, lag: int) -> float:
+    """Time of a shared pass, relative: of programs that share nothing, idle in the last turn, or wait too much."""
+    programs = _MULTIPROCESSORS * programs_per_sm
+    if not 1 < members <= programs:
+        return float("inf")
+    teams = min(units, programs // members)
+    turns = ceil(units / teams)
+    busy = units * members / (turns * programs)
+    # In registers a multiprocessor holds about 128 KB; what is read again should stay in L1.
+    wanted = 128 << 10 if lag == 0 else 48 << 10
+    # A turn costs an exchange; more programs to a multiprocessor hide more of it.
+    return (1 + 0.25 * abs(sm_bytes / wanted - 1) + (0.3 if lag == 0 else 0.1) / programs_per_sm) / busy
+
+
+def _width_cost(sample: Sample, groups: int, lanes: int, itemsize: int) -> float:
+    """Lanes of all blocks for each column, and what runs of less than 128 bytes cost beyond."""
+    nbytes = groups * sample.channels * itemsize
+    return ceil(sample.groups / groups) * lanes / sample.c * (1 + 0.3 * max(0.0, 128 / nbytes - 1))
+
+
+def _best(found: dict[Timed, float], count: int) -> list[Timed]:
+    """The `count` of least cost, of those that differ in the number of resident programs alone the best."""
+    chosen: dict[Timed, Timed] = {}
+    for config in sorted(found, key=lambda config: found[config]):
+        if len(chosen) == count or found[config] == float("inf"):
+            break
+        chosen.setdefault(replace(config, programs_per_sm=1), config)
+    return list(chosen.values())
+
+
+def _fits(
+    config: ForwardResident | ForwardCooperative | ForwardResidentBlock | ForwardCooperativeBlock,
+    held: int,
+    sums: int = 0,
+) -> bool:
+    """Whether the registers hold what a thread does and some 20 to 90 more, at 8 warps a multiprocessor or more."""
+    rest = registers_for(config) - held - sums
+    return 20 <= rest <= 90 and 8 <= config.num_warps * config.programs_per_sm <= 32

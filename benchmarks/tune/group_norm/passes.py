@@ -1,0 +1,142 @@
+"""What tuning a GroupNorm pass runs: a cell's tensors, its launches under a configuration, and what is right."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from fusednorm import traffic
+from fusednorm.arguments.checks import Epilogue
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.backward_choice import plan_backward
+from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.forward_choice import plan_forward
+from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.results import Backward, Forward
+from torch import Tensor
+
+from benchmarks.tune.group_norm import backward_candidates, forward_candidates
+from benchmarks.workload.problem import EPS
+
+Config = ForwardConfig | BackwardConfig
+
+CANDIDATES: dict[str, Callable[[Sample, int, int], Iterator[Config]]] = {
+    "forward": forward_candidates.candidates,
+    "backward": backward_candidates.candidates,
+}
+GROUPS = 32
+ACTIVATION = "silu"
+
+
+def name_of(config: Config) -> str:
+    """ForwardResident(8,3,1,0)."""
+    assert is_dataclass(config)
+    return f"{type(config).__name__}({','.join(map(str, asdict(config).values()))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One pass over one tensor; `shape` is x's, whatever the layout."""
+
+    pass_: str
+    shape: tuple[int, ...]
+    layout: str
+    dtype: str
+
+    @property
+    def sample(self) -> Sample:
+        channels = self.shape[1] // GROUPS
+        return Sample(GROUPS, channels, math.prod(self.shape[2:]), self.layout == "nhwc")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def name(self) -> str:
+        """forward bfloat16 8x512x64x64 nchw."""
+        return f"{self.pass_} {self.dtype} {'x'.join(map(str, self.shape))} {self.layout}"
+
+    def configs(self, only: str = "") -> Iterator[Config]:
+        """Its candidates whose repr matches."""
+        for config in CANDIDATES[self.pass_](self.sample, self.torch_dtype.itemsize, self.shape[0]):
+            if re.search(only, repr(config)):
+                yield config
+
+
+class Pass:
+    """The tensors of a cell, and its launches under a configuration."""
+
+    def __init__(self, cell: Cell, device: str) -> None:
+        self.cell = cell
+        fill = torch.empty if device == "meta" else torch.randn
+        options: dict[str, Any] = {"device": device, "dtype": cell.torch_dtype}
+        n, c, *spatial = cell.shape
+
+        def laid_out() -> Tensor:
+            if cell.layout == "nchw":
+                return fill(cell.shape, **options)
+            axes = (0, 1 + len(spatial), *range(1, 1 + len(spatial)))
+            return fill((n, *spatial, c), **options).permute(axes)
+
+        self.x, self.dy = laid_out(), laid_out() if cell.pass_ == "backward" else None
+        self.weight, self.bias = (fill(c, **options) for _ in range(2))
+        self.mean, self.rstd = (torch.empty((n, GROUPS), device=device, dtype=torch.float32) for _ in range(2))
+        if device != "meta":
+            h = self.x.float().reshape(n, GROUPS, -1)
+            variance, mean = torch.var_mean(h, dim=-1, correction=0)
+            self.mean.copy_(mean)
+            self.rstd.copy_((variance + EPS).rsqrt())
+        like = (self.x,) if cell.pass_ == "forward" else (self.x, self.weight, self.bias)
+        self.results = tuple(map(torch.empty_like, like))
+
+    def plan(self, config: Config) -> list[Launch]:
+        """Into `results`."""
+        epilogue = Epilogue(ACTIVATION)
+        x, sample, affine = self.x, self.cell.sample, Affine(self.weight, self.bias)
+        if self.dy is None:
+            assert isinstance(config, ForwardConfig)
+            out = Forward(*self.results)
+            forward = ForwardCall(x=x, sample=sample, affine=affine, eps=EPS, epilogue=epilogue, out=out)
+            return plan_forward(forward, config)
+        assert isinstance(config, BackwardConfig)
+        backward = BackwardCall(
+            dy=self.dy,
+            x=x,
+            sample=sample,
+            affine=affine,
+            eps=EPS,
+            mean=self.mean,
+            rstd=self.rstd,
+            epilogue=epilogue,
+            out=Backward(*self.results),
+        )
+        return plan_backward(backward, config)
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, ...]:
+        """Torch's results in float32."""
+        leaves = [t.detach().float().requires_grad_(self.dy is not None) for t in (self.x, self.weight, self.bias)]
+        y = F.silu(F.group_norm(leaves[0], GROUPS, leaves[1], leaves[2], EPS))
+        if self.dy is None:
+            return (y,)
+        y.backward(self.dy.float())
+        return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+    @property
+    def min_bytes(self) -> int:
+        """The fewest bytes that the pass must move."""
+        fewest = traffic.forward_bytes if self.dy is None else traffic.backward_bytes
+        return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
+
+    def check(self) -> None:
+        """Raises ValueError unless `results` are what torch makes of the same tensors."""
+        for index, (actual, right) in enumerate(zip(self.results, self.expected, strict=True)):
+            if not torch.allclose(actual.float(), right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
+                raise ValueError(f"result {index} is wrong")

@@ -1,0 +1,160 @@
+"""A cell's configurations, compiled and timed; workers import these by name, as they cannot from `__main__`."""
+
+import csv
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from fusednorm.launch.run import run
+
+from benchmarks.harness.timing import Timer
+from benchmarks.harness.workers import run_in_workers
+from benchmarks.tune.group_norm.passes import Cell, Config, Pass, name_of
+
+COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")
+
+SHOWN = 5
+"""Of a cell's configurations, the fastest, in the line that is printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A configuration, the median of its times in milliseconds, and the fraction of a copy that it reaches."""
+
+    config: Config
+    ms: float
+    of_copy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A configuration that the device refused or that gave a wrong result."""
+
+    config: Config
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A cell's configurations, the fastest first, and the rate of a copy in bytes per millisecond."""
+
+    cell: Cell
+    roof: float
+    timed: list[Timed]
+    failed: list[Failed]
+
+    @property
+    def line(self) -> str:
+        """The best of them, in one line."""
+        best = "; ".join(
+            f"{row.of_copy:.3f} {row.ms * 1e3:.1f} us {name_of(row.config)}" for row in self.timed[:SHOWN]
+        )
+        failures = f"; {len(self.failed)} failed: {self.failed[0].error[:60]}" if self.failed else ""
+        return f"{self.cell.name}, copy {self.roof / 1e6:.0f} GB/s: {best}{failures}"
+
+    def rows(self) -> Iterator[list[str]]:
+        """Values of COLUMNS."""
+        cell = self.cell
+        leading = [cell.pass_, "x".join(map(str, cell.shape)), cell.layout, cell.dtype]
+        for timed in self.timed:
+            yield [*leading, name_of(timed.config), f"{timed.ms:.5f}", f"{timed.of_copy:.4f}", ""]
+        for failed in self.failed:
+            yield [*leading, name_of(failed.config), "", "", failed.error]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A cell to time and the file to add its rows to, unless it is `latest` on the monotonic clock."""
+
+    cell: Cell
+    configs: list[Config]
+    out: Path
+    latest: float
+
+
+def compile_kernels(item: tuple[Cell, Config]) -> None:
+    """Fill Triton's cache, in a process of its own."""
+    cell, config = item
+    for step in Pass(cell, "meta").plan(config):
+        step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
+
+
+def kernels_of(work: dict[Cell, list[Config]]) -> dict[Cell, list[tuple[Cell, Config]]]:
+    """One item for each set of kernels, at the first cell that needs it: cells and configurations share theirs."""
+    known: set[object] = set()
+    kernels: dict[Cell, list[tuple[Cell, Config]]] = {}
+    for cell, configs in work.items():
+        of = Pass(cell, "meta")
+        kernels[cell] = []
+        for config in configs:
+            key = tuple(
+                (step.kernel.fn.__name__, cell.dtype, tuple(sorted(step.options.items())))
+                for step in of.plan(config)
+            )
+            if key not in known:
+                known.add(key)
+                kernels[cell].append((cell, config))
+    return kernels
+
+
+def compiled_cells(kernels: dict[Cell, list[tuple[Cell, Config]]], seconds: float) -> list[Cell]:
+    """Compile for each cell in turn; those for which that came to its end in time."""
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    items = [item for of_cell in kernels.values() for item in of_cell]
+    began = time.monotonic()
+    taken = run_in_workers(compile_kernels, items, workers, seconds)
+    spent = time.monotonic() - began
+    # Those taken last were given up where time ran out.
+    done = taken - workers if spent > seconds else taken
+    print(f"{done} of {len(items)} sets of kernels compiled in {spent:.0f} s", flush=True)
+    cells = []
+    for cell, of_cell in kernels.items():
+        done -= len(of_cell)
+        if done < 0:
+            break
+        cells.append(cell)
+    return cells
+
+
+def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> Outcome:
+    """Every configuration that agrees with torch, timed; none after an error that the device does not get over."""
+    of = Pass(cell, device)
+    roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
+    timed, failed = [], []
+    for config in configs:
+        try:
+            plan = of.plan(config)
+            for result in of.results:
+                result.fill_(float("nan"))
+            run(of.x.device, plan)
+            of.check()
+            ms = timer(partial(run, of.x.device, plan), repeats=20, warmup=2).p50
+        except Exception as error:
+            failed.append(Failed(config, " ".join(str(error).split())[:200]))
+            if _lasts(failed[-1]):
+                break
+            continue
+        timed.append(Timed(config, ms, of.min_bytes / ms / roof))
+    return Outcome(cell, roof, sorted(timed, key=lambda row: row.ms), failed)
+
+
+def time_item(item: Item) -> None:
+    """Time one cell in a process that times several, and write and print what comes of it."""
+    if time.monotonic() > item.latest:
+        return
+    outcome = time_cell(item.cell, item.configs, _timer())
+    with item.out.open("a", newline="") as file:
+        csv.writer(file).writerows(outcome.rows())
+    print(outcome.line, flush=True)
+    if outcome.failed and _lasts(outcome.failed[-1]):
+        raise RuntimeError(outcome.failed[-1].error)  # Another process takes the next cell.
+
+
+def _lasts(failure: Failed) -> bool:
+    return "CUDA error" in failure.error
+
+
+_timer = cache(Timer)

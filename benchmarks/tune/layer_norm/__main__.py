@@ -1,0 +1,81 @@
+"""Times every plausible launch configuration of a LayerNorm pass: what `layer_norm.table` rests on.
+
+    python -m benchmarks.tune.layer_norm --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096] [--rows 1]
+
+Each configuration must agree with the table's own choice before it is timed.
+"""
+
+import argparse
+import csv
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.harness.timing import Timer
+from benchmarks.harness.workers import run_in_workers
+from benchmarks.tune.layer_norm.candidates import candidates
+from benchmarks.tune.layer_norm.passes import Cell
+from benchmarks.tune.layer_norm.trials import compile_kernels, kernels_of, time_cell
+from benchmarks.workload.suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
+
+COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")
+
+
+def main() -> None:
+    arguments = _arguments()
+    cells = [
+        Cell(pass_, cols, dtype, rows)
+        for pass_ in arguments.passes.split(",")
+        for dtype in arguments.dtype.split(",")
+        for cols in map(int, arguments.cols.split(","))
+        for rows in map(int, arguments.rows.split(","))
+    ]
+    work = {
+        cell: [
+            config
+            for config in candidates(cell.pass_, cell.cols, cell.itemsize)
+            if re.search(arguments.only, repr(config))
+        ]
+        for cell in cells
+    }
+    began = time.monotonic()
+    kernels = kernels_of((cell, config) for cell, configs in work.items() for config in configs)
+    run_in_workers(compile_kernels, kernels, max(1, (os.cpu_count() or 2) - 2), arguments.seconds)
+    print(f"{len(kernels)} configurations compiled in {time.monotonic() - began:.0f} s", flush=True)
+
+    timer = Timer()
+    with arguments.out.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for cell, configs in work.items():
+            if time.monotonic() - began > arguments.seconds:
+                print("out of time", file=sys.stderr)
+                break
+            rows = time_cell(cell, configs, timer)
+            for row in rows:
+                writer.writerow(
+                    [cell.pass_, cell.rows, cell.cols, cell.dtype, row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}"]
+                )
+            file.flush()
+            best = "; ".join(f"{row.of_copy:.3f} {row.name}" for row in rows[:4])
+            print(f"{cell.pass_} {cell.dtype} {cell.rows}x{cell.cols}: {best}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    parser.add_argument("--pass", dest="passes", default=",".join(PASSES))
+    parser.add_argument("--dtype", default="bfloat16,float32")
+    parser.add_argument("--cols", default=",".join(map(str, ROW_LENGTHS + LONG_ROW_LENGTHS[:-1])))
+    parser.add_argument("--rows", default="0", help="0 is as many as make x 256 MiB")
+    parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose repr it matches")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A cell's configurations, compiled and timed; workers import these by name, as they cannot from `__main__`."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from fusednorm.ops.layer_norm.backward.tile import BackwardTile
+
+from benchmarks.harness.timing import Timer
+from benchmarks.tune.layer_norm.passes import Cell, Config, Pass
+
+
+class Timed(NamedTuple):
+    """A configuration, the median of its times in milliseconds, and the fraction of a copy that it reaches."""
+
+    ms: float
+    of_copy: float
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """ForwardSweep(4096, 8, 0)."""
+        return type(self.config).__name__ + str(tuple(asdict(self.config).values()))
+
+
+def compile_kernels(item: tuple[Cell, Config]) -> None:
+    """Fill Triton's cache, in a process of its own."""
+    cell, config = item
+    for step in Pass(cell, "meta").plan(config):
+        step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
+
+
+def kernels_of(work: Iterable[tuple[Cell, Config]]) -> list[tuple[Cell, Config]]:
+    """One item for each set of kernels: tiles that differ in the number of programs alone share theirs."""
+    shared = (
+        (cell, replace(config, programs_per_sm=1) if isinstance(config, BackwardTile) else config)
+        for cell, config in work
+    )
+    return list(dict.fromkeys(shared))
+
+
+def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> list[Timed]:
+    """Every configuration that agrees with the table's choice, fastest first; stderr hears of the others."""
+    of = Pass(cell, device)
+    roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
+    of.run(of.plan())
+    expected = tuple(result.clone() for result in of.results)
+    rows = []
+    for config in configs:
+        try:
+            plan = of.plan(config)
+            for result in of.results:
+                result.fill_(float("nan"))
+            of.run(plan)
+            _check(of.results, expected)
+            ms = timer(partial(of.run, plan), repeats=20, warmup=2).p50
+        except Exception as error:
+            print(f"{cell} {config}: {str(error)[:120]}", file=sys.stderr)
+            continue
+        rows.append(Timed(ms, of.min_bytes / ms / roof, config))
+    return sorted(rows, key=lambda row: row.ms)
+
+
+def _check(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for index, (actual, right) in enumerate(zip(results, expected, strict=True)):
+        if not torch.allclose(actual, right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
+            raise ValueError(f"result {index} is wrong")

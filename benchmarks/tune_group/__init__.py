@@ -1,1 +1,0 @@
-"""Launch configurations of GroupNorm passes, timed; `tune` does so for LayerNorm."""

@@ -1,0 +1,282 @@
+"""The input contract, once: what every launcher checks before it allocates or launches anything."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from fusednorm.arguments.activations import ACTIVATIONS, Activation
+from fusednorm.arguments.dropout import dropout_threshold
+from fusednorm.devices.device import INTERPRETED, stands_in
+from fusednorm.errors import KernelInputError, UnsupportedShapeError
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT8 = torch.float8_e4m3fn
+MAX_COLS = 2**30
+"""Of a row: kernels count its columns, and what a block reaches beyond them, in 32 bits."""
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows the affine step, checked: see `fusednorm.jit.epilogue`.
+
+    Raises:
+        KernelInputError: an unknown activation, dropout that is no number in [0, 1), dropout without a seed, or a
+            seed that is no int64.
+    """
+
+    activation: str = "none"
+    dropout: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        activation_of(self.activation)
+        if not ((type(self.dropout) is float or is_number(self.dropout)) and 0.0 <= self.dropout < 1.0):
+            raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.dropout and self.seed is None:
+            raise KernelInputError("dropout needs a seed, got None")
+        if self.seed is not None and not (is_integer(self.seed) and INT64_MIN <= self.seed <= INT64_MAX):
+            raise KernelInputError(f"seed must be an int64, got {self.seed}")
+
+    @property
+    def dropout_arguments(self) -> tuple[int, int, float]:
+        """Seed, threshold and scale, as the kernels that fuse dropout take them."""
+        return self.seed or 0, dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The constexprs by which kernels know it."""
+        return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0, "FAST": not INTERPRETED}
+
+
+def activation_of(name: str) -> Activation:
+    """The activation of that name.
+
+    Raises:
+        KernelInputError: there is none.
+    """
+    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return found
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an int, or stands for one while torch traces; a bool is none."""
+    return type(value) is int or isinstance(value, torch.SymInt)
+
+
+NO_EPILOGUE = Epilogue()
+
+
+def checked_eps(eps: float) -> float:
+    """eps as a float: a kernel is compiled for the type of its arguments.
+
+    Raises:
+        KernelInputError: it is no number, not positive, or not finite.
+    """
+    if not ((type(eps) is float or is_number(eps)) and eps > 0.0 and math.isfinite(eps)):
+        raise KernelInputError(f"eps must be positive and finite, got {eps!r}")
+    return float(eps)
+
+
+def check_out_dtype(dtype: torch.dtype, *more: torch.dtype) -> None:
+    """Raises KernelInputError for a y that is neither of a dtype that x may have nor of one `more`."""
+    if dtype not in (*FLOAT_DTYPES, *more):
+        *names, last = (str(each).removeprefix("torch.") for each in (*FLOAT_DTYPES, *more))
+        raise KernelInputError(f"out_dtype must be {', '.join(names)} or {last}, got {dtype}")
+
+
+def check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:
+    """Raises KernelInputError unless weight_offset is 0 or 1, and 0 where there is no weight."""
+    if weight_offset not in (0.0, 1.0):
+        raise KernelInputError(f"weight_offset must be 0 or 1, got {weight_offset}")
+    if weight_offset and weight is None:
+        raise KernelInputError("weight_offset needs a weight, got None")
+
+
+def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
+    """A float tensor that a kernel can reach; with `like`, of its shape and on its device.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape, or a lazy negation (`torch.conj(z).imag`), which lies in
+            memory with the other sign.
+    """
+    if tensor.is_neg():
+        raise KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+    if tensor.device.type != "cuda" and not INTERPRETED and not stands_in(tensor.device):
+        raise KernelInputError(f"{name} must be on a CUDA device, got {tensor.device}")
+    if like is not None:
+        if tensor.device != like.device:
+            raise KernelInputError(f"{name} must be on x's device {like.device}, got {tensor.device}")
+        if tensor.shape != like.shape:
+            raise KernelInputError(f"{name} must have x's shape {list(like.shape)}, got {list(tensor.shape)}")
+
+
+def has_heads(weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether parameters come as [heads, cols], each head of x [..., heads, cols] with its own."""
+    return (weight is not None and weight.ndim == 2) or (bias is not None and bias.ndim == 2)
+
+
+def check_shape(name: str, parameter: Tensor, shape: torch.Size) -> None:
+    """Raises KernelInputError unless the parameter has that shape."""
+    if parameter.shape != shape:
+        raise KernelInputError(f"{name} must be {list(shape)}, got {list(parameter.shape)}")
+
+
+def check_parameter(name: str, parameter: Tensor | None, shape: torch.Size, x: Tensor) -> None:
+    """A contiguous float tensor of that shape on x's device, or None.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: not contiguous.
+    """
+    if parameter is None:
+        return
+    check_tensor(name, parameter)
+    if parameter.device != x.device:
+        raise KernelInputError(f"{name} must be on x's device {x.device}, got {parameter.device}")
+    check_shape(name, parameter, shape)
+    if not parameter.is_contiguous():
+        raise UnsupportedShapeError(f"{name} must be contiguous, got strides {list(parameter.stride())}")
+
+
+def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size, x: Tensor) -> None:
+    """Saved statistics: contiguous float32 of `shape` on x's device, or None.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: not contiguous.
+    """
+    for name, tensor in (("mean", mean), ("rstd", rstd)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.float32 or tensor.device != x.device or tensor.shape != shape:
+            raise KernelInputError(
+                f"{name} must be float32 {list(shape)} on {x.device}, "
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise UnsupportedShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def has_common_stride(tensor: Tensor) -> bool:
+    """Whether one constant stride leads from row to row of [..., cols]."""
+    if tensor.ndim < 3 or tensor.is_contiguous():
+        return True
+    try:
+        tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:
+        return False
+    return True
+
+
+def as_rows(name: str, tensor: Tensor) -> Tensor:
+    """[rows, cols] view of [..., cols] whose rows lie one constant stride apart; never a copy.
+
+    Raises:
+        KernelInputError: no axis, or an empty last one.
+        UnsupportedShapeError: rows that no single stride reaches, or of over 2^30 columns, or a last axis that is
+            not contiguous.
+    """
+    _check_last_axis(name, tensor)
+    cols = tensor.shape[-1]
+    if tensor.ndim == 2:
+        return tensor
+    try:
+        return tensor.view(tensor.numel() // cols, cols)
+    except RuntimeError:
+        raise UnsupportedShapeError(
+            f"the rows of {name} must lie one constant stride apart, "
+            f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        ) from None
+
+
+def as_heads(name: str, tensor: Tensor) -> Tensor:
+    """[tokens, heads, cols] view of [..., heads, cols] whose tokens lie one constant stride apart; never a copy.
+
+    Raises:
+        KernelInputError: an empty last axis.
+        UnsupportedShapeError: tokens that no single stride reaches, rows of over 2^30 columns, or a last axis that
+            is not contiguous.
+    """
+    _check_last_axis(name, tensor)
+    if tensor.ndim == 3:
+        return tensor
+    try:
+        return tensor.view(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
+    except RuntimeError:
+        raise UnsupportedShapeError(
+            f"the rows of {name}, or its tokens of rows, must lie one constant stride apart, "
+            f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        ) from None
+
+
+def _check_last_axis(name: str, tensor: Tensor) -> None:
+    if tensor.ndim == 0 or tensor.shape[-1] == 0:
+        raise KernelInputError(f"{name} must be [..., cols] with cols >= 1, got {list(tensor.shape)}")
+    if tensor.shape[-1] > MAX_COLS:
+        raise UnsupportedShapeError(
+            f"the rows of {name} must have at most {MAX_COLS} columns, got {tensor.shape[-1]}"
+        )
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise UnsupportedShapeError(
+            f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"
+        )
+
+
+def check_groups(x: Tensor, num_groups: int) -> None:
+    """Refuse what has no groups to normalise.
+
+    Raises:
+        KernelInputError: x has no channel axis, the number of groups is no int or does not divide the channels, or
+            a group is empty.
+    """
+    shape = list(x.shape)
+    if x.dim() < 2:
+        raise KernelInputError(f"x must be [N, C, *spatial], got {shape}")
+    if not is_integer(num_groups):
+        raise KernelInputError(f"num_groups must be an int, got {num_groups!r}")
+    if num_groups < 1 or shape[1] % num_groups:
+        raise KernelInputError(
+            f"num_groups must be at least 1 and divide C = {shape[1]}, got num_groups = {num_groups}"
+        )
+    if any(size == 0 for size in shape[1:]):
+        raise KernelInputError(f"x must have at least one element in each group, got {shape}")
+
+
+def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor) -> None:
+    """Each [N, C] on x's device, or None; rows of contiguous channels, as far apart in one as in the other.
+
+    Raises:
+        KernelInputError: wrong dtype, device or shape.
+        UnsupportedShapeError: channels that are not contiguous, or strides that differ.
+    """
+    strides = set()
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.device != x.device:
+            raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
+        check_shape(name, tensor, x.shape[:2])
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise UnsupportedShapeError(
+                f"the channels of {name} must be contiguous, got strides {list(tensor.stride())}"
+            )
+        strides.add(tensor.stride(0))
+    if len(strides) > 1 and x.shape[0] > 1:
+        raise UnsupportedShapeError(
+            f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
+        )

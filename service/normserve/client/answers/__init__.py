@@ -1,0 +1,1 @@
+"""What a server sends back, trusted no further than it was checked."""

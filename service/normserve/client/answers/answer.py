@@ -1,0 +1,152 @@
+"""An answer to a call, from whatever transport, and what its headers say about how it was made."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from normserve.client.answers.documents import read_json
+from normserve.client.answers.quoting import quoted
+from normserve.client.errors import UnexpectedAnswerError
+from normserve.client.results import Timing
+from normserve.codec import safetensors
+from normserve.codec.media_types import CANONICAL, SAFETENSORS
+from normserve.codec.safetensors import Entry
+from normserve.errors import NormserveError
+from normserve.memory.host_tensors import HostTensor
+
+# Types that a message may name: those of servers that are none of ours.
+_FAMILIAR = ("text/html", "text/plain", "application/json", "application/problem+json", "application/x-npy")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer.
+
+    Attributes:
+        status: as HTTP has it, whatever the transport.
+        headers: by their names in lower case.
+        body: in memory that nothing else uses; what is read from it are views.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was answered."""
+        return len(self.body)
+
+    def content(self) -> list[memoryview]:
+        """The memory that what was answered lies in."""
+        return [self.body]
+
+    def json(self) -> Any:
+        """What the body says, if it is JSON.
+
+        Raises:
+            UnexpectedAnswerError: it is not.
+        """
+        try:
+            return read_json(bytes(self.body))
+        except ValueError:
+            raise UnexpectedAnswerError("the answer must be JSON, it is not") from None
+
+    def object(self) -> dict[str, Any]:
+        """What the body says, if it is a JSON object.
+
+        Raises:
+            UnexpectedAnswerError: it is not.
+        """
+        found = self.json()
+        if not isinstance(found, dict):
+            raise UnexpectedAnswerError("the answer must be a JSON object, it is not")
+        return found
+
+    def tensors(self) -> dict[str, HostTensor]:
+        """The tensors in the body, as views of it.
+
+        Raises:
+            UnexpectedAnswerError: it holds none that the codec can read.
+        """
+        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if CANONICAL.get(media_type) != SAFETENSORS:
+            got = media_type if media_type in _FAMILIAR else "something else"
+            raise UnexpectedAnswerError(f"the answer must be {SAFETENSORS}, got {got}")
+        try:
+            return {entry.name: entry.tensor(self.body) for entry in _entries(self.body)}
+        except NormserveError as error:
+            raise UnexpectedAnswerError(f"the answer is no safetensors: {error.detail}") from error
+
+    def timing(self) -> Timing:
+        """What the headers say about how the request was served; what means nothing is taken as left out."""
+        headers = self.headers
+        return Timing(
+            stages_ms=_read_stages(headers.get("server-timing", "")),
+            kernel_bytes=_whole(headers.get("x-kernel-bytes"), 0),
+            kernel_bandwidth=_amount(headers.get("x-kernel-bandwidth")) or 0.0,
+            batch_size=max(1, _whole(headers.get("x-batch-size"), 1)),
+            request_id=quoted(headers.get("x-request-id"), 128),
+        )
+
+
+# The headers of answers to the same request are the same.
+_KEPT, _KEPT_BYTES = 256, 1024
+
+
+def _entries(body: memoryview) -> Sequence[Entry]:
+    """What the header in a body says of each tensor, all of it checked.
+
+    Raises:
+        NormserveError: it is no well-formed safetensors.
+    """
+    end = 8 + int.from_bytes(body[:8], "little")
+    if end > min(len(body), _KEPT_BYTES):
+        return safetensors.read_entries(body)
+    key = bytes(body[:end]), len(body)
+    known = _known_entries.get(key)
+    if known is None:
+        known = safetensors.read_entries(body)
+        if len(_known_entries) >= _KEPT:
+            _known_entries.clear()
+        _known_entries[key] = known
+    return known
+
+
+_known_entries: dict[tuple[bytes, int], Sequence[Entry]] = {}
+
+# As normserve writes it; what is written in another way takes longer to read.
+_STAGES = re.compile(r"(?:[a-z_]{1,64};dur=[0-9.e+-]{1,32}(?:, |$))*")
+_STAGE = re.compile(r"([a-z_]+);dur=([^,]+)")
+
+
+def _read_stages(server_timing: str) -> dict[str, float]:
+    stages = {}
+    if _STAGES.fullmatch(server_timing):
+        for name, value in _STAGE.findall(server_timing):
+            if (duration_ms := _amount(value)) is not None:
+                stages[name] = duration_ms
+        return stages
+    for metric in server_timing.split(","):
+        name, *parameters = (part.strip() for part in metric.split(";"))
+        for parameter in parameters:
+            key, _, value = parameter.partition("=")
+            if key == "dur" and (duration_ms := _amount(value)) is not None:
+                stages[quoted(name, 64)] = duration_ms
+    return stages
+
+
+def _whole(text: str | None, default: int) -> int:
+    """A whole number of at most 18 digits."""
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 19 else default
+
+
+def _amount(text: str | None) -> float | None:
+    """A finite number that is not negative; None for anything else."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0 <= value < math.inf else None

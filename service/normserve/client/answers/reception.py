@@ -1,0 +1,104 @@
+"""An answer on its way: no more of it is taken than was asked for."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+
+from normserve.client.answers.quoting import quoted
+from normserve.client.deadlines import Deadline
+from normserve.client.errors import ClientError, ConnectionFailedError, UnexpectedAnswerError
+
+#: What a description of one thing may have: a problem document, a layer, the server itself.  All are a few KiB.
+DOCUMENT_BYTES = 2**20
+#: What the list of all layers may have.  How many there are is the server's to say: some 300 bytes each, and by
+#: default 10,000 at most; here is room for twenty times as many.
+LIST_BYTES = 64 * 2**20
+
+_FIRST_ERROR = 400
+
+
+def is_compressed(headers: Mapping[str, str]) -> bool:
+    """Whether a body is encoded, which nobody asked for: a few bytes could stand for any number of them."""
+    return headers.get("content-encoding", "").strip().lower() not in ("", "identity")
+
+
+def announced_bytes(headers: Mapping[str, str]) -> int | None:
+    """What Content-Length says; None when it says nothing that can be a length."""
+    text = headers.get("content-length", "").strip()
+    # Longer numbers than 63 bits have are no lengths, and take Python time to read.
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+
+
+class Reception:
+    """Takes the pieces of a body while they are what was asked for.
+
+    An error's body only explains its status, so one that is too long or compressed is left unread.
+    """
+
+    def __init__(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
+        """Args:
+        status, headers: of the answer.
+        most_bytes: what the body of a successful answer can have.
+
+        Raises:
+            UnexpectedAnswerError: the head alone says that it is not what was asked for.
+        """
+        self._is_error = status >= _FIRST_ERROR
+        self._most_bytes = DOCUMENT_BYTES if self._is_error else most_bytes
+        self._pieces = bytearray()
+        #: Whether the rest of the body is of use.
+        self.is_wanted = True
+        if is_compressed(headers):
+            self._refuse("the answer must not be compressed, it is")
+        elif (length := announced_bytes(headers) or 0) > self._most_bytes:
+            self._refuse(f"the answer must have at most {self._most_bytes} bytes, {length} are announced")
+
+    def take(self, piece: bytes | memoryview) -> None:
+        """Take the next piece.
+
+        Raises:
+            UnexpectedAnswerError: that is more than there can be.
+        """
+        if len(self._pieces) + len(piece) > self._most_bytes:
+            self._refuse(f"the answer must have at most {self._most_bytes} bytes, more came")
+        elif self.is_wanted:
+            self._pieces += piece
+
+    def body(self) -> memoryview:
+        """All that was taken."""
+        return memoryview(self._pieces)
+
+    def _refuse(self, reason: str) -> None:
+        if not self._is_error:
+            raise UnexpectedAnswerError(reason)
+        self.is_wanted = False
+        self._pieces = bytearray()
+
+
+def refuse_redirect(status: int) -> None:
+    """Refuse what points elsewhere, wherever that is.
+
+    Raises:
+        UnexpectedAnswerError: it does.
+    """
+    if 300 <= status < _FIRST_ERROR:
+        raise UnexpectedAnswerError(f"the answer must not be a redirection, its status is {status}")
+
+
+@contextmanager
+def transport_errors(deadline: Deadline) -> Iterator[None]:
+    """Turn what a transport raises while a request is under way into the client's errors."""
+    try:
+        yield
+    except ClientError:
+        raise
+    except (httpx.TimeoutException, TimeoutError) as error:
+        if isinstance(error, httpx.ConnectTimeout) and not deadline.is_over():
+            raise ConnectionFailedError("no connection was made in time") from error
+        raise deadline.error() from error
+    except (httpx.NetworkError, httpx.ProxyError, OSError) as error:
+        raise ConnectionFailedError(quoted(str(error), 200) or type(error).__name__) from error
+    # What these say repeats what the server sent, so it stays out of the message and out of the chain of causes.
+    except httpx.HTTPError:
+        raise ConnectionFailedError("the connection ended early, or what came is no HTTP") from None

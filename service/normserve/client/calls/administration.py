@@ -1,0 +1,82 @@
+"""Registered layers and the server itself, in the form of `operations`."""
+
+from typing import Any
+from urllib.parse import quote
+
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.reception import LIST_BYTES
+from normserve.client.calls.call import Call, described, query
+from normserve.client.errors import UnexpectedAnswerError
+
+
+def put_layer(
+    name: str,
+    op: str,
+    weight: object,
+    bias: object = None,
+    *,
+    eps: float | None = None,
+    num_groups: int | None = None,
+    activation: str | None = None,
+) -> Call[bool]:
+    """Register parameters under a name, or replace those that are; they stay on the server's device.
+
+    Args:
+        name: one to 128 of the characters A-Z a-z 0-9 . _ -
+        op: "layer_norm", "rms_norm" or "group_norm".
+        weight, bias: [N], or [C] of group_norm.
+        eps, num_groups, activation: as in the operation; requests that name the layer leave them out.
+
+    Returns:
+        True when the layer is new, False when it replaced one.
+    """
+    params = query({"op": op, "eps": eps, "num_groups": num_groups, "activation": activation})
+    tensors = described({"weight": weight, "bias": bias})
+    return Call("PUT", _path(name), _is_created, params, tensors, statuses=(200, 201))
+
+
+def layers() -> Call[list[dict[str, Any]]]:
+    """Return what is known of every registered layer."""
+    return Call("GET", "/v1/layers", _read_layers, most_bytes=LIST_BYTES)
+
+
+def layer(name: str) -> Call[dict[str, Any]]:
+    """Return what is known of one registered layer.
+
+    Raises:
+        UnknownLayerError: there is none of that name.
+    """
+    return Call("GET", _path(name), Answer.object)
+
+
+def delete_layer(name: str) -> Call[None]:
+    """Forget a registered layer.
+
+    Raises:
+        UnknownLayerError: there is none of that name.
+    """
+    return Call("DELETE", _path(name), _read_nothing, statuses=(204,))
+
+
+def info() -> Call[dict[str, Any]]:
+    """Return the server's versions, backend, device, limits and measured copy bandwidth."""
+    return Call("GET", "/v1/info", Answer.object)
+
+
+def _path(name: str) -> str:
+    return f"/v1/layers/{quote(name, safe='')}"
+
+
+def _is_created(answer: Answer) -> bool:
+    return answer.status == 201
+
+
+def _read_layers(answer: Answer) -> list[dict[str, Any]]:
+    found = answer.object().get("layers")
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise UnexpectedAnswerError("the answer must hold a list of layers, it does not")
+    return found
+
+
+def _read_nothing(_answer: Answer) -> None:
+    return None

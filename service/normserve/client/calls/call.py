@@ -1,0 +1,123 @@
+"""A call of the API without any input or output: what is sent, and how the answer is read."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+from urllib.parse import urlencode
+
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.expectations import Output
+from normserve.client.answers.reception import DOCUMENT_BYTES
+from normserve.client.calls import arrays
+from normserve.client.errors import UnexpectedAnswerError, api_error
+from normserve.codec import safetensors
+from normserve.memory.host_tensors import DType, HostTensor
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """One request, and how its answer is read.
+
+    Attributes:
+        method, path, params: as in HTTP; the path is relative to the server's URL.
+        understand: makes the result of a successful answer.
+        tensors: what is sent, by the API's names; None is no body.
+        outputs: the tensors of a successful answer; None where it holds none.
+        statuses: those of a successful answer.
+        most_bytes: what the body of a successful answer can have.
+    """
+
+    method: str
+    path: str
+    understand: Callable[[Answer], R]
+    params: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, HostTensor] | None = None
+    outputs: Mapping[str, Output] | None = None
+    statuses: tuple[int, ...] = (200,)
+    most_bytes: int = DOCUMENT_BYTES
+
+    @property
+    def query(self) -> str:
+        """The parameters as a URL has them."""
+        return _query(tuple(self.params.items())) if self.params else ""
+
+    @property
+    def target(self) -> str:
+        """The path with its query."""
+        return _target(self.path, tuple(self.params.items()))
+
+    def parts(self) -> list[bytes | memoryview] | None:
+        """The tensors as safetensors in pieces, of which all but the first are their own memory; None is no body.
+
+        Raises:
+            ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
+        """
+        return None if self.tensors is None else _encoded(self.tensors)
+
+    def read(self, answer: Answer, api_key: str | None = None) -> R:
+        """Return what the answer says.
+
+        Args: api_key: what no error may repeat.
+
+        Raises:
+            ApiError: it is a problem document, or an error of whoever stands between.
+            UnexpectedAnswerError: it is nothing that was asked for.
+        """
+        if answer.status >= 400:
+            raise api_error(answer.status, answer.headers, bytes(answer.body), api_key)
+        if answer.status not in self.statuses:
+            expected = " or ".join(map(str, self.statuses))
+            raise UnexpectedAnswerError(f"the answer's status must be {expected}, or an error, got {answer.status}")
+        return self.understand(answer)
+
+
+# What callers ask for is often the same, but for the numbers in it.
+_KEPT = 256
+
+
+@functools.lru_cache(_KEPT)
+def _query(params: tuple[tuple[str, str], ...]) -> str:
+    return urlencode(params)
+
+
+@functools.lru_cache(_KEPT)
+def _target(path: str, params: tuple[tuple[str, str], ...]) -> str:
+    return f"{path}?{_query(params)}" if params else path
+
+
+def _encoded(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
+    """As `safetensors.encode`."""
+    for name, tensor in tensors.items():
+        if tensor.fortran_order or tensor.data.nbytes != tensor.nbytes:
+            # Which says what is wrong.
+            return safetensors.encode({name: tensor})
+    header, order = _layout(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    return [header, *(tensors[name].data for name in order)]
+
+
+@functools.lru_cache(_KEPT)
+def _layout(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[bytes, list[str]]:
+    """All that precedes the data, and the order of those."""
+    tensors = {name: (dtype, shape) for name, dtype, shape in described}
+    return safetensors.encode_header(tensors), safetensors.data_order(tensors)
+
+
+def described(tensors: Mapping[str, object]) -> dict[str, HostTensor]:
+    """Return the memory of these arrays; one that is None is left out.
+
+    Raises:
+        TypeError: one is no array, or of no element type of the API.
+    """
+    return {name: arrays.to_host(name, value) for name, value in tensors.items() if value is not None}
+
+
+def query(params: Mapping[str, object]) -> dict[str, str]:
+    """Return the query that carries these parameters; one that is None is left out."""
+    return {name: _text(value) for name, value in params.items() if value is not None}
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,249 @@
+"""The operations: arguments become a request, and its answer a result.
+
+The functions here are the clients' methods without the sending; the methods take their signatures and texts
+from here.  Each hands on its arguments by the names that they have in the HTTP API: those of `_TENSORS` go into the
+body, the others into the query.  Parameters that are left out are not sent, so the server's defaults hold.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+from normserve.client.answers import expectations
+from normserve.client.answers.answer import Answer
+from normserve.client.answers.expectations import Expectation
+from normserve.client.calls import arrays
+from normserve.client.calls.call import Call, described, query
+from normserve.client.errors import UnexpectedAnswerError
+from normserve.client.results import BackwardResult, ForwardResult
+from normserve.memory.host_tensors import HostTensor
+
+T = TypeVar("T")
+
+_TENSORS = frozenset(["x", "dy", "weight", "bias", "mean", "rstd", "residual", "dresidual_out", "scale", "shift"])
+
+
+def layer_norm(
+    x: T,
+    weight: object = None,
+    bias: object = None,
+    *,
+    residual: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    out_dtype: object = None,
+    stats: bool | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[ForwardResult[T]]:
+    """y = dropout(activation(weight * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
+
+    Args:
+        x: [..., N], a numpy array or a torch tensor of float32, float16 or bfloat16, as all tensors here.
+        weight, bias: [N], of any of these types.
+        residual: as x; h then comes back as `residual_out`.
+        eps: 1e-5 by default.
+        activation: "none", "relu", "silu", "gelu" or "gelu_tanh".
+        dropout, seed: probability of a zero, and the seed of the mask, required with it.
+        out_dtype: of y; x's by default.
+        stats: also return `mean` and `rstd`, [...].
+        layer: a registered layer in place of weight, bias, eps and activation.
+        timeout_ms: the longest wait on the server from arrival to the start of execution.
+
+    Raises:
+        TypeError: an argument is no array, or of no element type of the API.
+        ClientError: see `normserve.client.errors`.
+    """
+    return _forward("layer_norm", x, locals())
+
+
+def rms_norm(
+    x: T,
+    weight: object = None,
+    *,
+    residual: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    out_dtype: object = None,
+    stats: bool | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[ForwardResult[T]]:
+    """y = dropout(activation(weight * h / sqrt(mean(h^2) + eps))), h = x + residual.
+
+    Args: as `layer_norm`, without bias; eps is 1e-6 by default, and `stats` returns `rstd` alone.
+    """
+    return _forward("rms_norm", x, locals())
+
+
+def group_norm(
+    x: T,
+    num_groups: int | None = None,
+    weight: object = None,
+    bias: object = None,
+    *,
+    layout: str | None = None,
+    residual: object = None,
+    scale: object = None,
+    shift: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    out_dtype: object = None,
+    stats: bool | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[ForwardResult[T]]:
+    """`layer_norm` over each of `num_groups` groups of channels, together with their positions.
+
+    Args: as `layer_norm`, and
+        x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc".
+        num_groups: divides C; left out only with `layer`.
+        weight, bias: [C].
+        scale, shift: [B, C] in either layout, each sample's own affine step, z * (1 + scale) + shift, after
+            weight and bias.
+        layout: "nchw" or "nhwc".
+        stats: also return `mean` and `rstd`, [B, num_groups].
+    """
+    return _forward("group_norm", x, locals())
+
+
+def layer_norm_backward(
+    dy: object,
+    x: T,
+    weight: object = None,
+    bias: object = None,
+    *,
+    mean: object = None,
+    rstd: object = None,
+    residual: object = None,
+    dresidual_out: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[BackwardResult[T]]:
+    """The gradients of `layer_norm`: all that was handed in there is handed in again, and dy.
+
+    Args: as `layer_norm`, and
+        dy: the gradient of y, as x.
+        mean, rstd: what forward returned with `stats`; computed anew when left out.
+        dresidual_out: the gradient that reached `residual_out` from elsewhere, as x; added to dx.
+    """
+    return _backward("layer_norm", x, locals())
+
+
+def rms_norm_backward(
+    dy: object,
+    x: T,
+    weight: object = None,
+    *,
+    rstd: object = None,
+    residual: object = None,
+    dresidual_out: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[BackwardResult[T]]:
+    """The gradients of `rms_norm`.
+
+    Args: as `rms_norm`, and those of `layer_norm_backward` but mean.
+    """
+    return _backward("rms_norm", x, locals())
+
+
+def group_norm_backward(
+    dy: object,
+    x: T,
+    num_groups: int | None = None,
+    weight: object = None,
+    bias: object = None,
+    *,
+    layout: str | None = None,
+    mean: object = None,
+    rstd: object = None,
+    residual: object = None,
+    dresidual_out: object = None,
+    scale: object = None,
+    shift: object = None,
+    eps: float | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    seed: int | None = None,
+    layer: str | None = None,
+    timeout_ms: float | None = None,
+) -> Call[BackwardResult[T]]:
+    """The gradients of `group_norm`.
+
+    Args: as `group_norm`, and those of `layer_norm_backward`.
+    """
+    return _backward("group_norm", x, locals())
+
+
+def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResult[T]]:
+    tensors, params = _divided(arguments)
+    if "out_dtype" in params:
+        params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
+        arrays.check_holds(x, str(params["out_dtype"]))
+
+    sent, asked = described(tensors), query(params)
+    expected = expectations.forward(op, sent, asked)
+
+    def understand(answer: Answer) -> ForwardResult[T]:
+        found = {name: arrays.from_host(tensor, x) for name, tensor in _read(answer, expected).items()}
+        return ForwardResult(
+            found["y"], found.get("residual_out"), found.get("mean"), found.get("rstd"), answer.timing()
+        )
+
+    return Call("POST", f"/v1/{op}", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes)
+
+
+def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardResult[T]]:
+    tensors, params = _divided(arguments)
+    sent, asked = described(tensors), query(params)
+    expected = expectations.backward(op, sent, asked)
+
+    def understand(answer: Answer) -> BackwardResult[T]:
+        results = _read(answer, expected)
+        try:
+            found = {name: arrays.from_host(tensor, _owner(name, x, tensors)) for name, tensor in results.items()}
+        # A registered layer's parameters may be of a type that x's kind of array does not have.
+        except TypeError as error:
+            raise UnexpectedAnswerError(str(error)) from None
+        dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
+        return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, answer.timing())
+
+    return Call(
+        "POST", f"/v1/{op}/backward", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes
+    )
+
+
+def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Tensors, and parameters, of those that were given."""
+    tensors: dict[str, object] = {}
+    params: dict[str, object] = {}
+    for name, value in arguments.items():
+        if value is not None:
+            (tensors if name in _TENSORS else params)[name] = value
+    return tensors, params
+
+
+def _read(answer: Answer, expected: Expectation) -> Mapping[str, HostTensor]:
+    results = answer.tensors()
+    expected.check(results)
+    return results
+
+
+def _owner(gradient: str, x: T, tensors: Mapping[str, object]) -> T:
+    """What a gradient belongs to; x for one of a registered layer's parameters."""
+    owner = tensors.get(gradient.removeprefix("d"))
+    return x if owner is None else cast(T, owner)

@@ -1,0 +1,90 @@
+"""What the tuning run of GroupNorm sets out to do: everything that is needed, in the time of one run."""
+
+import csv
+
+import pytest
+from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
+
+from benchmarks.tune.group_norm import trials
+from benchmarks.tune.group_norm.__main__ import LAYOUTS, SHAPES
+from benchmarks.tune.group_norm.passes import Cell
+from benchmarks.tune.group_norm.trials import Item, kernels_of, time_cell, time_item
+from tests.benchmarks.harness.fake_timer import Timer
+
+SMALL = Cell("forward", (1, 64, 12), "nchw", "float32")
+
+
+CELLS = {
+    pass_: [Cell(pass_, shape, layout, "bfloat16") for shape in SHAPES for layout in LAYOUTS]
+    for pass_ in ("forward", "backward")
+}
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_kernels_are_few_enough_to_compile_at_once_and_come_in_the_order_of_the_cells(pass_):
+    kernels = kernels_of({cell: list(cell.configs()) for cell in CELLS[pass_]})
+    assert list(kernels) == CELLS[pass_]
+    assert sum(map(len, kernels.values())) <= 450
+
+
+def test_kernels_that_cells_share_are_compiled_for_the_first():
+    cell = Cell("forward", (8, 512, 64, 64), "nchw", "bfloat16")
+    fewer = Cell("forward", (7, 512, 64, 64), "nchw", "bfloat16")
+    configs = list(cell.configs())
+    kernels = kernels_of({cell: configs, fewer: configs})
+    assert kernels[cell]
+    assert not kernels[fewer]
+
+
+@pytest.mark.parametrize(
+    ("cell", "configs"),
+    [
+        (SMALL, [ForwardResident(1, 1), ForwardSweep(4, 1)]),
+        (Cell("backward", (1, 64, 12), "nchw", "float32"), [BackwardSplit(2, 2, 1, 1), BackwardSplit(1, 2, 1, 1)]),
+    ],
+)
+def test_the_fastest_comes_first(cell, configs, device):
+    outcome = time_cell(cell, configs, Timer(), device)
+    assert [row.config for row in outcome.timed] == configs[::-1]
+    tensors = 2 if cell.pass_ == "forward" else 3
+    assert outcome.timed[1].of_copy == pytest.approx(tensors / 2 / 0.99)
+    assert not outcome.failed
+
+
+class Refusing(Timer):
+    """Times the copy and refuses everything after it."""
+
+    def __init__(self, *errors):
+        super().__init__()
+        self._errors = iter((None, *errors))
+
+    def __call__(self, call, repeats=30, warmup=3):
+        error = next(self._errors)
+        if error is not None:
+            raise RuntimeError(error)
+        return super().__call__(call)
+
+
+def test_what_fails_is_written_with_its_error_and_what_lasts_ends_the_cell(device, monkeypatch, tmp_path, capsys):
+    refusing = Refusing(None, "too many\nblocks", "CUDA error: misaligned address")
+    monkeypatch.setattr(trials, "_timer", lambda: refusing)
+    monkeypatch.setattr(trials, "time_cell", lambda *arguments: time_cell(*arguments, device))
+    configs = [ForwardSweep(units, 1) for units in (2, 4, 8, 16)]
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        time_item(Item(SMALL, configs, tmp_path / "tune.csv", float("inf")))
+    with (tmp_path / "tune.csv").open(newline="") as file:
+        rows = [dict(zip(trials.COLUMNS, row, strict=True)) for row in csv.reader(file)]
+    assert [row["config"] for row in rows] == [f"ForwardSweep({units},1)" for units in (2, 4, 8)]
+    assert [row["error"] for row in rows] == ["", "too many blocks", "CUDA error: misaligned address"]
+    assert rows[0]["ms"] == "0.99000"
+    assert rows[0]["of_copy"] == "1.0101"
+    line = capsys.readouterr().out
+    assert line.startswith("forward float32 1x64x12 nchw, copy ")
+    assert line.endswith(": 1.010 990.0 us ForwardSweep(2,1); 2 failed: too many blocks\n")
+
+
+def test_no_cell_is_begun_too_late(tmp_path):
+    time_item(Item(SMALL, [ForwardSweep(4, 1)], tmp_path / "tune.csv", latest=0.0))
+    assert not (tmp_path / "tune.csv").exists()

@@ -1,0 +1,150 @@
+"""What came in comes out: numpy arrays and torch tensors, of any layout in memory."""
+
+import subprocess
+import sys
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from normserve.client import UnexpectedAnswerError
+from normserve.client.calls.arrays import from_host, to_host
+from normserve.memory.host_tensors import DType, HostTensor
+
+from tests.service.client.fake_server import FakeServer, tensors_answer
+
+X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+def round_trip(value):
+    return from_host(to_host("x", value), value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x[::-1, :, ::2],
+        lambda x: x[:0],
+        lambda x: x[0, 0, 0],
+        lambda x: np.broadcast_to(x[:1], x.shape),
+        lambda x: np.asarray(x, x.dtype.newbyteorder(">")),
+    ],
+    ids=["whole", "transposed", "strided", "empty", "scalar", "broadcast", "big-endian"],
+)
+def test_a_numpy_array_survives(dtype, view):
+    value = np.asarray(view(X.astype(dtype)))
+    result = round_trip(value)
+    assert result.dtype == dtype
+    assert result.shape == value.shape
+    np.testing.assert_array_equal(result, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x, lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:0], lambda x: x[0, 0, 0], torch._neg_view],
+    ids=["whole", "transposed", "strided", "empty", "scalar", "lazily negated"],
+)
+def test_a_torch_tensor_survives(dtype, view):
+    value = view(torch.from_numpy(X).to(dtype)).requires_grad_()
+    result = round_trip(value)
+    assert result.dtype == dtype
+    assert torch.equal(result, value)
+    assert not result.requires_grad
+
+
+def test_contiguous_memory_is_not_copied():
+    x = X.copy()
+    tensor = to_host("x", x)
+    x[0, 0, 0] = 7
+    assert from_host(tensor, x)[0, 0, 0] == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0], "x must be a numpy array or a torch tensor, got list"),
+        (np.zeros(2), "x must be one of float32, float16, bfloat16, got float64"),
+        (np.zeros(2, np.int32), "got int32"),
+        (torch.zeros(2, dtype=torch.float64), "got float64"),
+    ],
+)
+def test_what_the_api_cannot_carry_is_refused_before_sending(connect, value, message):
+    server = FakeServer()
+    with pytest.raises(TypeError, match=message):
+        connect(server).layer_norm(value)
+    assert not server.requests
+
+
+def test_numpy_cannot_hold_bfloat16(connect):
+    server = FakeServer()
+    with pytest.raises(TypeError, match="numpy has no bfloat16"):
+        connect(server).layer_norm(X, out_dtype="bfloat16")
+    assert not server.requests
+    with pytest.raises(TypeError, match="numpy has no bfloat16"):
+        from_host(HostTensor(DType.BFLOAT16, (1,), memoryview(bytes(2))), X)
+
+
+def test_torch_in_torch_out(connect):
+    x = torch.randn(2, 3).bfloat16()
+    body = safetensors.torch.save({"y": x + 1, "rstd": torch.ones(2)})
+    server = FakeServer(httpx.Response(200, headers={"content-type": "application/x-safetensors"}, content=body))
+    result = connect(server).rms_norm(x, stats=True)
+    assert torch.equal(safetensors.torch.load(server.request.content)["x"], x)
+    assert torch.equal(result.y, x + 1)
+    assert torch.equal(result.rstd, torch.ones(2))
+
+
+def test_raw_memory_passes_as_it_is(connect):
+    raw = HostTensor(DType.BFLOAT16, (2,), memoryview(bytes(4)))
+    assert to_host("x", raw) is raw
+    y = connect(FakeServer(tensors_answer(y=X[0, 0, :2]))).layer_norm(raw, out_dtype="float32").y
+    assert (y.dtype, y.shape, bytes(y.data)) == (DType.FLOAT32, (2,), X[0, 0, :2].tobytes())
+
+
+def test_a_gradient_is_of_the_kind_of_what_it_belongs_to(connect):
+    server = FakeServer(tensors_answer(dx=X, dweight=np.ones(4, np.float32), dbias=np.ones(4, np.float32)))
+    result = connect(server).layer_norm_backward(X, X, torch.ones(4), np.ones(4, np.float32))
+    assert isinstance(result.dx, np.ndarray)
+    assert isinstance(result.dweight, torch.Tensor)
+    assert isinstance(result.dbias, np.ndarray)
+
+
+def test_a_registered_layers_gradient_is_of_the_kind_of_x(connect):
+    server = FakeServer(tensors_answer(dx=X, dweight=np.ones(4, np.float16)))
+    assert isinstance(connect(server).layer_norm_backward(X, X, layer="ln").dweight, np.ndarray)
+    result = connect(server).layer_norm_backward(X, torch.from_numpy(X), layer="ln")
+    assert result.dweight.dtype == torch.float16
+    body = safetensors.torch.save({"dx": torch.from_numpy(X), "dweight": torch.ones(4).bfloat16()})
+    headers = {"content-type": "application/x-safetensors"}
+    with pytest.raises(UnexpectedAnswerError, match="numpy has no bfloat16"):
+        connect(FakeServer(httpx.Response(200, headers=headers, content=body))).layer_norm_backward(
+            X, X, layer="ln"
+        )
+
+
+def test_elements_at_odd_addresses_are_moved():
+    data = memoryview(bytearray(X.tobytes() + b"0"))
+    for start in (0, 1):
+        data[start : start + X.nbytes] = memoryview(X.tobytes())
+        result = from_host(HostTensor(DType.FLOAT32, X.shape, data[start : start + X.nbytes]), torch.empty(0))
+        assert torch.equal(result, torch.from_numpy(X))
+        assert result.data_ptr() % 4 == 0
+
+
+def test_neither_torch_nor_the_server_is_imported():
+    program = (
+        "import sys, numpy, httpx, normserve.client as c\n"
+        "server = httpx.MockTransport(lambda request: httpx.Response(429))\n"
+        "with c.Client(transport=server, retries=c.RetryPolicy(tries=1)) as client:\n"
+        "    try: client.layer_norm(numpy.zeros((2, 2), 'f4'))\n"
+        "    except c.OverloadedError: pass\n"
+        "ours = {m for m in sys.modules if m.startswith('normserve.') and m.count('.') == 1}\n"
+        "assert ours <= {'normserve.' + m for m in ('client', 'codec', 'errors', 'memory')}, ours\n"
+        "assert not {'torch', 'fastapi', 'starlette', 'pydantic', 'prometheus_client'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
