@@ -94,11 +94,12 @@ class AsyncClient:
 
     async def _run(self, call: Call[R]) -> R:
         deadline = Deadline(self._server.timeout_s)
-        attempts = Attempts(self._retries, deadline)
+        attempts = None
         while True:
             try:
                 return call.read(await self._transport.exchange(call, deadline), self._server.api_key)
             except ClientError as failure:
+                attempts = attempts or Attempts(self._retries, deadline)
                 pause_s = attempts.pause_after(failure)
                 if pause_s is None:
                     raise

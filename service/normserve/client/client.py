@@ -117,11 +117,12 @@ class Client:
 
     def _run(self, call: Call[R]) -> R:
         deadline = Deadline(self._server.timeout_s)
-        attempts = Attempts(self._retries, deadline)
+        attempts = None
         while True:
             try:
                 return call.read(self._transport.exchange(call, deadline), self._server.api_key)
             except ClientError as failure:
+                attempts = attempts or Attempts(self._retries, deadline)
                 pause_s = attempts.pause_after(failure)
                 if pause_s is None:
                     raise

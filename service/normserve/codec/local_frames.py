@@ -168,12 +168,22 @@ class Answer(msgspec.Struct, omit_defaults=True):
     retry_after_s: Whole | None = None
 
 
+class Stages(msgspec.Struct, gc=False):
+    """Milliseconds in the stages of an operation, as the server writes them."""
+
+    recv: float
+    queue: float
+    copy_in: float
+    kernel: float
+    copy_out: float
+
+
 class Done(msgspec.Struct, gc=False):
     """The answer to an operation as the server writes it: an `Answer`, whose results are encoded already."""
 
     request_id: str
     results: msgspec.Raw
-    stages_ms: dict[str, float]
+    stages_ms: Stages
     kernel_bytes: int
     kernel_bandwidth: float
     batch_size: int

@@ -108,6 +108,8 @@ class Engine:
             NotReadyError, DrainingError: by state.
         """
         match self.state:
+            case State.READY:
+                return
             case State.STARTING:
                 raise NotReadyError("the server is still warming up")
             case State.DRAINING:
@@ -213,21 +215,34 @@ class Engine:
 
     def _admit(self) -> None:
         """Give the device what it can take, and let the clock run for what must wait."""
+        if len(self._arrivals) == 1 and self._failure is None:
+            self._admit_alone(*self._arrivals.popitem())
+            return
         # Some may have left since.
         arrivals = {job: ready for job, ready in self._arrivals.items() if self._replies.is_awaited(job)}
         self._arrivals = {}
         if self._failure is not None:
             self._replies.refuse(arrivals, self._failure)
             return
-        ready = [job for job, is_compiled in arrivals.items() if is_compiled]
-        if len(ready) == 1 and not self._batcher and self._has_room(lane := self._batcher.lane_of(ready[0])):
-            self._launch(Batch((ready[0],), lane))
-        else:
-            for job in ready:
+        for job, is_compiled in arrivals.items():
+            if is_compiled:
                 self._batcher.add(job)
-            self._feed()
+        self._feed()
         for job in arrivals:
             self._replies.keep_deadline(job)
+
+    def _admit_alone(self, job: NormJob, is_compiled: bool) -> None:
+        """`_admit` for what nothing else came with: it has no kin to look for if nothing waits either."""
+        if not self._replies.is_awaited(job):
+            return
+        if is_compiled:
+            lane = self._batcher.lane_of(job)
+            if not self._batcher and self._has_room(lane):
+                self._launch(Batch((job,), lane))
+            else:
+                self._batcher.add(job)
+                self._feed()
+        self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
         while (batch := self._batcher.take(self._free_lanes())) is not None:

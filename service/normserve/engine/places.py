@@ -15,6 +15,8 @@ _SHORT_BYTES = 32 * 1024
 
 def in_places(batch: Batch, value: Execution | InFlight) -> Execution | InFlight:
     """What a backend gave back for a batch, or will; results of jobs that have places for them lie there."""
+    if isinstance(value, Execution) and value.are_placed:
+        return value
     for job in batch.jobs:
         if job.places is not None:
             return _InPlaces(batch, value) if isinstance(value, InFlight) else _placed(batch, value)

@@ -107,6 +107,19 @@ class Layer:
     resident: object = field(repr=False)
 
 
+class Recurrence:
+    """Jobs that follow one another in the same memory: equal in all but what that memory holds.
+
+    Attributes:
+        prepared: what the backend has made of the first for those that follow; its own, and opaque elsewhere.
+    """
+
+    __slots__ = ("prepared",)
+
+    def __init__(self) -> None:
+        self.prepared: object = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NormJob:
     """One request's work, checked: the tensors fit the spec and one another.
@@ -117,6 +130,7 @@ class NormJob:
         may_overwrite: nobody reads the tensors after the job; results may be written over them.
         places: where the caller wants results, by their names in the API, each of at least their bytes; None
             where the backend's own memory will do.
+        recurrence: shared with the jobs before and after it that are its like; None where nothing is known of any.
         nbytes: of all tensors that came with the request.
         rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
     """
@@ -126,6 +140,7 @@ class NormJob:
     layer: Layer | None = None
     may_overwrite: bool = False
     places: Mapping[str, memoryview] | None = None
+    recurrence: Recurrence | None = None
     nbytes: int = field(init=False)
     rows: int = field(init=False)
 
@@ -184,9 +199,9 @@ class Lane(Enum):
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
-    """Jobs of one class, run as one launch.
+    """Jobs of one class, run as one launch; never changed.
 
     Attributes:
         nbytes: of all tensors that came with it.
@@ -197,7 +212,8 @@ class Batch:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", sum([job.nbytes for job in self.jobs]))
+        # Not frozen: each attribute of what is takes longer to set than this sum.
+        self.nbytes = sum([job.nbytes for job in self.jobs])
 
 
 class Execution(NamedTuple):
@@ -209,6 +225,7 @@ class Execution(NamedTuple):
         kernel_s: device time of the kernels.
         copy_out_s: back into host memory.
         kernel_bytes: for each job, the fewest bytes that its share of the launch must move on the device.
+        are_placed: whether results for which a job has places lie there already.
     """
 
     outputs: tuple[Mapping[str, HostTensor], ...]
@@ -216,6 +233,7 @@ class Execution(NamedTuple):
     copy_in_s: float
     kernel_s: float
     copy_out_s: float
+    are_placed: bool = False
 
 
 class NormResult(NamedTuple):

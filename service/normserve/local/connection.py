@@ -123,6 +123,9 @@ class Connection:
             except MalformedPayloadError as error:
                 self._refuse(tag, error, RequestRecord(transport="local", began=began), self._request_id())
                 return
+        if len(messages) == 1 and not self._waiting and self._has_room:
+            self._begin(tag, messages[0], began, ended)
+            return
         for index, message in enumerate(messages):
             self._waiting.append(((tag + index) % frames.TAGS, message, began, ended))
         self._begin_waiting()
@@ -153,22 +156,29 @@ class Connection:
         self.on_gone(segments)
 
     def _begin_waiting(self) -> None:
-        while self._waiting and len(self._tasks) + len(self._jobs) < MOST_UNDER_WAY:
-            tag, message, began, ended = self._waiting.popleft()
-            if isinstance(message, frames.Cancel | frames.Free):
-                self._let_go(message)
-                continue
-            record = RequestRecord(transport="local", began=began)
-            record.stages["recv"] = ended - began
-            request_id = self._request_id()
-            if isinstance(message, Request):
-                self._guarded(tag, record, request_id, self._compute, message)
-                continue
-            task = asyncio.get_running_loop().create_task(self._attend(tag, message, record, request_id))
-            self._tasks.add(task)
-            task.add_done_callback(self._end_task)
+        while self._waiting and self._has_room:
+            self._begin(*self._waiting.popleft())
         if self._wire is not None:
             self._wire.read(wanted=not self._waiting)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another request may be answered now."""
+        return len(self._tasks) + len(self._jobs) < MOST_UNDER_WAY
+
+    def _begin(self, tag: int, message: Said, began: float, ended: float) -> None:
+        """Do what a message says; its frame came from `began` to `ended`."""
+        if isinstance(message, frames.Cancel | frames.Free):
+            self._let_go(message)
+            return
+        record = RequestRecord(transport="local", stages={"recv": ended - began}, began=began)
+        request_id = self._request_id()
+        if isinstance(message, Request):
+            self._guarded(_UnderWay(tag, message, record, request_id), self._compute)
+            return
+        task = asyncio.get_running_loop().create_task(self._attend(tag, message, record, request_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -228,67 +238,58 @@ class Connection:
             give_back([segment])
         return descriptor, self._arena.add(memoryview(segment))
 
-    def _compute(self, tag: int, request: Request, *, record: RequestRecord, request_id: str) -> None:
+    def _compute(self, asked: "_UnderWay") -> None:
         """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
         operations = self._service.operations
-        caller = self._session.authorise(_INFER, record)
-        job, deadline, permit = operations.admit(request, self._arena, caller, record)
+        caller = self._session.authorise(_INFER, asked.record)
+        job, deadline, permit = operations.admit(asked.request, self._arena, caller, asked.record)
         try:
             reply = operations.engine.begin(job, deadline)
         except BaseException:
             permit.release()
             raise
         self._service.progress.begin()
-        self._jobs[job] = tag
-        reply.add_done_callback(
-            lambda reply: self._guarded(tag, record, request_id, self._conclude, request, job, permit, reply)
-        )
+        self._jobs[job] = asked.tag
+        asked.job, asked.permit = job, permit
+        reply.add_done_callback(functools.partial(self._guarded, asked, self._conclude))
 
-    def _conclude(
-        self,
-        tag: int,
-        request: Request,
-        job: NormJob,
-        permit: Permit,
-        reply: asyncio.Future[NormResult],
-        *,
-        record: RequestRecord,
-        request_id: str,
-    ) -> None:
+    def _conclude(self, asked: "_UnderWay", reply: asyncio.Future[NormResult]) -> None:
         service = self._service
-        del self._jobs[job]
-        service.operations.engine.end(job)
+        assert asked.job is not None
+        assert asked.permit is not None
+        del self._jobs[asked.job]
+        service.operations.engine.end(asked.job)
         service.progress.end()
-        permit.release()
+        asked.permit.release()
         error = reply.exception()
         if isinstance(error, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
             self.close()
         if self._waiting:
             self._begin_waiting()
+        record, request_id = asked.record, asked.request_id
         if error is not None:
             # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
             known = error if isinstance(error, NormserveError) else self._unexpected(error, request_id)
-            self._refuse(tag, known, record, request_id)
+            self._refuse(asked.tag, known, record, request_id)
             return
         began = time.perf_counter()
-        frame = frames.write(tag, answered(request, reply.result(), request_id, record))
+        frame = frames.write(asked.tag, answered(asked.request, reply.result(), request_id, record))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"
         self._send(frame)
         self._account(record, request_id)
 
-    def _guarded(
-        self, tag: int, record: RequestRecord, request_id: str, work: Callable[..., None], *arguments: Any
-    ) -> None:
+    def _guarded(self, asked: "_UnderWay", work: Callable[..., None], *arguments: Any) -> None:
         """Do something for a request that answers it, now or later; refuse it if that goes wrong."""
         try:
-            work(tag, *arguments, record=record, request_id=request_id)
+            work(asked, *arguments)
         except NormserveError as error:
-            self._refuse(tag, error, record, request_id)
+            self._refuse(asked.tag, error, asked.record, asked.request_id)
         except Exception as error:
-            self._refuse(tag, self._unexpected(error, request_id), record, request_id)
+            known = self._unexpected(error, asked.request_id)
+            self._refuse(asked.tag, known, asked.record, asked.request_id)
 
     def _unexpected(self, error: BaseException, request_id: str) -> NormserveError:
         fields = {"request_id": request_id, "key": self._session.caller.key}
@@ -318,6 +319,24 @@ class Connection:
     def _request_id(self) -> str:
         # Names, no secrets: the system's source of those takes a call for each.
         return f"{_names.getrandbits(128):032x}"
+
+
+class _UnderWay:
+    """An operation that is to be answered.
+
+    Attributes:
+        job, permit: None until it has been admitted.
+    """
+
+    __slots__ = ("job", "permit", "record", "request", "request_id", "tag")
+
+    def __init__(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
+        self.tag = tag
+        self.request = request
+        self.record = record
+        self.request_id = request_id
+        self.job: NormJob | None = None
+        self.permit: Permit | None = None
 
 
 def _lent(memory: memoryview) -> LentSegment:

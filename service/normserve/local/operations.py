@@ -9,10 +9,19 @@ import msgspec
 
 from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits, Permit
-from normserve.codec.local_frames import Compute, Done, Located
+from normserve.codec.local_frames import Compute, Done, Located, Stages
 from normserve.engine.engine import Engine
 from normserve.errors import NotFoundError
-from normserve.jobs.job import MAX_COMPARED_PARAMETER_BYTES, Layer, NormJob, NormResult, NormSpec, Op, Pass
+from normserve.jobs.job import (
+    MAX_COMPARED_PARAMETER_BYTES,
+    Layer,
+    NormJob,
+    NormResult,
+    NormSpec,
+    Op,
+    Pass,
+    Recurrence,
+)
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.results import PARAMETERS, results_of
 from normserve.jobs.validation import costed_job
@@ -67,6 +76,7 @@ class Plan:
         tensors, places: in the arena.
         shared: names of the tensors that a launch reads for other jobs as well.
         is_over: a result is written over a tensor.
+        recurrence: of the jobs; None where each reads memory of its own.
         described: the results, as the answer says them.
     """
 
@@ -76,6 +86,7 @@ class Plan:
     places: Mapping[str, memoryview]
     shared: tuple[str, ...]
     is_over: bool
+    recurrence: Recurrence | None
     cost: MemoryCost
     nbytes: int
     described: msgspec.Raw
@@ -85,13 +96,15 @@ class Request:
     """A message that asks for an operation, and what is known of it from when it last came.
 
     Attributes:
+        asked: None until its parameters have been read once.
         plan: None until it has been checked once.
     """
 
-    __slots__ = ("message", "plan")
+    __slots__ = ("asked", "message", "plan")
 
     def __init__(self, message: Compute) -> None:
         self.message = message
+        self.asked: Asked | None = None
         self.plan: Plan | None = None
 
 
@@ -114,14 +127,16 @@ class Operations:
             NormserveError: by what is wrong with it, or with the moment; no permit is held.
         """
         record.waiting_in = "parse"
-        message = request.message
-        asked = asked_for(message.op, message.direction, message.query)
-        record.op, record.direction = asked.spec.op.label, asked.spec.direction.label
+        message, asked = request.message, request.asked
+        if asked is None:
+            asked = request.asked = asked_for(message.op, message.direction, message.query)
+        spec = asked.spec
+        record.op, record.direction = spec.op.label, spec.direction.label
         layer = None if asked.layer is None else self.layers.get(asked.layer)
         self.engine.require_ready()
         plan = request.plan
         if plan is None or plan.layer is not layer:
-            plan = request.plan = _planned(message, asked.spec, layer, arena)
+            plan = request.plan = _planned(message, spec, layer, arena)
         permit = self.limits.acquire(plan.nbytes, caller.tenant, caller.quota)
         try:
             tensors = plan.tensors
@@ -129,7 +144,7 @@ class Operations:
                 # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
                 # compared must be what is read, whatever the client writes meanwhile.
                 tensors = {**tensors, **{name: _copy(tensors[name]) for name in plan.shared}}
-            job = NormJob(plan.spec, tensors, layer, plan.is_over, plan.places)
+            job = NormJob(plan.spec, tensors, layer, plan.is_over, plan.places, plan.recurrence)
             self.admission.charge(permit, job, plan.cost, plan.nbytes)
         except BaseException:
             permit.release()
@@ -154,14 +169,16 @@ def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena
         name: Located(message.results[name].segment, message.results[name].offset, dtype.label, shape)
         for name, (dtype, shape) in results.items()
     }
-    shared = [name for name in PARAMETERS if name in tensors]
+    parameters = [name for name in PARAMETERS if name in tensors]
+    shared = tuple(name for name in parameters if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
     return Plan(
         job.spec,
         layer,
         tensors,
         places,
-        tuple(name for name in shared if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES),
+        shared,
         is_over,
+        None if shared else Recurrence(),
         cost,
         job.nbytes,
         msgspec.Raw(msgspec.json.encode(described)),
@@ -180,13 +197,13 @@ def answered(request: Request, result: NormResult, request_id: str, record: Requ
     return Done(
         request_id,
         request.plan.described,
-        {
-            "recv": 1e3 * stages["recv"],
-            "queue": 1e3 * result.queue_s,
-            "copy_in": 1e3 * result.copy_in_s,
-            "kernel": 1e3 * result.kernel_s,
-            "copy_out": 1e3 * result.copy_out_s,
-        },
+        Stages(
+            1e3 * stages["recv"],
+            1e3 * result.queue_s,
+            1e3 * result.copy_in_s,
+            1e3 * result.kernel_s,
+            1e3 * result.copy_out_s,
+        ),
         result.kernel_bytes,
         result.kernel_bandwidth,
         result.batch_size,

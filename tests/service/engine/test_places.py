@@ -54,6 +54,11 @@ def test_a_result_lies_in_its_place_and_another_jobs_where_it_was(rows):
     assert (place[: 64 * rows].view(np.float32) == 2).all()
 
 
+def test_what_the_backend_has_placed_is_not_looked_at():
+    value = execution(np.zeros((3, 16), np.float32))._replace(are_placed=True)
+    assert in_places(Batch((job(3, memoryview(bytearray(192))),)), value) is value
+
+
 def test_what_lies_there_already_stays():
     y = np.arange(16 * 4000, dtype=np.float32).reshape(-1, 16)
     place = y.reshape(-1).view(np.uint8).data

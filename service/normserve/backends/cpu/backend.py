@@ -15,6 +15,7 @@ from torch import Tensor
 
 from normserve.backends import cpu
 from normserve.backends.base import ONE_AT_A_TIME
+from normserve.backends.cpu.recurring import recurring
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
 from normserve.backends.tensors import (
     channels_first,
@@ -81,8 +82,13 @@ class TorchBackend:
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         return ResidentParameters(view(weight).clone(), None if bias is None else view(bias).clone())
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> Execution:
+        if len(batch.jobs) == 1 and (known := recurring(batch.jobs[0])) is not None:
+            return known.run()
+        return self._run(batch)
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch) -> Execution:
         job = batch.jobs[0]
         began = time.perf_counter()
         tensors = {name: channels_first(job.spec, name, self._gather(batch, name)) for name in job.tensors}

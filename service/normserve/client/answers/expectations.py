@@ -6,7 +6,7 @@ refused here before it is sent.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from normserve.client.errors import UnexpectedAnswerError
@@ -31,20 +31,23 @@ class Output:
         is_optional: whether only the server knows if there is one.
         has_groups: whether the last size is a number of groups that only the server knows, and `shape` has that of
             the channels in its place, which it divides.
+        most_bytes: what it can have.
     """
 
     shape: tuple[int, ...]
     dtype: DType | None
     is_optional: bool = False
     has_groups: bool = False
+    most_bytes: int = field(init=False)
 
-    @property
-    def most_bytes(self) -> int:
-        """What it can have."""
-        return prod(self.shape) * (_WIDEST_BYTES if self.dtype is None else self.dtype.itemsize)
+    def __post_init__(self) -> None:
+        itemsize = _WIDEST_BYTES if self.dtype is None else self.dtype.itemsize
+        object.__setattr__(self, "most_bytes", prod(self.shape) * itemsize)
 
     def fault(self, tensor: HostTensor) -> str | None:
         """Say what is wrong with a tensor's description; None when it is what was asked for."""
+        if tensor.dtype is self.dtype and tensor.shape == self.shape:
+            return None
         if self.dtype not in (None, tensor.dtype):
             return f"be {self.dtype.value}, got {tensor.dtype.value}" if self.dtype else None
         if tensor.shape == self.shape or (self.has_groups and self._are_groups(tensor.shape)):
@@ -74,17 +77,20 @@ class Expectation:
         Raises:
             UnexpectedAnswerError: one is missing, is too many, or is of another shape or element type.
         """
+        known = 0
         for name, output in self.outputs.items():
-            if name not in tensors:
+            tensor = tensors.get(name)
+            if tensor is None:
                 if output.is_optional:
                     continue
                 raise UnexpectedAnswerError(f"the answer must hold {name}, it does not")
-            if fault := output.fault(tensors[name]):
+            if fault := output.fault(tensor):
                 raise UnexpectedAnswerError(f"the answer's {name} must {fault}")
+            known += 1
         # Names that nobody knows may be anything, so the message does not repeat them.
-        if len(tensors) > sum(name in tensors for name in self.outputs):
+        if len(tensors) > known:
             raise UnexpectedAnswerError(f"the answer must hold no more than {', '.join(self.outputs)}, it does")
-        if len({tensors[name].shape for name in ("mean", "rstd") if name in tensors}) > 1:
+        if "mean" in tensors and "rstd" in tensors and tensors["mean"].shape != tensors["rstd"].shape:
             raise UnexpectedAnswerError("the answer's mean and rstd must be of one shape, they are not")
 
 

@@ -5,6 +5,7 @@ any thread, so that a block is only noted there, and joined to its neighbours wh
 """
 
 import bisect
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -97,7 +98,8 @@ class Arena:
         """A block of at least so many bytes; None where there is no room."""
         size = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         with self._lock:
-            self._collect()
+            if self._returned:
+                self._collect()
             for part in self._parts.values():
                 start = part.take(size)
                 if start is not None:
@@ -112,7 +114,7 @@ class Arena:
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
         """The segment and the offset at which these bytes lie; None where they lie elsewhere."""
-        address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        address = _address(data)
         for part in self._parts.values():
             if part.address <= address < part.address + part.nbytes:
                 return part.number, address - part.address
@@ -152,3 +154,11 @@ class Arena:
             place = self._returned.popleft()
             self._parts[place.segment].put(place.offset, place.offset + place.nbytes)
             self._taken -= 1
+
+
+def _address(data: memoryview) -> int:
+    if data.readonly:
+        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        return address
+    # In a third of the time.
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))

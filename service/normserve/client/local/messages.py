@@ -1,5 +1,6 @@
 """From calls to the protocol's messages, and from its answers to those of calls."""
 
+import functools
 import json
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -56,21 +57,33 @@ def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
     inputs: list[Block] = []
     located = {}
     for name, tensor in (call.tensors or {}).items():
-        located[name] = yield from _located(name, tensor, arena, inputs)
+        nbytes = _checked_bytes(name, tensor)
+        found = arena.locate(tensor.data) if nbytes else None
+        if found is None or found[1] % ALIGNMENT:
+            block = yield from taken(arena, nbytes)
+            if nbytes:
+                block[:nbytes] = np.frombuffer(tensor.data, np.uint8)
+            inputs.append(block)
+            found = block.place.segment, block.place.offset
+        located[name] = Located(*found, tensor.dtype.label, tensor.shape)
     if call.outputs is None:
         return Prepared(_administration(call, located), inputs)
-    results = {}
+    results, places = {}, {}
     for name, output in call.outputs.items():
-        results[name] = yield from taken(arena, output.most_bytes)
-    is_backward = call.path.endswith(_BACKWARD)
-    message = frames.Compute(
-        op=call.path.removeprefix("/v1/").removesuffix(_BACKWARD),
-        direction="backward" if is_backward else "forward",
-        query=call.query,
-        tensors=located,
-        results={name: block.place for name, block in results.items()},
-    )
-    return Prepared(message, inputs, results)
+        # What `taken` does, without a generator of its own: there is room but for the first few.
+        while (block := arena.take(output.most_bytes)) is None:
+            yield output.most_bytes
+        results[name] = block
+        places[name] = block.place
+    op, direction = _operation(call.path)
+    return Prepared(frames.Compute(op, located, places, direction, call.query), inputs, results)
+
+
+@functools.lru_cache(maxsize=64)
+def _operation(path: str) -> tuple[str, str]:
+    """The operation's name, and the pass."""
+    op = path.removeprefix("/v1/")
+    return (op.removesuffix(_BACKWARD), "backward") if op.endswith(_BACKWARD) else (op, "forward")
 
 
 def _administration(call: Call[Any], located: Mapping[str, Located]) -> Message:
@@ -88,20 +101,14 @@ def _administration(call: Call[Any], located: Mapping[str, Located]) -> Message:
             return frames.PutLayer(name, call.query, dict(located))
 
 
-def _located(name: str, tensor: HostTensor, arena: Arena, inputs: list[Block]) -> Needs[Located]:
+def _checked_bytes(name: str, tensor: HostTensor) -> int:
+    """How many there are of a tensor."""
     if tensor.fortran_order:
         raise ValueError(f"{name} must be row-major")
     nbytes = tensor.data.nbytes
     if nbytes != tensor.nbytes:
         raise ValueError(f"{name} must have {tensor.nbytes} bytes, got {nbytes}")
-    found = arena.locate(tensor.data) if nbytes else None
-    if found is None or found[1] % ALIGNMENT:
-        block = yield from taken(arena, nbytes)
-        if nbytes:
-            block[:nbytes] = np.frombuffer(tensor.data, np.uint8)
-        inputs.append(block)
-        found = block.place.segment, block.place.offset
-    return Located(*found, tensor.dtype.label, tensor.shape)
+    return nbytes
 
 
 def taken(arena: Arena, nbytes: int) -> Needs[Block]:

@@ -13,6 +13,8 @@ from normserve.errors import NormserveError
 from normserve.memory.segments import map_segment
 
 _READ_BYTES = 64 * 1024
+# As enumerations these take a microsecond each time.
+_CLOSE_ON_EXEC, _WERE_CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _MOST_DESCRIPTORS = 4
 _INT = struct.calcsize("i")
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _INT)
@@ -37,7 +39,7 @@ class Incoming:
             ConnectionFailedError: the connection has ended.
             UnexpectedAnswerError: what came is no answer.
         """
-        data, ancillary, flags, _ = self._connected.recvmsg(_READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, _ = self._connected.recvmsg(_READ_BYTES, _RIGHTS_BYTES, _CLOSE_ON_EXEC)
         for level, kind, rights in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._descriptors += struct.unpack(f"{len(rights) // _INT}i", rights[: len(rights) // _INT * _INT])
@@ -48,7 +50,7 @@ class Incoming:
         except (NormserveError, ValueError) as error:
             raise UnexpectedAnswerError(f"what came is no answer: {error}") from None
         finally:
-            if flags & socket.MSG_CTRUNC or not self._frames.is_within:
+            if self._descriptors and (flags & _WERE_CUT or not self._frames.is_within):
                 self.close()
 
     def close(self) -> None:
