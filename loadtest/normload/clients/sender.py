@@ -16,7 +16,7 @@ from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutE
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.documents import read_json
 from normserve.client.http.address import Address
-from normserve.client.http.connection import Steps
+from normserve.client.http.steps import Steps
 
 from normload.clients.connection import FAILURES, Connection, meaning
 from normload.clients.judge import Judge
