@@ -15,8 +15,9 @@ from normserve.client.errors import ClientError
 from normserve.client.http import connection as http
 from normserve.client.http.address import Address
 from normserve.client.http.blocking import drive
-from normserve.client.http.connection import EndedEarlyError, Steps, connecting, shaking_hands
-from normserve.client.http.opening import Place, Trust, encrypted, places, unconnected
+from normserve.client.http.opening import Place, Trust, connecting, encrypted, places, shaking_hands, unconnected
+from normserve.client.http.receiving import EndedEarlyError
+from normserve.client.http.steps import Steps
 from normserve.client.http.waits import WholeCall
 
 from normload.clients.pool import Request

@@ -9,7 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from normserve.client.answers.answer import Answer
-from normserve.client.http.connection import READ, WRITE, Steps, connecting
+from normserve.client.http.opening import connecting
+from normserve.client.http.steps import READ, WRITE, Steps
 from normserve.client.local.arena import Arena, Block
 from normserve.client.local.messages import growth, prepare, understood
 from normserve.client.local.sockets import Incoming

@@ -1,36 +1,29 @@
-"""Sends requests on a number of connections, all of them in one thread, and keeps a record of every one.
+"""Sends requests on a number of connections, all of them in one thread, and has a record made of every one.
 
-The thread waits for answers and for requests to come due.  Whether an answer is right, and how long the server says
-that it took, is looked at while nothing comes, or when much of that is left over.
+The thread waits for answers and for requests to come due.  Records are made (`recorder`) while nothing comes.
 """
 
 import collections
 import random
-import re
 import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.documents import read_json
+from normserve.client import ClientError
 from normserve.client.http.address import Address
-from normserve.client.http.connection import Steps
 
 from normload.clients.connection import FAILURES, Connection, meaning
+from normload.clients.exchange import AnyConnection, Exchange
 from normload.clients.judge import Judge
 from normload.clients.local_connection import LocalConnection
 from normload.clients.pool import Request
+from normload.clients.recorder import Recorder, Records, code_of
 from normload.load.arrivals import Arrivals, Slot
-from normload.measurements.tally import CONNECTION_FAILED, NOT_SENT, OK, TIMEOUT, UNEXPECTED_ANSWER, Record
+from normload.measurements.tally import CONNECTION_FAILED, TIMEOUT, Record
 
 # After a connection failed, so that a server that is gone is not asked as fast as the kernel can refuse.
 _PAUSE_S = 0.02
-
-# The API's codes are some twenty; a server that makes up more must not fill the report with them.
-_CODE = re.compile("[a-z][a-z0-9_]{0,63}")
-_MOST_CODES = 64
 
 # A server that does not answer while everything is asked for once is asked no more before the run.
 _MOST_TIMEOUTS = 3
@@ -39,44 +32,11 @@ _MOST_TIMEOUTS = 3
 _LOOK_S = 0.05
 _REPORT_S = 0.2
 
-# Ended exchanges, and bytes of answers to check, that may be left over until there is time.
-_MOST_LEFT, _MOST_LEFT_BYTES = 4096, 64 * 2**20
-
 # There is time to look at an answer if nothing is due for so long.
 _SETTLE_S = 0.0005
 
 # A wait that ends with a request's time is exact only by select(), which waits for microseconds.
 _EXACT_S = 0.01
-
-AnyConnection = Connection | LocalConnection
-Records = list[tuple[int, Record]]
-
-
-@dataclass(slots=True)
-class _Exchange:
-    """A request under way, or ended.
-
-    Attributes:
-        connection: that it is on.
-        slot: what is asked, and when it was due.
-        free, sent, ended: by the clock.
-        check: whether the answer is compared with the right one.
-        steps: what is left to do.
-        descriptor: that it waits for.
-        answer: what came.
-        code: as in `Record`; "" of an answer whose status says it.
-    """
-
-    connection: AnyConnection
-    slot: Slot
-    free: float
-    sent: float
-    check: bool
-    steps: Steps[Answer]
-    descriptor: int = -1
-    ended: float = 0.0
-    answer: Answer | None = None
-    code: str = ""
 
 
 @dataclass(slots=True)
@@ -97,7 +57,7 @@ class _Run:
     free: collections.deque[tuple[AnyConnection, float]]
     events: select.epoll
     resting: collections.deque[tuple[float, AnyConnection]] = field(default_factory=collections.deque)
-    busy: dict[int, _Exchange] = field(default_factory=dict)
+    busy: dict[int, Exchange] = field(default_factory=dict)
     is_over: bool = False
 
 
@@ -126,17 +86,12 @@ class Sender:
         """
         self._address = address
         self._pool = pool
-        self._judge = judge
+        self._recorder = Recorder(pool, judge)
         self._check_share = check_share
         self._choices = random.Random(seed)
         self._timeout_s = timeout_s
         self._api_key = api_key
         self._connections: list[AnyConnection] = []
-        self._records: Records = []
-        # Ended, with the start of their phase, and not looked at yet.
-        self._left: collections.deque[tuple[_Exchange, float]] = collections.deque()
-        self._left_bytes = 0
-        self._codes: set[str] = set()
 
     def run(
         self, arrivals: Arrivals, connections: int, starts: Sequence[float], report: Callable[[], None]
@@ -169,13 +124,12 @@ class Sender:
             finally:
                 for exchange in run.busy.values():
                     exchange.steps.close()
-        while self._left:
-            self._settle()
+        while self._recorder.is_behind:
+            self._recorder.settle()
 
     def take_records(self) -> Records:
-        """What was looked at since the last call, each with its phase's place."""
-        taken, self._records = self._records, []
-        return taken
+        """As `Recorder.take`."""
+        return self._recorder.take()
 
     def ask_all(self) -> list[Record]:
         """Send each request of the pool once, one after another, and check every answer.
@@ -187,13 +141,13 @@ class Sender:
         for number, request in enumerate(self._pool):
             began = time.perf_counter()
             steps = connection.steps(request)
-            exchange = _Exchange(connection, Slot(0, began, number), began, began, True, steps)
+            exchange = Exchange(connection, Slot(0, began, number), began, began, True, steps)
             try:
                 exchange.answer = connection.wait_for(exchange.steps)
             except ClientError as error:
-                exchange.code = _code(error)
+                exchange.code = code_of(error)
             exchange.ended = time.perf_counter()
-            records.append(self._record(exchange, began))
+            records.append(self._recorder.record(exchange, began))
             if sum(record.code == TIMEOUT for record in records) == _MOST_TIMEOUTS:
                 break
         return records
@@ -230,8 +184,7 @@ class Sender:
             connection, free = run.free.popleft()
             now = time.perf_counter()
             if max(slot.due, now) > run.arrivals.cutoff:
-                start = run.starts[slot.phase]
-                self._records.append((slot.phase, self._left_out(slot, start, run.arrivals.cutoff)))
+                self._recorder.leave_out(slot, run.starts[slot.phase], run.arrivals.cutoff)
                 run.free.appendleft((connection, free))
             else:
                 self._begin(run, connection, slot, free)
@@ -242,7 +195,7 @@ class Sender:
         request = self._pool[slot.request]
         check = self._choices.random() < self._check_share
         steps = connection.steps(request)
-        exchange = _Exchange(connection, slot, free, time.perf_counter(), check, steps)
+        exchange = Exchange(connection, slot, free, time.perf_counter(), check, steps)
         self._step(run, exchange, None)
 
     def _wait(self, run: _Run, due_s: float | None) -> None:
@@ -250,8 +203,8 @@ class Sender:
         most = len(run.busy) + 1
         came = run.events.poll(0, most)
         if not came:
-            if self._left and (due_s is None or due_s > _SETTLE_S):
-                self._settle()
+            if self._recorder.is_behind and (due_s is None or due_s > _SETTLE_S):
+                self._recorder.settle()
                 return
             wait_s = _LOOK_S if due_s is None else min(due_s, _LOOK_S)
             if run.resting:
@@ -265,14 +218,14 @@ class Sender:
             if (exchange := run.busy.pop(descriptor, None)) is not None:
                 self._step(run, exchange, events)
 
-    def _step(self, run: _Run, exchange: _Exchange, came: int | None) -> None:
+    def _step(self, run: _Run, exchange: Exchange, came: int | None) -> None:
         try:
             descriptor, events = next(exchange.steps) if came is None else exchange.steps.send(came)
         except StopIteration as stop:
             exchange.answer = stop.value
             self._end(run, exchange)
         except FAILURES as error:
-            exchange.code = _code(meaning(error))
+            exchange.code = code_of(meaning(error))
             self._end(run, exchange)
         else:
             exchange.descriptor = descriptor
@@ -283,23 +236,13 @@ class Sender:
             except FileNotFoundError:
                 run.events.register(descriptor, events | select.EPOLLONESHOT)
 
-    def _end(self, run: _Run, exchange: _Exchange) -> None:
+    def _end(self, run: _Run, exchange: Exchange) -> None:
         exchange.ended = time.perf_counter()
-        answer = exchange.answer
-        if answer is None or answer.status != 200:
-            # Its text is there until the next exchange.
-            exchange.code = exchange.code or self._problem(answer)
-            exchange.check = False
-        elif exchange.check:
-            exchange.connection.leave()
-            self._left_bytes += answer.nbytes
-        self._left.append((exchange, run.starts[exchange.slot.phase]))
+        self._recorder.end(exchange, run.starts[exchange.slot.phase])
         if exchange.code == CONNECTION_FAILED:
             run.resting.append((exchange.ended + _PAUSE_S, exchange.connection))
         else:
             run.free.append((exchange.connection, exchange.ended))
-        while len(self._left) > _MOST_LEFT or self._left_bytes > _MOST_LEFT_BYTES:
-            self._settle()
 
     def _end_late(self, run: _Run, now: float) -> None:
         for exchange in [each for each in run.busy.values() if each.sent + self._timeout_s <= now]:
@@ -307,61 +250,3 @@ class Sender:
             exchange.steps.close()
             exchange.code = TIMEOUT
             self._end(run, exchange)
-
-    def _settle(self) -> None:
-        """Make the record of an exchange that ended, the first of those that are left."""
-        exchange, start = self._left.popleft()
-        if exchange.check and exchange.answer is not None:
-            self._left_bytes -= exchange.answer.nbytes
-        self._records.append((exchange.slot.phase, self._record(exchange, start)))
-
-    def _left_out(self, slot: Slot, start: float, cutoff: float) -> Record:
-        operation = self._pool[slot.request].case.operation
-        never = cutoff - start
-        return Record(operation, slot.due - start, never, never, never, 0, NOT_SENT)
-
-    def _record(self, exchange: _Exchange, start: float) -> Record:
-        slot, answer = exchange.slot, exchange.answer
-        request = self._pool[slot.request]
-        times = (slot.due - start, exchange.free - start, exchange.sent - start, exchange.ended - start)
-        if answer is None or answer.status != 200:
-            status = answer.status if answer else 0
-            code = exchange.code or self._problem(answer)
-            return Record(request.case.operation, *times, status, code, request.nbytes)
-        timing = answer.timing()
-        # A launch's time is every request's of its batch: each gets an equal part of it.
-        kernel_s = timing.stages_ms.get("kernel", 0.0) / 1000 / max(1, timing.batch_size)
-        return Record(
-            request.case.operation,
-            *times,
-            answer.status,
-            OK,
-            request.nbytes,
-            answer.nbytes,
-            timing.kernel_bytes,
-            kernel_s,
-            exchange.check,
-            self._judge.fault(slot.request, answer) if exchange.check else None,
-        )
-
-    def _problem(self, answer: Answer | None) -> str:
-        """The API's code of an error; the status where there is none."""
-        if answer is None:
-            return UNEXPECTED_ANSWER
-        try:
-            document = read_json(bytes(answer.body))
-        except ValueError:
-            document = None
-        code = document.get("code") if isinstance(document, dict) else None
-        if not isinstance(code, str) or not _CODE.fullmatch(code):
-            return str(answer.status)
-        if code not in self._codes and len(self._codes) >= _MOST_CODES:
-            return str(answer.status)
-        self._codes.add(code)
-        return code
-
-
-def _code(error: ClientError) -> str:
-    if isinstance(error, ConnectionFailedError):
-        return CONNECTION_FAILED
-    return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

@@ -10,7 +10,6 @@ from normload.clients.sender import Sender
 from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
 from normload.load.scenario import Phase
 from normload.measurements.tally import Tally
-from normserve.client.answers.answer import Answer
 from normserve.client.http.address import Address
 
 from tests.loadtest.conftest import WORKLOAD
@@ -105,30 +104,6 @@ def test_errors_have_their_code_and_their_status(fake_server, sender):
     }
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"[" * 100_000,
-        b'{"code": ["overloaded"]}',
-        b'{"code": "\\u001b[2J"}',
-        b'{"code": "' + b"x" * 100 + b'"}',
-        b"\xff",
-        b"7",
-    ],
-)
-def test_an_error_whose_document_means_nothing_counts_by_its_status(sender, body):
-    assert sender._problem(Answer(503, {}, memoryview(body))) == "503"
-
-
-def test_a_server_cannot_make_up_codes_without_end(sender):
-    codes = [
-        sender._problem(Answer(503, {}, memoryview(b'{"code": "made_up_%d"}' % number))) for number in range(1000)
-    ]
-    assert codes[0] == "made_up_0"
-    assert len(set(codes)) <= 65
-    assert sender._problem(Answer(503, {}, memoryview(b'{"code": "made_up_0"}'))) == "made_up_0"
-
-
 def test_headers_that_mean_nothing_are_no_times(fake_server, sender):
     fake_server.headers = {
         "Server-Timing": "kernel;dur=nan, x;dur=soon",
@@ -194,6 +169,7 @@ def test_what_the_server_says_of_its_device_is_kept(sender):
 
 
 def test_an_error_of_the_harness_is_not_swallowed(sender, monkeypatch):
-    monkeypatch.setattr(sender, "_record", lambda *_: 1 / 0)
+    monkeypatch.setattr(Judge, "fault", lambda *_: 1 / 0)
+    monkeypatch.setattr(sender, "_check_share", 1.0)
     with pytest.raises(ZeroDivisionError):
         played(sender, Phase("a", "closed", 5.0, connections=1), connections=1)

@@ -9,8 +9,18 @@ from typing import Any, TypeVar
 import httpx
 
 from normserve.client.http.address import Address
-from normserve.client.http.connection import READ, WRITE, Connection, Steps, connecting, shaking_hands
-from normserve.client.http.opening import Place, Trust, encrypted, patience_s, places, unconnected
+from normserve.client.http.connection import Connection
+from normserve.client.http.opening import (
+    Place,
+    Trust,
+    connecting,
+    encrypted,
+    patience_s,
+    places,
+    shaking_hands,
+    unconnected,
+)
+from normserve.client.http.steps import READ, WRITE, Steps
 from normserve.client.http.waits import Waits, kind_of, late
 
 R = TypeVar("R")

@@ -10,9 +10,10 @@ from normserve.client.http.address import Address
 from normserve.client.http.awaiting import AsyncSockets
 from normserve.client.http.awaiting import drive as drive_tasks
 from normserve.client.http.blocking import Sockets, drive
-from normserve.client.http.connection import Connection, Steps
+from normserve.client.http.connection import Connection
 from normserve.client.http.heads import AnswerHead, request_head
 from normserve.client.http.opening import Trust
+from normserve.client.http.steps import Steps
 from normserve.client.http.waits import EachWait, Waits
 
 #: As of httpx's own transports.

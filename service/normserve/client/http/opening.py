@@ -1,5 +1,6 @@
-"""Where and how to connect; the connecting itself is in `connection`, the waiting in who drives it."""
+"""Where and how to connect; the waiting is in who drives it."""
 
+import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import httpx
 
 from normserve.client.http.address import Address
+from normserve.client.http.steps import READ, WRITE, Steps
 
 #: A place to connect to: the family of its socket, and where.
 Place = tuple[socket.AddressFamily, Any]
@@ -37,6 +39,39 @@ def unconnected(family: socket.AddressFamily) -> socket.socket:
 def encrypted(connected: socket.socket, address: Address, context: ssl.SSLContext) -> ssl.SSLSocket:
     """A connected socket with TLS, whose handshake is still to be done; the one that was given is used up."""
     return context.wrap_socket(connected, server_hostname=address.host, do_handshake_on_connect=False)
+
+
+def connecting(unconnected: socket.socket, where: Any) -> Steps[None]:
+    """Connect a socket that does not block.
+
+    Raises:
+        OSError: it cannot be connected.
+    """
+    try:
+        unconnected.connect(where)
+    except BlockingIOError:
+        # Who listens at a path takes a connection at once or has too many.
+        if unconnected.family == socket.AF_UNIX:
+            raise
+        yield unconnected.fileno(), WRITE
+        if error := unconnected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, f"connecting failed: {os.strerror(error)}") from None
+
+
+def shaking_hands(connected: ssl.SSLSocket) -> Steps[None]:
+    """Do a handshake of TLS.
+
+    Raises:
+        OSError: it failed.
+    """
+    while True:
+        try:
+            connected.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            yield connected.fileno(), READ
+        except ssl.SSLWantWriteError:
+            yield connected.fileno(), WRITE
 
 
 def patience_s(left_s: float | None, *, is_last: bool) -> float | None:

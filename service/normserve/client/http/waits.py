@@ -6,7 +6,7 @@ from typing import Protocol
 import httpx
 
 from normserve.client.deadlines import Deadline
-from normserve.client.http.connection import WRITE
+from normserve.client.http.steps import WRITE
 
 
 class Waits(Protocol):

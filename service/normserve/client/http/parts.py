@@ -1,0 +1,23 @@
+"""The parts of a request as views of what is still to be sent."""
+
+# One record of TLS; more than one part in it saves a record and a call.
+_RECORD_BYTES = 16 * 1024
+
+
+def coalesced(views: list[memoryview]) -> list[memoryview]:
+    """Views of which the small ones at the beginning are one."""
+    small = b""
+    for place, view in enumerate(views):
+        if len(small) + len(view) > _RECORD_BYTES:
+            return [memoryview(small), *views[place:]] if small else views
+        small += view
+    return [memoryview(small)] if small else views
+
+
+def advance(views: list[memoryview], sent: int) -> None:
+    """Leave out the first bytes."""
+    while sent:
+        if sent < len(views[0]):
+            views[0] = views[0][sent:]
+            return
+        sent -= len(views.pop(0))

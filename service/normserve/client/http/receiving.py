@@ -1,0 +1,162 @@
+"""What comes through a socket, with TLS or without, received without waiting into memory where it stays."""
+
+import select
+import socket
+import ssl
+from collections.abc import Callable
+from typing import TypeAlias
+
+import httpx
+
+from normserve.client.http.steps import READ, WRITE, Steps
+
+#: Receives into memory all that fits, however long it takes, as long as there is time; 0 is the end.
+Fill: TypeAlias = Callable[[socket.socket, memoryview], int]
+
+# A small answer comes at once, and of a large one no more has to be moved to where it stays.
+_FIRST_BYTES = 16 * 1024
+# After so many bytes without a wait others get their turn, and the time is looked at.
+TURN_BYTES = 4 * 2**20
+# A large body is received in portions of this size at least.
+_LEAST_BYTES = 256 * 1024
+
+# A socket without TLS may be one that blocks; what is not asked to does not.
+NOW: int = getattr(socket, "MSG_DONTWAIT", 0)
+
+
+class EndedEarlyError(httpx.RemoteProtocolError):
+    """The server closed the connection before its answer was whole."""
+
+
+class Receiver:
+    """An open socket, and what came through it and was not taken yet.
+
+    Attributes:
+        has_answered: whether a byte of an answer to the last request came.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Args: connected: has done its handshake."""
+        self.has_answered = False
+        self._socket = connected
+        self._descriptor = connected.fileno()
+        self._tls = isinstance(connected, ssl.SSLSocket)
+        # What came and was not taken yet lies between the two.
+        self._buffer = bytearray(_FIRST_BYTES)
+        self._start = self._stop = 0
+        # Why the last request was not sent; who had no answer to it is told.
+        self._failure: OSError | None = None
+
+    def is_quiet(self) -> bool:
+        """Whether there is nothing to read while nobody asks: neither an end nor what nobody asked for."""
+        poll = select.poll()
+        poll.register(self._descriptor, READ)
+        return not poll.poll(0)
+
+    def _take(self, most_bytes: int) -> memoryview:
+        """What came, valid until more is received."""
+        begin = self._start
+        self._start = min(self._stop, begin + most_bytes)
+        return memoryview(self._buffer)[begin : self._start]
+
+    def _receive_more(self) -> Steps[None]:
+        while True:
+            if not self._tls:
+                yield self._descriptor, READ
+            try:
+                if not self._receive_now():
+                    raise self._ended()
+                return
+            except ssl.SSLWantReadError:
+                yield self._descriptor, READ
+            except ssl.SSLWantWriteError:
+                yield self._descriptor, WRITE
+            except (BlockingIOError, InterruptedError):
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+
+    def _receive_now(self) -> int:
+        """Receive what is there behind what was not taken yet."""
+        if self._start:
+            self._buffer[: self._stop - self._start] = self._buffer[self._start : self._stop]
+            self._start, self._stop = 0, self._stop - self._start
+        if self._stop == len(self._buffer):
+            self._buffer += bytes(len(self._buffer))
+        got = self._recv_into(memoryview(self._buffer)[self._stop :])
+        self.has_answered = self.has_answered or got > 0
+        self._stop += got
+        return got
+
+    def _fill(self, view: memoryview, fill: Fill | None) -> Steps[None]:
+        already = self._take(len(view))
+        view[: len(already)] = already
+        view = view[len(already) :]
+        if self._tls:
+            yield from self._fill_in_turns(view)
+            return
+        few = len(view) <= _LEAST_BYTES
+        try:
+            while view:
+                if fill is not None:
+                    got = self._filled(fill, view)
+                else:
+                    if not few:
+                        # Nobody is woken for less, but at the end.
+                        least = min(_LEAST_BYTES, len(view))
+                        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                    got = yield from self._receive(view)
+                if not got:
+                    raise self._ended()
+                view = view[got:]
+        finally:
+            if fill is None and not few:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+    def _filled(self, fill: Fill, view: memoryview) -> int:
+        try:
+            return fill(self._socket, view)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _fill_in_turns(self, view: memoryview) -> Steps[None]:
+        turn = 0
+        while view:
+            got = yield from self._receive(view)
+            if not got:
+                raise self._ended()
+            view = view[got:]
+            turn += got
+            if turn >= TURN_BYTES:
+                turn = 0
+                # Bytes that were decrypted already are no event, but that it can be written to is one.
+                yield self._descriptor, READ | WRITE
+
+    def _receive(self, view: memoryview) -> Steps[int]:
+        """Receive into memory; 0 is the end."""
+        while True:
+            if not self._tls:
+                yield self._descriptor, READ
+            try:
+                return self._recv_into(view)
+            except ssl.SSLWantReadError:
+                yield self._descriptor, READ
+            except ssl.SSLWantWriteError:
+                yield self._descriptor, WRITE
+            except (BlockingIOError, InterruptedError):
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+
+    def _recv_into(self, view: memoryview) -> int:
+        return self._socket.recv_into(view) if self._tls else self._socket.recv_into(view, 0, NOW)
+
+    def _ended(self) -> httpx.TransportError:
+        if self._failure is not None and not self.has_answered:
+            return httpx.WriteError(str(self._failure))
+        return EndedEarlyError("the server closed the connection before its answer was whole")
+
+    def _broken(self, error: OSError) -> httpx.TransportError:
+        if self._failure is not None and not self.has_answered:
+            return httpx.WriteError(str(self._failure))
+        return httpx.ReadError(str(error))

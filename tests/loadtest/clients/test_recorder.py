@@ -1,0 +1,51 @@
+"""What records say of answers; of whole exchanges in `test_sender`."""
+
+import pytest
+from normload.adapters.native import Native
+from normload.clients.exchange import Exchange
+from normload.clients.judge import Judge
+from normload.clients.pool import make_request
+from normload.clients.recorder import Recorder
+from normload.load.arrivals import Slot
+from normserve.client.answers.answer import Answer
+from normserve.client.http.address import Address
+
+from tests.loadtest.conftest import WORKLOAD
+
+
+@pytest.fixture
+def recorder():
+    address = Address.of("http://127.0.0.1:1")
+    pool = [make_request(case, Native(), address, None) for case, _ in WORKLOAD.drawn(0)]
+    return Recorder(pool, Judge(Native(), pool))
+
+
+def code_of(recorder, body):
+    """That a record has of an error with that document."""
+    exchange = Exchange(None, Slot(0, 0.0, 0), 0.0, 0.0, False, None, answer=Answer(503, {}, memoryview(body)))
+    recorder.end(exchange, 0.0)
+    recorder.settle()
+    ((_, record),) = recorder.take()
+    return record.code
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"code": ["overloaded"]}',
+        b'{"code": "\\u001b[2J"}',
+        b'{"code": "' + b"x" * 100 + b'"}',
+        b"\xff",
+        b"7",
+    ],
+)
+def test_an_error_whose_document_means_nothing_counts_by_its_status(recorder, body):
+    assert code_of(recorder, body) == "503"
+
+
+def test_a_server_cannot_make_up_codes_without_end(recorder):
+    codes = [code_of(recorder, b'{"code": "made_up_%d"}' % number) for number in range(1000)]
+    assert codes[0] == "made_up_0"
+    assert len(set(codes)) <= 65
+    assert code_of(recorder, b'{"code": "made_up_0"}') == "made_up_0"
