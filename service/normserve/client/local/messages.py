@@ -71,10 +71,10 @@ def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
     results, places = {}, {}
     for name, output in call.outputs.items():
         # What `taken` does, without a generator of its own: there is room but for the first few.
-        while (block := arena.take(output.most_bytes)) is None:
+        while (room := arena.take(output.most_bytes)) is None:
             yield output.most_bytes
-        results[name] = block
-        places[name] = block.place
+        results[name] = room
+        places[name] = room.place
     op, direction = _operation(call.path)
     return Prepared(frames.Compute(op, located, places, direction, call.query), inputs, results)
 

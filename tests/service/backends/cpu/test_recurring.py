@@ -12,8 +12,8 @@ from normserve.jobs.results import results_of
 from normserve.memory.host_tensors import HostTensor
 
 from tests.service.backends.combinations import KINDS, combinations
-from tests.service.fake_jobs import layer
-from tests.service.host_tensors import back, host
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import back, host
 
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
 
