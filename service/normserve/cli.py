@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.devices:
         return serve_fleet(settings)
     # Late, because it takes a second to load what `version` and `--help` do without.
-    from normserve.process.server import serve
+    from normserve.process.serving import serve
 
     return serve(settings)
 

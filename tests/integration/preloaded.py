@@ -21,7 +21,7 @@ import normload.clients.worker  # noqa: F401
 import normserve.backends.cpu.backend
 import normserve.cli
 import normserve.http.app
-import normserve.process.server
+import normserve.process.serving
 import normserve.process.supervisor
 import normserve.process.worker  # noqa: F401
 

@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 
 import normserve
-import normserve.process.server
+import normserve.process.serving
 import pytest
 from normserve.admission.keys import parse_keys
 from normserve.cli import main
@@ -17,7 +17,7 @@ from normserve.settings import Settings
 def served(monkeypatch):
     """Settings that `serve` was called with."""
     calls = []
-    monkeypatch.setattr(normserve.process.server, "serve", lambda settings: calls.append(settings) or 7)
+    monkeypatch.setattr(normserve.process.serving, "serve", lambda settings: calls.append(settings) or 7)
     return calls
 
 

@@ -14,7 +14,7 @@ from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, NormJob, Op
 from normserve.logs.configuration import configure_logging
 from normserve.memory.host_tensors import HostTensor
-from normserve.process.server import serve
+from normserve.process.serving import serve
 from normserve.settings import Settings
 
 

@@ -1,23 +1,19 @@
 """LayerNorm and RMSNorm, forward and backward: check, allocate, plan, launch."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import (
     FLOAT8,
     Epilogue,
-    as_heads,
-    as_rows,
     check_out_dtype,
     check_parameter,
     check_statistics,
     check_tensor,
     check_weight_offset,
     checked_eps,
-    has_common_stride,
     has_heads,
+    view_of_rows,
 )
 from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
@@ -214,7 +210,7 @@ def _forward(
     if residual is not None:
         check_tensor("residual", residual, like=x)
     own = has_heads(weight, bias)
-    view = _view_of(own, x, residual)
+    view = view_of_rows(own, x, residual)
     x_rows = view("x", x)
     residual_rows = None if residual is None else view("residual", residual)
     _check_parameters(weight, bias, weight_offset, own, x)
@@ -266,7 +262,7 @@ def _backward(
         if tensor is not None:
             check_tensor(name, tensor, like=x)
     own = has_heads(weight, bias)
-    view = _view_of(own, x, dy, residual, dresidual_out)
+    view = view_of_rows(own, x, dy, residual, dresidual_out)
     x_rows, dy_rows = view("x", x), view("dy", dy)
     residual_rows = None if residual is None else view("residual", residual)
     outside_rows = None if dresidual_out is None else view("dresidual_out", dresidual_out)
@@ -309,13 +305,3 @@ def _check_parameters(
     check_parameter("weight", weight, shape, x)
     check_parameter("bias", bias, shape, x)
     check_weight_offset(weight_offset, weight)
-
-
-def _view_of(own_parameters: bool, *tensors: Tensor | None) -> Callable[[str, Tensor], Tensor]:
-    """`as_rows`; `as_heads` where heads have parameters of their own, or some tensor's rows no common stride."""
-    if own_parameters:
-        return as_heads
-    for tensor in tensors:
-        if tensor is not None and not has_common_stride(tensor):
-            return as_heads
-    return as_rows

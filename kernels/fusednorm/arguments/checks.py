@@ -1,6 +1,7 @@
 """The input contract, once: what every launcher checks before it allocates or launches anything."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -221,6 +222,16 @@ def as_heads(name: str, tensor: Tensor) -> Tensor:
             f"the rows of {name}, or its tokens of rows, must lie one constant stride apart, "
             f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
         ) from None
+
+
+def view_of_rows(own_parameters: bool, *tensors: Tensor | None) -> Callable[[str, Tensor], Tensor]:
+    """`as_rows`; `as_heads` where heads have parameters of their own, or some tensor's rows no common stride."""
+    if own_parameters:
+        return as_heads
+    for tensor in tensors:
+        if tensor is not None and not has_common_stride(tensor):
+            return as_heads
+    return as_rows
 
 
 def _check_last_axis(name: str, tensor: Tensor) -> None:

@@ -6,12 +6,9 @@ import functools
 import gc
 from collections.abc import AsyncIterator, Callable
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
 
 from normserve import __version__
 from normserve.admission.keys import ApiKey, Keyring, KeysFile
@@ -25,19 +22,12 @@ from normserve.engine.engine import Engine
 from normserve.engine.executor import Executor
 from normserve.engine.progress import StallWatch
 from normserve.errors import (
-    InvalidParameterError,
-    MalformedPayloadError,
-    MethodNotAllowedError,
     NormserveError,
-    NotFoundError,
-    TooLargeError,
-    UnauthorizedError,
-    UnsupportedMediaTypeError,
 )
+from normserve.http import error_handlers
 from normserve.http.access_log import AccessLog
 from normserve.http.authorisation import Authorisation
-from normserve.http.exchange import Exchange
-from normserve.http.middleware import Edge, respond_problem
+from normserve.http.middleware import Edge
 from normserve.http.origins import Origins, hosts_of
 from normserve.http.routes.body import BodyReader
 from normserve.http.routes.direct import DirectPaths
@@ -54,19 +44,9 @@ from normserve.logs import audit
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.peers.siblings import Siblings
-from normserve.problems import unexpected
 from normserve.requests.admission import Admission
 from normserve.requests.layers import make_layer
 from normserve.settings import Settings
-
-# What the framework may refuse by a status.
-_FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
-    400: MalformedPayloadError,
-    401: UnauthorizedError,
-    413: TooLargeError,
-    415: UnsupportedMediaTypeError,
-    422: InvalidParameterError,
-}
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
 _STOP_S = 2.0
@@ -176,10 +156,10 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         exception_handlers={
-            HTTPException: _answer_http_exception,
-            RequestValidationError: _answer_invalid_request,
-            NormserveError: _answer_error,
-            Exception: _answer_unexpected,
+            HTTPException: error_handlers.answer_http_exception,
+            RequestValidationError: error_handlers.answer_invalid_request,
+            NormserveError: error_handlers.answer_error,
+            Exception: error_handlers.answer_unexpected,
         },
     )
     app.state.service = service
@@ -251,17 +231,6 @@ def _routers(service: Service, status: Status) -> list[APIRouter]:
     ]
 
 
-class ProblemResponse(Response):
-    """An error as the edge answers it."""
-
-    def __init__(self, error: NormserveError, exchange: Exchange) -> None:
-        super().__init__(status_code=500)
-        self._error, self._exchange = error, exchange
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await respond_problem(self._error, self._exchange, send)
-
-
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
@@ -279,43 +248,3 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await warming
         await asyncio.to_thread(service.engine.stop, _STOP_S)
-
-
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework has to say: no such path or not with this method, or what is wrong with the request."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return await _answer_error(request, NotFoundError("nothing is at this path; GET /docs shows what there is"))
-    if error.status_code != 405:
-        return await _answer_error(request, _FRAMEWORKS_ERRORS.get(error.status_code, NormserveError)(error.detail))
-    allowed = _allowed_methods(request)
-    if request.method == "OPTIONS":
-        return Response(status_code=204, headers={"allow": ", ".join(allowed)})
-    return await _answer_error(request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed))
-
-
-async def _answer_invalid_request(request: Request, error: Exception) -> Response:
-    """What the framework finds wrong with parameters that a handler declares; never what came."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return await _answer_error(request, InvalidParameterError(f"{where}: {first['msg']}"))
-
-
-async def _answer_unexpected(request: Request, error: Exception) -> Response:
-    """In place of the framework's bare text; the framework raises the error again, and the edge logs it."""
-    return await _answer_error(request, unexpected(error))
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    """Before FastAPI's own layers see it; those of direct routes come to the edge as they are."""
-    assert isinstance(error, NormserveError)
-    return ProblemResponse(error, request.state.exchange)
-
-
-def _allowed_methods(request: Request) -> list[str]:
-    methods = {"OPTIONS"}
-    for route in request.app.state.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            methods |= getattr(route, "methods", None) or set()
-    return sorted(methods)

@@ -11,7 +11,7 @@ import sys
 from normserve.http.app import create_app
 from normserve.logs.configuration import configure_logging
 from normserve.peers.siblings import Siblings
-from normserve.process.server import serve
+from normserve.process.serving import serve
 
 
 def main() -> int:

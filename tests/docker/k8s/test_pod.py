@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from normserve.http.app import _STOP_S
-from normserve.process.server import _CLOSE_S, _FAREWELL_S
+from normserve.process.server import _FAREWELL_S, CLOSE_S
 from normserve.settings import Settings
 
 from tests.docker.k8s.conftest import DOCKERFILE
@@ -13,7 +13,7 @@ from tests.docker.k8s.quantities import GIB, nbytes
 
 def test_grace_period_is_longer_than_the_drain(pod, container, settings):
     asleep = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] > asleep + settings.drain_s + _FAREWELL_S + _CLOSE_S + _STOP_S
+    assert pod["terminationGracePeriodSeconds"] > asleep + settings.drain_s + _FAREWELL_S + CLOSE_S + _STOP_S
     assert container["livenessProbe"]["terminationGracePeriodSeconds"] > asleep
 
 

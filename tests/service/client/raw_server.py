@@ -87,3 +87,18 @@ class RawServer:
             connected.shutdown(socket.SHUT_WR)
             while connected.recv(2**16):
                 pass
+
+
+def next_head(connected):
+    """A step that waits for the next request's head and says whether it came."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        piece = connected.recv(2**16)
+        if not piece:
+            return
+        head += piece
+
+
+def gone(connected):
+    """A step that closes at once, whatever was not read."""
+    connected.close()

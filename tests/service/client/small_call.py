@@ -21,3 +21,15 @@ def normalise(client):
 def either(use, use_async):
     """What to do with a client of either kind."""
     return lambda client: (use_async if isinstance(client, api.AsyncClient) else use)(client)
+
+
+def times(count):
+    """Calls one after another; what the last one came to."""
+
+    def use(client):
+        return [normalise(client) for _ in range(count)][-1]
+
+    async def use_async(client):
+        return [await normalise(client) for _ in range(count)][-1]
+
+    return either(use, use_async)

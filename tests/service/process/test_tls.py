@@ -2,7 +2,7 @@
 
 import ssl
 
-import normserve.process.server
+import normserve.process.serving
 import normserve.process.supervisor
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -26,7 +26,7 @@ def theirs(tmp_path_factory):
 @pytest.fixture
 def started(monkeypatch):
     calls = []
-    monkeypatch.setattr(normserve.process.server, "serve", calls.append)
+    monkeypatch.setattr(normserve.process.serving, "serve", calls.append)
     monkeypatch.setattr(normserve.process.supervisor, "serve_fleet", calls.append)
     return calls
 

@@ -1,8 +1,6 @@
 """The CUDA backend's way through its stages, with the CPU's kernels in place of a device's and no real streams."""
 
-import contextlib
 import gc
-import time
 import weakref
 from dataclasses import replace
 
@@ -19,70 +17,11 @@ from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import PLAIN, SlabPool
 
+from tests.service.backends.cuda.no_device import HostStreams, Instant, Writing
 from tests.service.backends.fake_graphs import FakeGraphs
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import DTYPES, back
 from tests.service.memory.host_tensors import host as in_no_slab
-
-
-class Instant:
-    """An event and a stream on which everything has happened as soon as it is put there."""
-
-    def record(self, stream):
-        self.at = time.perf_counter()
-
-    def query(self):
-        return True
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 1000 * (end.at - self.at)
-
-    def wait_event(self, event):
-        pass
-
-
-class HostStreams:
-    def __init__(self, *, urgent):
-        pass
-
-    def stream(self):
-        return Instant()
-
-    def event(self):
-        return Instant()
-
-    def use(self, stream):
-        return contextlib.nullcontext()
-
-
-class Writing:
-    """The CPU's functions, which write their results where the caller wants them.
-
-    Attributes:
-        written: the pieces of memory that the results of each call went to.
-    """
-
-    def __init__(self) -> None:
-        self.written: list[set[int]] = []
-
-    def __getattr__(self, name):
-        function = getattr(cpu, name)
-
-        def write(*leading, out=None, **options):
-            result = function(*leading, **options)
-            if out is None:
-                return result
-            given = [there for there in out if there is not None]
-            self.written.append({there.untyped_storage().data_ptr() for there in given})
-            for here, there in zip(result, out, strict=True):
-                if there is not None:
-                    there.copy_(here)
-            return out
-
-        return write
 
 
 def memory_of_both_sides(nbytes):

@@ -1,0 +1,82 @@
+"""Errors that a route or the framework raises, as FastAPI has them answered."""
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
+
+from normserve.errors import (
+    InvalidParameterError,
+    MalformedPayloadError,
+    MethodNotAllowedError,
+    NormserveError,
+    NotFoundError,
+    TooLargeError,
+    UnauthorizedError,
+    UnsupportedMediaTypeError,
+)
+from normserve.http.exchange import Exchange
+from normserve.http.middleware import respond_problem
+from normserve.problems import unexpected
+
+# What the framework may refuse by a status.
+_FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
+    400: MalformedPayloadError,
+    401: UnauthorizedError,
+    413: TooLargeError,
+    415: UnsupportedMediaTypeError,
+    422: InvalidParameterError,
+}
+
+
+class ProblemResponse(Response):
+    """An error as the edge answers it."""
+
+    def __init__(self, error: NormserveError, exchange: Exchange) -> None:
+        super().__init__(status_code=500)
+        self._error, self._exchange = error, exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await respond_problem(self._error, self._exchange, send)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework has to say: no such path or not with this method, or what is wrong with the request."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return await answer_error(request, NotFoundError("nothing is at this path; GET /docs shows what there is"))
+    if error.status_code != 405:
+        return await answer_error(request, _FRAMEWORKS_ERRORS.get(error.status_code, NormserveError)(error.detail))
+    allowed = _allowed_methods(request)
+    if request.method == "OPTIONS":
+        return Response(status_code=204, headers={"allow": ", ".join(allowed)})
+    return await answer_error(request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed))
+
+
+async def answer_invalid_request(request: Request, error: Exception) -> Response:
+    """What the framework finds wrong with parameters that a handler declares; never what came."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return await answer_error(request, InvalidParameterError(f"{where}: {first['msg']}"))
+
+
+async def answer_unexpected(request: Request, error: Exception) -> Response:
+    """In place of the framework's bare text; the framework raises the error again, and the edge logs it."""
+    return await answer_error(request, unexpected(error))
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Before FastAPI's own layers see it; those of direct routes come to the edge as they are."""
+    assert isinstance(error, NormserveError)
+    return ProblemResponse(error, request.state.exchange)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    methods = {"OPTIONS"}
+    for route in request.app.state.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)

@@ -1,0 +1,144 @@
+"""Modules that normalise in a real service: the kernel library's results and gradients, and they train."""
+
+import fusednorm
+import pytest
+import torch
+from normserve.client import torch as remote
+from torch import nn
+
+from tests.integration.clients.torch_modules.pairs import KINDS, TOLERANCES, assert_same, pair, passes, random
+
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients_are_those_of_the_kernel_library(client, kind):
+    reference, module, shape = pair(client, kind)
+    x = random(*shape)
+    assert_same(passes(module, x), passes(reference, x))
+    assert [call.path.endswith("/backward") for call in client.calls] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", ["layer norm", "RMS norm", "group norm"])
+def test_every_element_type(one, kind, dtype):
+    reference, module, shape = pair(one, kind, dtype)
+    x = random(*shape, dtype=dtype)
+    assert_same(passes(module, x), passes(reference, x), dtype)
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "RMS norm", "group norm"])
+def test_parameters_of_another_type_than_x(one, kind):
+    reference, module, shape = pair(one, kind)
+    x = random(*shape, dtype=torch.bfloat16)
+    assert_same(passes(module, x), passes(reference, x), torch.bfloat16)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ["layer norm", "RMS norm", "group norm"])
+def test_activations(one, kind, activation):
+    reference, module, shape = pair(one, kind, activation=activation)
+    x = random(*shape)
+    assert_same(passes(module, x), passes(reference, x))
+    assert repr(module) == repr(reference)
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "layer norm of two axes", "RMS norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_kept_around_zero(one, kind, dtype):
+    reference, module, shape = pair(one, kind, dtype, weight_offset=1.0)
+    x = random(*shape, dtype=dtype)
+    assert_same(passes(module, x), passes(reference, x), dtype)
+    assert repr(module) == repr(reference)
+    # Beside 1, bfloat16 would lose them.
+    assert one.calls[0].tensors["weight"].dtype.value == "float32"
+    module.reset_parameters()
+    assert not module.weight.any()
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_group_norm_with_scale_and_shift(one, activation, is_last):
+    reference, module, shape = pair(one, "group norm", activation=activation)
+    x, scale, shift = random(*shape), random(2, 12, seed=1), random(2, 12, seed=2)
+    if is_last:
+        x = x.to(memory_format=torch.channels_last)
+    assert_same(passes(module, x, scale, shift), passes(reference, x, scale, shift))
+    for parameter in (*reference.parameters(), *module.parameters()):
+        parameter.requires_grad_(False)
+    of_scale = [
+        torch.autograd.grad(each(x, leaf, shift), leaf, x)[0]
+        for each, leaf in ((module, scale.clone().requires_grad_()), (reference, scale.clone().requires_grad_()))
+    ]
+    assert_same(of_scale[:1], of_scale[1:])
+    assert ("shift" in one.calls[-1].tensors) == (activation != "none")
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 5), (2, 12, 4, 5), (2, 12, 2, 3, 4), (2, 12, 1, 1), (1, 12, 4, 5)])
+def test_channels_last_is_neither_copied_nor_lost(one, shape):
+    reference, module, _ = pair(one, "group norm")
+    x = random(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+    results = passes(module, x)
+    assert_same(results, passes(reference, x))
+    for tensor in results[:2]:
+        assert tensor.movedim(1, -1).is_contiguous()
+    whole = x.is_contiguous()
+    assert one.calls[0].params["layout"] == ("nchw" if whole else "nhwc")
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "RMS norm", "group norm"])
+def test_strides_do_not_matter(one, kind):
+    reference, module, shape = pair(one, kind)
+    expanded = torch.ones(()).expand(shape)
+    for x in (
+        random(*shape[::-1]).permute(*range(len(shape))[::-1]),
+        random(*shape[:-1], 2 * shape[-1])[..., ::2],
+        random(1, *shape[1:]).expand(shape),
+        torch.conj(torch.complex(random(*shape), random(*shape, seed=1))).imag,
+    ):
+        assert tuple(x.shape) == shape
+        contiguous = x.clone(memory_format=torch.contiguous_format)
+        assert_same(passes(module, x, dy=expanded), passes(reference, contiguous, dy=expanded))
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "layer norm of two axes", "RMS norm", "group norm"])
+def test_no_rows(client, kind):
+    _, module, shape = pair(client, kind)
+    y, dx, *gradients = passes(module, random(0, *shape[1:]))
+    assert y.shape == dx.shape == (0, *shape[1:])
+    for gradient, parameter in zip(gradients, module.parameters(), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(parameter))
+
+
+def trained(norms):
+    """The losses of thirty steps of a model of two norms."""
+    torch.manual_seed(0)
+    first, second = norms
+    model = nn.Sequential(nn.Linear(8, 32), first, nn.GELU(), nn.Linear(32, 32), second, nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    numbers, losses = torch.Generator().manual_seed(1), []
+    for _ in range(30):
+        x = torch.randn(64, 8, generator=numbers)
+        loss = (model(x) - x[:, :2].prod(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def test_a_model_trains_as_with_the_kernels_in_its_own_process(client):
+    expected = trained([fusednorm.LayerNorm(32), fusednorm.RMSNorm(32, activation="silu")])
+    losses = trained([remote.LayerNorm(32, client=client), remote.RMSNorm(32, activation="silu", client=client)])
+    assert expected[-1] < 0.9 * expected[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+    assert len(client.calls) == 30 * 2 * 2
+
+
+def test_a_model_in_shared_memory_from_end_to_end(one):
+    """x where the server sees it: neither it nor any result between the layers is copied on its way."""
+    x = one.empty((4, 16), torch.float32)
+    x.copy_(random(4, 16))
+    model = nn.Sequential(*(remote.LayerNorm(16, client=one) for _ in range(3)))
+    expected = nn.Sequential(*(nn.LayerNorm(16) for _ in range(3)))
+    assert_same(passes(model, x), passes(expected, x.clone()))
