@@ -11,7 +11,7 @@ what a device-to-device copy of x reaches in the same run.  Where y is all that 
 the copy's time over the pass's, which is how to read small shapes: there neither is a matter of bytes.
 
 `host` and `models`, each by itself, take time as a program sees it (`benchmarks.host`, `benchmarks.models`): their
-rows have no such fraction.  They start no cell after 60 and after 270 seconds unless `--seconds` says otherwise.
+rows have no such fraction.  They start no cell after three and after ten minutes unless `--seconds` says otherwise.
 """
 
 import argparse

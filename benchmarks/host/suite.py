@@ -36,7 +36,7 @@ class HostSuite:
     """
 
     providers = PROVIDERS
-    seconds = 60.0
+    seconds = 180.0
     cells: Sequence[Cell] = CELLS
 
     def __init__(self, device: Callable[[], Device] = Cuda, tensors: Callable[[], Tensors] = Tensors) -> None:

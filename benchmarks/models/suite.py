@@ -46,7 +46,7 @@ class ModelSuite:
     """
 
     providers = tuple(PROVIDERS)
-    seconds = 270.0
+    seconds = 600.0
     cells: Sequence[ModelCell] = CELLS
 
     def __init__(self, device: str = "cuda") -> None:
