@@ -29,6 +29,6 @@ def test_a_run_leaves_rows_a_table_and_whether_all_parts_went_well(tmp_path, cap
     options = asked(tmp_path)
     assert command.run(options, ("size",), measure, lambda rows: f"{len(rows)} rows") == 1
     assert capsys.readouterr().out.endswith("1 rows\n")
-    (row,) = csv.DictReader(options.out.open())
+    (row,) = csv.DictReader(options.out.read_text().splitlines())
     assert row["size"] == "4 KiB"
     assert command.run(options, ("size",), lambda *_: None) == 0
