@@ -10,23 +10,22 @@ import argparse
 import contextlib
 import random
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 import numpy as np
 
+from benchmarks.serve import command
 from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.clients.posts import COLS, make_parameters, npy, require_right
+from benchmarks.serve.clients.posts import make_parameters, make_x, npy, require_right
+from benchmarks.serve.command import SIZES
 from benchmarks.serve.programs.build import compiled
-from benchmarks.serve.report import system
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.report.table import OURS, table
 from benchmarks.serve.servers import launch, scrape
 from benchmarks.serve.servers.launch import Served
 
-SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 COLUMNS = (
     *("size", "nbytes", "server", "round"),
     *("per_second", "p50_ms", "bytes_per_second", "ours_over_this"),
@@ -35,26 +34,16 @@ _NPY = "application/x-npy"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--size", choices=SIZES, action="append", help="of a request; all if not given")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each server at each size")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both HTTP servers")
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(results, Path(folder), asked)
-    print(table(results.rows))
-    return results.exit_code
+    options = command.parser("", "the servers and of the client")
+    command.add_sizes(options)
+    command.add_turns(options, "each server at each size", 1.5)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both HTTP servers")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each server, size and round."""
-    server_cores, client_cores = map(system.cores, asked.cores)
+    server_cores, client_cores = asked.cores
     client, echo = ClosedLoop(folder, client_cores), compiled(folder, "echo")
     parameters = make_parameters()
     backend = "triton" if asked.device == "cuda" else "torch"
@@ -65,7 +54,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
         ]
         for size in asked.size or SIZES:
             with results.part(size):
-                x = np.random.default_rng(0).standard_normal((SIZES[size] // 4 // COLS, COLS), dtype=np.float32)
+                x = make_x(SIZES[size])
                 body = npy(x)
                 for server in http:
                     _require_right(server, x, body, parameters)

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,14 +22,14 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.serve import command
 from benchmarks.serve.clients import callers, posts
 from benchmarks.serve.clients.callers import CALLERS, Endpoint
-from benchmarks.serve.report import system
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import Results, median_of
 from benchmarks.serve.servers import launch
-from benchmarks.serve.tls import certificates
+from benchmarks.serve.servers.certificates import certificates
 
-SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
+SIZES = {"4 KiB": 2**12, "64 KiB": 2**16} | command.SIZES
 TRANSPORTS = ("tcp", "unix", "tls")
 COLUMNS = (
     *("transport", "size", "nbytes", "caller", "round"),
@@ -39,28 +38,18 @@ COLUMNS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.client")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--size", choices=SIZES, action="append", help="of x; all if not given")
-    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="all if not given")
-    parser.add_argument("--caller", choices=CALLERS, action="append", help="besides the socket; all if not given")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each caller")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
-    parser.add_argument("--backend", default="torch", help="of the servers: torch or triton")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the callers, as in 0-7 8"
-    )
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(results, Path(folder), asked)
-    print(table(results.rows))
-    return results.exit_code
+    options = command.parser("client", "the servers and of the callers")
+    command.add_sizes(options, SIZES)
+    options.add_argument("--transport", choices=TRANSPORTS, action="append", help="all if not given")
+    options.add_argument("--caller", choices=CALLERS, action="append", help="besides the socket; all if not given")
+    command.add_turns(options, "each caller", 1.0)
+    options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each transport, size, caller and round."""
-    server_cores, caller_cores = map(system.cores, asked.cores)
+    server_cores, caller_cores = asked.cores
     parameters = posts.make_parameters()
     transports = asked.transport or TRANSPORTS
     chosen = [callers.SOCKET, *(name for name in asked.caller or CALLERS if name != callers.SOCKET)]
@@ -68,7 +57,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
         endpoints = dict(_endpoints(stack, folder, server_cores, asked.backend, transports))
         os.sched_setaffinity(0, caller_cores)
         for size in asked.size or SIZES:
-            x = np.random.default_rng(0).standard_normal((SIZES[size] // 4 // posts.COLS, posts.COLS), np.float32)
+            x = posts.make_x(SIZES[size])
             right = posts.expected(x, parameters).float().numpy()
             for transport in transports:
                 with results.part(f"{transport}, {size}"):
@@ -173,16 +162,12 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         of_transport = [row for row in rows if row["transport"] == transport]
         for size in dict.fromkeys(str(row["size"]) for row in of_transport):
             of = {name: [r for r in of_transport if (r["size"], r["caller"]) == (size, name)] for name in names}
-            cells = [size, _median(of[callers.SOCKET], "p50_ms")]
+            cells = [size, f"{median_of(of[callers.SOCKET], 'p50_ms'):.3g}"]
             for name in others:
-                cells += [_median(of[name], "p50_ms"), _median(of[name], "over_socket")]
+                cells += [f"{median_of(of[name], 'p50_ms'):.3g}", f"{median_of(of[name], 'over_socket'):.3g}"]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def _median(rows: Sequence[Mapping[str, object]], column: str) -> str:
-    return f"{median(float(str(row[column])) for row in rows):.3g}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from statistics import median
 import httpx
 import numpy as np
 
+from benchmarks.serve import command
 from benchmarks.serve.clients import posts
 from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.engines import engines
-from benchmarks.serve.report import system
+from benchmarks.serve.engine.processes import engines
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.servers import launch
 from benchmarks.serve.servers.launch import Served
@@ -50,33 +49,28 @@ class _Fleet:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.devices")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--devices", default="0,1", help="as of `normserve serve`; the first is the one alone")
-    parser.add_argument("--only", choices=("engine", "http"), help="one part of it")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-11 12-31"
-    )
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
+    options = command.parser("devices", "the servers and of the client")
+    options.add_argument("--devices", default="0,1", help="as of `normserve serve`; the first is the one alone")
+    options.add_argument("--only", choices=("engine", "http"), help="one part of it")
+    command.add_turns(options, "each", 1.5, rounds=5)
+    return command.run(options.parse_args(), COLUMNS, measure)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each size, number of devices and round."""
     devices = asked.devices.split(",")
     if asked.only != "http":
         for mib in _ENGINE_MIB:
             with results.part(f"engines, {mib} MiB"):
                 _measure_engines(results, devices, mib * 2**20, asked.rounds, asked.seconds)
     if asked.only != "engine":
-        with results.part("servers"), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            server_cores, client_cores = map(system.cores, asked.cores)
-            client = ClosedLoop(Path(folder), client_cores)
-            fleets = [
-                _fleet(stack, Path(folder) / str(len(some)), some, server_cores) for some in (devices[:1], devices)
-            ]
+        with results.part("servers"), contextlib.ExitStack() as stack:
+            server_cores, client_cores = asked.cores
+            client = ClosedLoop(folder, client_cores)
+            fleets = [_fleet(stack, folder / str(len(some)), some, server_cores) for some in (devices[:1], devices)]
             for nbytes, connections in _REQUESTS:
                 with results.part(f"servers, {nbytes} bytes"):
                     _measure_servers(results, client, fleets, nbytes, connections, asked.rounds, asked.seconds)
-    return results.exit_code
 
 
 def _measure_engines(results: Results, devices: list[str], nbytes: int, rounds: int, seconds: float) -> None:
@@ -124,8 +118,7 @@ def _measure_servers(
     seconds: float,
 ) -> None:
     first = len(results.rows)
-    random_numbers = np.random.default_rng(0)
-    x = random_numbers.standard_normal((nbytes // 4 // posts.COLS, posts.COLS), dtype=np.float32)
+    x = posts.make_x(nbytes)
     body = posts.npy(x)
     for fleet in fleets:
         _require_right(fleet, x, body)

@@ -5,16 +5,13 @@ rows of 1024, closed loops, over TCP and the Unix socket.  The server is on one 
 """
 
 import argparse
-import contextlib
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, cast
 
 from normload.adapters.native import Native
@@ -23,10 +20,10 @@ from normload.load.cases import Case
 from normload.load.scenario import Phase
 from normserve.client import DType
 
+from benchmarks.serve import command
 from benchmarks.serve.clients.closed_loop import ClosedLoop, Turn
 from benchmarks.serve.clients.posts import COLS, make_parameters
-from benchmarks.serve.report import system
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import Results, median_of
 from benchmarks.serve.servers import launch
 from benchmarks.serve.servers.launch import Served
 
@@ -40,29 +37,23 @@ _MEDIA_TYPE = "application/x-safetensors"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.load")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--case", choices=CASES, action="append", help="all if not given")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each client")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument("--backend", default="torch", help="of the server: torch or triton")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the server and of the clients, as in 0-7 8"
-    )
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    server_cores, client_cores = map(system.cores, asked.cores)
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        served = stack.enter_context(launch.normserve(server_cores, folder, make_parameters(), asked.backend))
+    options = command.parser("load", "the server and of the clients")
+    options.add_argument("--case", choices=CASES, action="append", help="all if not given")
+    command.add_turns(options, "each client", 1.5)
+    options.add_argument("--backend", default="torch", help="of the server: torch or triton")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each transport, case, client and round."""
+    server_cores, client_cores = asked.cores
+    with launch.normserve(server_cores, folder, make_parameters(), asked.backend) as served:
         client = ClosedLoop(folder, client_cores)
         os.sched_setaffinity(0, client_cores)
         for transport, server in zip(("tcp", "unix"), served, strict=True):
             for case in asked.case or CASES:
                 with results.part(f"{transport}, {case}"):
                     _measure(results, client, server, transport, case, asked.rounds, asked.seconds)
-    print(table(results.rows))
-    return results.exit_code
 
 
 def _measure(
@@ -126,14 +117,12 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
             which: [row for row in rows if (row["transport"], row["case"], row["client"]) == (*key, which)]
             for which in ("c", "normload")
         }
-        cells = [f"{_median(of[which], 'per_second'):.0f}" for which in of]
-        cells += [f"{_median(of['normload'], each):.2f}" for each in ("rate_over_c", "p50_over_c", "client_cores")]
+        cells = [f"{median_of(of[which], 'per_second'):.0f}" for which in of]
+        cells += [
+            f"{median_of(of['normload'], each):.2f}" for each in ("rate_over_c", "p50_over_c", "client_cores")
+        ]
         lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _median(rows: Sequence[Mapping[str, object]], column: str) -> float:
-    return median(float(str(row[column])) for row in rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import contextlib
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -23,38 +22,28 @@ import numpy as np
 import torch
 from normserve.client import AsyncClient, Client
 
+from benchmarks.serve import command
 from benchmarks.serve.clients import posts
 from benchmarks.serve.clients.callers import CALLERS, SOCKET, AsyncCaller, Caller, Endpoint
-from benchmarks.serve.report import system
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.command import SIZES
+from benchmarks.serve.report.results import Results, median_of
 from benchmarks.serve.servers import launch
 
-SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 SHARED, COPIED, TASK, IN_PROCESS = "shared memory", "shared memory, x copied", "shared memory, async", "in process"
 COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "socket_over_this", "in_process_over_this")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.local")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--size", choices=SIZES, action="append", help="of x; all if not given")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each caller")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
-    parser.add_argument("--threads", type=int, default=1, help="of each operation, wherever it runs")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the server and of the callers, as in 0-7 8"
-    )
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(results, Path(folder), asked)
-    print(table(results.rows))
-    return results.exit_code
+    options = command.parser("local", "the server and of the callers")
+    command.add_sizes(options)
+    command.add_turns(options, "each caller", 1.0)
+    options.add_argument("--threads", type=int, default=1, help="of each operation, wherever it runs")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, caller and round."""
-    server_cores, caller_cores = map(system.cores, asked.cores)
+    server_cores, caller_cores = asked.cores
     parameters = posts.make_parameters()
     shared = folder / "local.sock"
     options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
@@ -62,7 +51,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     with launch.normserve(server_cores, folder, parameters, "torch", options) as (_, unix):
         os.sched_setaffinity(0, caller_cores)
         for size in asked.size or SIZES:
-            x = np.random.default_rng(0).standard_normal((SIZES[size] // 4 // posts.COLS, posts.COLS), np.float32)
+            x = posts.make_x(SIZES[size])
             with results.part(size), contextlib.ExitStack() as stack:
                 runner = stack.enter_context(asyncio.Runner())
                 over_http = Endpoint(f"http+unix://{unix.address}", launch.LAYER)
@@ -140,13 +129,11 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     ]
     for size, caller in dict.fromkeys((str(row["size"]), str(row["caller"])) for row in rows):
         of = [row for row in rows if (row["size"], row["caller"]) == (size, caller)]
-        cells = [_median(of, column) for column in ("p50_ms", "socket_over_this", "in_process_over_this")]
+        cells = [
+            f"{median_of(of, column):.3g}" for column in ("p50_ms", "socket_over_this", "in_process_over_this")
+        ]
         lines.append(f"| {size} | {caller} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _median(rows: Sequence[Mapping[str, object]], column: str) -> str:
-    return f"{median(float(str(row[column])) for row in rows):.3g}"
 
 
 if __name__ == "__main__":

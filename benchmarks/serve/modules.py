@@ -12,7 +12,6 @@ import contextlib
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ from normserve.client import Client
 from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
+from benchmarks.serve import command
 from benchmarks.serve.clients import posts
-from benchmarks.serve.report import system
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.servers import launch
 
@@ -41,28 +40,20 @@ Step = Callable[[], Sequence[Tensor]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.modules")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--rows", type=int, action="append", help="of x; 16 and 1024 if not given")
-    parser.add_argument("--cols", type=int, default=4096, help="of x")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x and the parameters")
-    parser.add_argument("--backend", default="torch", help="of the server: torch or triton")
-    parser.add_argument("--device", default="cpu", help="of the caller's tensors: cpu or cuda")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each module")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
-    parser.add_argument("--threads", type=int, default=1, help="of each operation on the CPU, wherever it runs")
-    parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the server and of the caller, as in 0-7 8")
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(results, Path(folder), asked)
-    print(table(results.rows))
-    return results.exit_code
+    options = command.parser("modules", "the server and of the caller")
+    options.add_argument("--rows", type=int, action="append", help="of x; 16 and 1024 if not given")
+    options.add_argument("--cols", type=int, default=4096, help="of x")
+    options.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x and the parameters")
+    options.add_argument("--backend", default="torch", help="of the server: torch or triton")
+    options.add_argument("--device", default="cpu", help="of the caller's tensors: cpu or cuda")
+    command.add_turns(options, "each module", 0.5)
+    options.add_argument("--threads", type=int, default=1, help="of each operation on the CPU, wherever it runs")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each number of rows, module and round."""
-    server_cores, caller_cores = map(system.cores, asked.cores)
+    server_cores, caller_cores = asked.cores
     shared = folder / "local.sock"
     options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
     torch.set_num_threads(asked.threads)

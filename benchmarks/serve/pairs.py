@@ -9,17 +9,14 @@ and the interval that holds it with a confidence of 95 % whatever the distributi
 import argparse
 import contextlib
 import sys
-import tempfile
 from dataclasses import replace
 from math import comb
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-
+from benchmarks.serve import command
 from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.clients.posts import COLS, make_parameters, npy
-from benchmarks.serve.report import system
+from benchmarks.serve.clients.posts import make_parameters, make_x, npy
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.servers import launch
 from benchmarks.serve.servers.launch import Served
@@ -38,21 +35,19 @@ _SOURCES = ("kernels", "service", "loadtest")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.pairs")
-    parser.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--case", choices=CASES, action="append", help="all if not given")
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument("--backend", default="torch", help="of both: torch or triton")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
-    )
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    server_cores, client_cores = map(system.cores, asked.cores)
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
+    options = command.parser("pairs", "the servers and of the client")
+    options.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
+    options.add_argument("--case", choices=CASES, action="append", help="all if not given")
+    options.add_argument("--pairs", type=int, default=15)
+    options.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    options.add_argument("--backend", default="torch", help="of both: torch or triton")
+    return command.run(options.parse_args(), COLUMNS, measure)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each case and pair."""
+    server_cores, client_cores = asked.cores
+    with contextlib.ExitStack() as stack:
         client = ClosedLoop(folder, client_cores)
         parameters = make_parameters()
         versions = []
@@ -67,14 +62,13 @@ def main() -> int:
         for case in asked.case or CASES:
             with results.part(case):
                 _measure(results, client, versions, case, asked.pairs, asked.seconds)
-    return results.exit_code
 
 
 def _measure(
     results: Results, client: ClosedLoop, versions: list[Served], case: str, pairs: int, seconds: float
 ) -> None:
     nbytes, connections = CASES[case]
-    x = np.random.default_rng(0).standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
+    x = make_x(nbytes)
     body = npy(x)
     ratios = []
     for number in range(pairs):

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import random
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,9 @@ import torch
 from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
 
+from benchmarks.serve import command
 from benchmarks.serve.clients import posts
 from benchmarks.serve.clients.closed_loop import ClosedLoop, Turn
-from benchmarks.serve.report import system
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.servers import launch, scrape
 from benchmarks.serve.servers.launch import Served
@@ -40,27 +39,23 @@ _TOLERANCE = 2e-2
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.small")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--backend", default="torch", help="of the servers with a device: torch or triton")
-    parser.add_argument("--connections", type=int, nargs="+", default=(1, 64))
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each server")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8-11"
-    )
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    server_cores, client_cores = map(system.cores, asked.cores)
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
+    options = command.parser("small", "the servers and of the client")
+    options.add_argument("--backend", default="torch", help="of the servers with a device: torch or triton")
+    options.add_argument("--connections", type=int, nargs="+", default=(1, 64))
+    command.add_turns(options, "each server", 1.5)
+    return command.run(options.parse_args(), COLUMNS, measure)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each number of connections, server and round."""
+    server_cores, client_cores = asked.cores
+    with contextlib.ExitStack() as stack:
         client = ClosedLoop(folder, client_cores)
         served = _servers(stack, folder, server_cores, asked.backend)
         body = request_body()
         for connections in asked.connections:
             with results.part(f"{connections} connections"):
                 _measure(results, client, served, body, connections, asked.rounds, asked.seconds)
-    return results.exit_code
 
 
 def request_body() -> bytes:

@@ -13,22 +13,19 @@ import random
 import socket
 import ssl
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-import trustme
-
-from benchmarks.serve.clients.posts import COLS, make_parameters, npy, require_right
-from benchmarks.serve.report import system
+from benchmarks.serve import command
+from benchmarks.serve.clients.posts import make_parameters, make_x, npy, require_right
+from benchmarks.serve.command import SIZES
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.certificates import certificates
 from benchmarks.serve.servers.launch import Served
 
-SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 COLUMNS = (
     "size",
     "nbytes",
@@ -44,26 +41,16 @@ _PIECE_BYTES = 256 * 1024
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.tls")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--size", choices=SIZES, action="append", help="of a request; all if not given")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each server at each size")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument(
-        "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
-    )
-    parser.add_argument("--backend", default="torch", help="of both servers: torch or triton")
-    asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(results, Path(folder), asked)
-    print(table(results.rows))
-    return results.exit_code
+    options = command.parser("tls", "the servers and of the client")
+    command.add_sizes(options)
+    command.add_turns(options, "each server at each size", 1.5)
+    options.add_argument("--backend", default="torch", help="of both servers: torch or triton")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each transport, size and round."""
-    server_cores, client_cores = map(system.cores, asked.cores)
+    server_cores, client_cores = asked.cores
     parameters = make_parameters()
     with contextlib.ExitStack() as stack:
         contexts: dict[str, ssl.SSLContext | None] = {"tcp": None, "tls": certificates(folder)}
@@ -77,7 +64,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
             with results.part(size):
-                x = np.random.default_rng(0).standard_normal((SIZES[size] // 4 // COLS, COLS), dtype=np.float32)
+                x = make_x(SIZES[size])
                 with contextlib.ExitStack() as opened:
                     lines = {
                         transport: opened.enter_context(_line(served[transport], context, npy(x)))
@@ -167,19 +154,7 @@ def _turn(line: Line, seconds: float) -> list[float]:
     return times
 
 
-def certificates(folder: Path) -> ssl.SSLContext:
-    """Of a server, in server.pem, and who vouches for it, in authority.pem; what a client of it trusts."""
-    authority = trustme.CA()
-    authority.issue_cert("localhost", "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(
-        folder / "server.pem"
-    )
-    authority.cert_pem.write_to_path(folder / "authority.pem")
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    return context
-
-
-def table(rows: list[Mapping[str, object]]) -> str:
+def table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each size: p50 over either transport, and the median of their ratios within a round."""
     lines = ["| | TCP, p50 ms | TLS, p50 ms | TLS over TCP |", "|---|---|---|---|"]
     for size in dict.fromkeys(str(row["size"]) for row in rows):

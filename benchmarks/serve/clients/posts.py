@@ -23,6 +23,11 @@ def make_parameters(cols: int = COLS) -> dict[str, np.ndarray]:
     return {name: random_numbers.standard_normal(cols, dtype=np.float32) for name in ("weight", "bias")}
 
 
+def make_x(nbytes: int) -> np.ndarray:
+    """float32 [rows, COLS] of so many bytes."""
+    return np.random.default_rng(0).standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
+
+
 def npy(x: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, x)

@@ -5,6 +5,7 @@ import csv
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from benchmarks.serve.report import system
 
@@ -40,3 +41,8 @@ class Results:
         except Exception:
             self.exit_code = 1
             print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
+
+
+def median_of(rows: Sequence[Mapping[str, object]], column: str) -> float:
+    """Of what the rows have in a column."""
+    return median(float(str(row[column])) for row in rows)

@@ -9,14 +9,40 @@ from fusednorm.api.normalized_shape import machine_epsilon, one_axis, rows_of
 from fusednorm.arguments.checks import check_weight_offset
 
 
-def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
-    """torch's `extra_repr`, and what differs from torch's module."""
-    if weight_offset:
-        text += f", weight_offset={weight_offset}"
-    return text if activation == "none" else f"{text}, activation={activation!r}"
+class _Fused(nn.Module):
+    """What stands before each of torch's modules: an activation behind the norm."""
+
+    #: Added to the weight; of modules that normalise over the last axes alone.
+    weight_offset: float = 0.0
+
+    def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def extra_repr(self) -> str:
+        """torch's, and what differs from torch's module."""
+        text = super().extra_repr()
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        return text if self.activation == "none" else f"{text}, activation={self.activation!r}"
 
 
-class LayerNorm(nn.LayerNorm):
+class _OfRows(_Fused):
+    """A module that normalises over the last axes."""
+
+    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
+        super().__init__(*args, **kwargs)
+        check_weight_offset(weight_offset, self._parameters["weight"])
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        for name, parameter in self.named_parameters(recurse=False):
+            nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
+
+
+class LayerNorm(_OfRows, nn.LayerNorm):
     """torch.nn.LayerNorm on this library's kernels.
 
     Args:
@@ -24,19 +50,6 @@ class LayerNorm(nn.LayerNorm):
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
-
-    def __init__(self, *args: Any, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any) -> None:
-        # Before torch's constructor, which resets the parameters.
-        self.weight_offset = weight_offset
-        super().__init__(*args, **kwargs)
-        check_weight_offset(weight_offset, self.weight)
-        self.activation = activation
-
-    def reset_parameters(self) -> None:
-        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
-        super().reset_parameters()
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *normalized_shape] normalised over the last axes.
@@ -57,11 +70,8 @@ class LayerNorm(nn.LayerNorm):
         )
         return y if is_whole else y.view(x.shape)
 
-    def extra_repr(self) -> str:
-        return _described(super().extra_repr(), self.activation, self.weight_offset)
 
-
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_OfRows, nn.RMSNorm):
     """torch.nn.RMSNorm on this library's kernels.
 
     Args:
@@ -70,19 +80,6 @@ class RMSNorm(nn.RMSNorm):
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
-
-    def __init__(self, *args: Any, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any) -> None:
-        # Before torch's constructor, which resets the parameters.
-        self.weight_offset = weight_offset
-        super().__init__(*args, **kwargs)
-        check_weight_offset(weight_offset, self.weight)
-        self.activation = activation
-
-    def reset_parameters(self) -> None:
-        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
-        super().reset_parameters()
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *normalized_shape] normalised over the last axes.
@@ -101,21 +98,14 @@ class RMSNorm(nn.RMSNorm):
         )
         return y if is_whole else y.view(x.shape)
 
-    def extra_repr(self) -> str:
-        return _described(super().extra_repr(), self.activation, self.weight_offset)
 
-
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(_Fused, nn.GroupNorm):
     """torch.nn.GroupNorm on this library's kernels.
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype: as torch.nn.GroupNorm has them.
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
     """
-
-    def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.activation = activation
 
     def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
@@ -132,6 +122,3 @@ class GroupNorm(nn.GroupNorm):
             shift=shift,
             activation=self.activation,
         )
-
-    def extra_repr(self) -> str:
-        return _described(super().extra_repr(), self.activation)

@@ -1,11 +1,10 @@
-"""Cached facts of a device."""
+"""What plans ask of a device, of one that may be absent too; cached."""
 
 from functools import cache
 from statistics import median
+from typing import NamedTuple
 
 import torch
-
-from fusednorm.devices.gpus import H200, Gpu
 
 try:
     from triton import knobs
@@ -23,6 +22,28 @@ def needs_triton(what: str) -> ModuleNotFoundError:
         f"{what} runs Triton kernels, and Triton is not installed: install the package triton", name="triton"
     )
 
+
+class Gpu(NamedTuple):
+    """A GPU as plans see it.
+
+    Attributes:
+        name: of the model.
+        capability: its compute capability, major and minor.
+        multiprocessors: how many it has.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    @property
+    def arch(self) -> int:
+        """The compute capability as compilers write it: 90 for 9.0."""
+        major, minor = self.capability
+        return 10 * major + minor
+
+
+H200 = Gpu("H200", (9, 0), 132)
 
 _stand_in: Gpu | None = None
 

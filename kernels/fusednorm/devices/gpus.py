@@ -1,29 +1,6 @@
-"""What plans ask of a GPU, of models that may be absent."""
+"""Models of GPUs that kernels are compiled ahead for."""
 
-from typing import NamedTuple
-
-
-class Gpu(NamedTuple):
-    """A GPU as plans see it.
-
-    Attributes:
-        name: of the model.
-        capability: its compute capability, major and minor.
-        multiprocessors: how many it has.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-
-    @property
-    def arch(self) -> int:
-        """The compute capability as compilers write it: 90 for 9.0."""
-        major, minor = self.capability
-        return 10 * major + minor
-
-
-H200 = Gpu("H200", (9, 0), 132)
+from fusednorm.devices.device import H200, Gpu
 
 GPUS = (
     Gpu("A100", (8, 0), 108),

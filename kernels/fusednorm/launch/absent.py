@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from fusednorm.devices.device import stand_in
-from fusednorm.devices.gpus import Gpu
+from fusednorm.devices.device import Gpu, stand_in
 from fusednorm.launch.launch import Launch
 
 _noted: list[Launch] = []

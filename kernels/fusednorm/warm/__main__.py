@@ -19,8 +19,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager, triton_key
 
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.devices.gpus import GPUS, Gpu, of_architectures
+from fusednorm.devices.device import INTERPRETED, Gpu
+from fusednorm.devices.gpus import GPUS, of_architectures
 from fusednorm.launch.launch import Launch
 from fusednorm.warm.calls import launches, warm
 from fusednorm.warm.driver import AbsentDriver, build_launcher

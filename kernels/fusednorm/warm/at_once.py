@@ -7,7 +7,7 @@ it reads a kernel's source, a fifth to a half of its time, and not while it lowe
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from fusednorm.devices.gpus import Gpu
+from fusednorm.devices.device import Gpu
 from fusednorm.launch.absent import launches_for
 from fusednorm.warm.calls import distinct, warm
 from fusednorm.warm.driver import build_launcher

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fusednorm
-from fusednorm.devices.gpus import Gpu
+from fusednorm.devices.device import Gpu
 from fusednorm.launch.absent import launches_for
 from fusednorm.launch.inspection import specialise
 from fusednorm.launch.keys import settle

@@ -9,7 +9,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from fusednorm.devices.gpus import Gpu
+from fusednorm.devices.device import Gpu
 
 _THREADS_OF_A_WARP = 32
 

@@ -8,7 +8,7 @@ KEYS = """
 import json, sys
 from triton.language.core import constexpr
 from triton.runtime.jit import JITFunction
-from fusednorm.devices.gpus import H200
+from fusednorm.devices.device import H200
 from fusednorm.launch.keys import settle
 from fusednorm.warm.calls import launches
 

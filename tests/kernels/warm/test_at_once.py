@@ -5,7 +5,7 @@ from tests.kernels.harness.compiled import compile_elsewhere
 BEGIN = """
 import functools, json, threading
 import fusednorm, torch
-from fusednorm.devices.gpus import H200
+from fusednorm.devices.device import H200
 from fusednorm.launch.absent import launches_for
 from fusednorm.warm.at_once import compile_at_once
 from fusednorm.warm.calls import warm

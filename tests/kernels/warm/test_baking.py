@@ -24,7 +24,7 @@ print(json.dumps([code, said.getvalue().splitlines()]))
 LAUNCH = """
 import json, sys
 from types import SimpleNamespace
-from fusednorm.devices.gpus import H200
+from fusednorm.devices.device import H200
 from fusednorm.launch import prepared
 from fusednorm.warm.calls import launches
 from fusednorm.warm.driver import AbsentDriver

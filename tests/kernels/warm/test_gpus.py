@@ -6,8 +6,8 @@ from pathlib import Path
 import fusednorm
 import pytest
 import torch
-from fusednorm.devices.device import multiprocessor_count, since_hopper, stand_in, stands_in
-from fusednorm.devices.gpus import GPUS, H200, of_architectures
+from fusednorm.devices.device import H200, multiprocessor_count, since_hopper, stand_in, stands_in
+from fusednorm.devices.gpus import GPUS, of_architectures
 
 META = torch.device("meta")
 

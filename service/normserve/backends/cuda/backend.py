@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 import fusednorm
 import torch
 import triton
-from fusednorm.devices.device import copy_bandwidth, multiprocessor_count
-from fusednorm.devices.gpus import Gpu
+from fusednorm.devices.device import Gpu, copy_bandwidth, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from fusednorm.warm.at_once import compile_at_once
 from torch import Tensor

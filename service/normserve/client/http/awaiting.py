@@ -3,13 +3,13 @@
 import asyncio
 import os
 import socket
-import time
 from typing import Any, TypeVar
 
 import httpx
 
 from normserve.client.http.address import Address
 from normserve.client.http.connection import Connection
+from normserve.client.http.idle import IdleConnections
 from normserve.client.http.opening import (
     Place,
     Trust,
@@ -37,7 +37,7 @@ class AsyncSockets:
         self._closed = False
         self._process = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle: list[Connection] = []
+        self._idle = IdleConnections(most, keep_s)
 
     async def take(self, address: Address, waits: Waits, *, fresh: bool = False) -> tuple[Connection, bool]:
         """As `blocking.Sockets.take`."""
@@ -56,7 +56,7 @@ class AsyncSockets:
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._kept(address)) is not None:
+            if not fresh and (kept := self._idle.take(address)) is not None:
                 return kept, True
             return await self._opened(address, waits), False
         except BaseException:
@@ -66,8 +66,7 @@ class AsyncSockets:
     def give(self, connection: Connection) -> None:
         """Take a connection back."""
         if connection.is_reusable and not self._closed:
-            self._idle.append(connection)
-            self._tidy()
+            self._idle.give(connection)
         else:
             connection.close()
         self._free.release()
@@ -75,33 +74,14 @@ class AsyncSockets:
     def close(self) -> None:
         """Close all; those in use when they come back."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
+        self._idle.close()
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._process == os.getpid():
-            while self._idle:
-                self._idle.pop().close()
+            self._idle.close()
         self._process, self._loop = os.getpid(), loop
         self._free = asyncio.Semaphore(self._most)
-        self._idle = []
-
-    def _kept(self, address: Address) -> Connection | None:
-        """The connection that was used last."""
-        for place in range(len(self._idle) - 1, -1, -1):
-            if self._idle[place].address == address:
-                kept = self._idle.pop(place)
-                if time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
-                    return kept
-                kept.close()
-        return None
-
-    def _tidy(self) -> None:
-        """Close what nobody has used for long, or what is too many."""
-        while self._idle and (
-            len(self._idle) > self._most or time.monotonic() - self._idle[0].idle_since > self._keep_s
-        ):
-            self._idle.pop(0).close()
+        self._idle = IdleConnections(self._most, self._keep_s)
 
     async def _opened(self, address: Address, waits: Waits) -> Connection:
         try:

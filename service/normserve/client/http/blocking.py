@@ -1,6 +1,5 @@
 """Connections of threads, and the waiting for them."""
 
-import collections
 import math
 import os
 import select
@@ -15,6 +14,7 @@ import httpx
 
 from normserve.client.http.address import Address
 from normserve.client.http.connection import Connection
+from normserve.client.http.idle import IdleConnections
 from normserve.client.http.opening import (
     Place,
     Trust,
@@ -77,7 +77,7 @@ class Sockets:
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._kept(address)) is not None:
+            if not fresh and (kept := self._idle.take(address)) is not None:
                 return kept, True
             return self._opened(address, waits), False
         except BaseException:
@@ -87,8 +87,7 @@ class Sockets:
     def give(self, connection: Connection) -> None:
         """Take a connection back."""
         if connection.is_reusable and not self._closed:
-            self._idle.append(connection)
-            self._tidy()
+            self._idle.give(connection)
         else:
             connection.close()
         self._free.release()
@@ -96,50 +95,12 @@ class Sockets:
     def close(self) -> None:
         """Close all; those in use when they come back."""
         self._closed = True
-        self._close_idle()
+        self._idle.close()
 
     def _begin(self) -> None:
         self._process = os.getpid()
         self._free = threading.Semaphore(self._most)
-        # Appending and popping take no lock.
-        self._idle: collections.deque[Connection] = collections.deque()
-
-    def _kept(self, address: Address) -> Connection | None:
-        """The connection that was used last."""
-        others = []
-        found = None
-        while found is None:
-            try:
-                kept = self._idle.pop()
-            except IndexError:
-                break
-            if kept.address != address:
-                others.append(kept)
-            elif time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
-                found = kept
-            else:
-                kept.close()
-        self._idle.extend(reversed(others))
-        return found
-
-    def _tidy(self) -> None:
-        """Close what nobody has used for long, or what is too many."""
-        while self._idle:
-            try:
-                oldest = self._idle.popleft()
-            except IndexError:
-                return
-            if len(self._idle) < self._most and time.monotonic() - oldest.idle_since <= self._keep_s:
-                self._idle.appendleft(oldest)
-                return
-            oldest.close()
-
-    def _close_idle(self) -> None:
-        while self._idle:
-            try:
-                self._idle.pop().close()
-            except IndexError:
-                return
+        self._idle = IdleConnections(self._most, self._keep_s)
 
     def _opened(self, address: Address, waits: Waits) -> Connection:
         try:

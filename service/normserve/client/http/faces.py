@@ -129,17 +129,32 @@ class _Other:
         return httpx.AsyncHTTPTransport(**self._options)
 
 
-class _Stream(httpx.SyncByteStream):
-    """An answer's body as it comes."""
+class _Body:
+    """An answer's body, and the connection that it comes by until it is closed."""
 
     def __init__(
-        self, sockets: Sockets, connection: Connection, answer: AnswerHead, waits: Waits, *, sent: bool
+        self,
+        sockets: Sockets | AsyncSockets,
+        connection: Connection,
+        answer: AnswerHead,
+        waits: Waits,
+        *,
+        sent: bool,
     ) -> None:
         self._sockets = sockets
         self._connection: Connection | None = connection
         self._answer = answer
         self._waits = waits
         self._sent = sent
+
+    def _give_back(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._sockets.give(connection)
+
+
+class _Stream(_Body, httpx.SyncByteStream):
+    """A body as it comes."""
 
     def __iter__(self) -> Iterator[bytes]:
         while self._connection is not None:
@@ -151,22 +166,11 @@ class _Stream(httpx.SyncByteStream):
 
     def close(self) -> None:
         """Give the connection back."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._sockets.give(connection)
+        self._give_back()
 
 
-class _AsyncStream(httpx.AsyncByteStream):
+class _AsyncStream(_Body, httpx.AsyncByteStream):
     """As `_Stream`."""
-
-    def __init__(
-        self, sockets: AsyncSockets, connection: Connection, answer: AnswerHead, waits: Waits, *, sent: bool
-    ) -> None:
-        self._sockets = sockets
-        self._connection: Connection | None = connection
-        self._answer = answer
-        self._waits = waits
-        self._sent = sent
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while self._connection is not None:
@@ -178,9 +182,7 @@ class _AsyncStream(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         """Give the connection back."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._sockets.give(connection)
+        self._give_back()
 
 
 def _head(request: httpx.Request) -> bytes:

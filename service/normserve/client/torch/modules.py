@@ -23,10 +23,16 @@ class _Kept:
 
 
 class _Remote(nn.Module):
-    """A module that has a client."""
+    """What stands before each of torch's modules: a client, and an activation behind the norm."""
 
-    activation: str
+    #: Added to the weight; of modules that normalise over the last axes alone.
+    weight_offset: float = 0.0
     _kept: _Kept
+
+    def __init__(self, *args: Any, client: Client, activation: str = "none", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+        self.client = client
 
     @property
     def client(self) -> Client:
@@ -48,11 +54,44 @@ class _Remote(nn.Module):
             raise TypeError(f"client must be a normserve.client.Client, got {type(client).__name__}")
         self._kept = _Kept(client)
 
+    def extra_repr(self) -> str:
+        """torch's, and what differs from torch's module."""
+        text = super().extra_repr()
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        return text if self.activation == "none" else f"{text}, activation={self.activation!r}"
+
     def _options(self, eps: float) -> dict[str, object]:
         return {"eps": eps, "activation": self.activation}
 
 
-class LayerNorm(_Remote, nn.LayerNorm):
+class _OfRows(_Remote):
+    """A module that normalises over the last axes."""
+
+    normalized_shape: tuple[int, ...]
+
+    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+        # Before torch's constructor, which resets the parameters.
+        self.weight_offset = weight_offset
+        super().__init__(*args, **kwargs)
+        _check_weight_offset(weight_offset, self._parameters["weight"])
+
+    def reset_parameters(self) -> None:
+        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        for name, parameter in self.named_parameters(recurse=False):
+            nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
+
+    def _normalised(
+        self, operation: str, x: Tensor, eps: float, weight: Tensor | None, *bias: Tensor | None
+    ) -> Tensor:
+        shape = self.normalized_shape
+        weight = _with_offset(_one_axis("weight", weight, shape), self.weight_offset)
+        rest = [_one_axis("bias", each, shape) for each in bias]
+        y = normalise(self.client, operation, self._options(eps), _rows_of(x, shape), weight, *rest)
+        return y if len(shape) == 1 else y.view(x.shape)
+
+
+class LayerNorm(_OfRows, nn.LayerNorm):
     """torch.nn.LayerNorm, computed by the service.
 
     Args:
@@ -62,22 +101,6 @@ class LayerNorm(_Remote, nn.LayerNorm):
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
 
-    def __init__(
-        self, *args: Any, client: Client, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any
-    ) -> None:
-        # Before torch's constructor, which resets the parameters.
-        self.weight_offset = weight_offset
-        super().__init__(*args, **kwargs)
-        _check_weight_offset(weight_offset, self.weight)
-        self.activation = activation
-        self.client = client
-
-    def reset_parameters(self) -> None:
-        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
-        super().reset_parameters()
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *normalized_shape] of float32, float16 or bfloat16, normalised over the last axes.
 
@@ -86,17 +109,10 @@ class LayerNorm(_Remote, nn.LayerNorm):
             TypeError: x or a parameter is of another type.
             ClientError: see `normserve.client.errors`.
         """
-        shape = self.normalized_shape
-        weight = _with_offset(_one_axis("weight", self.weight, shape), self.weight_offset)
-        bias = _one_axis("bias", self.bias, shape)
-        y = normalise(self.client, "layer_norm", self._options(self.eps), _rows_of(x, shape), weight, bias)
-        return y if len(shape) == 1 else y.view(x.shape)
-
-    def extra_repr(self) -> str:
-        return _described(super().extra_repr(), self.activation, self.weight_offset)
+        return self._normalised("layer_norm", x, self.eps, self.weight, self.bias)
 
 
-class RMSNorm(_Remote, nn.RMSNorm):
+class RMSNorm(_OfRows, nn.RMSNorm):
     """torch.nn.RMSNorm, computed by the service.
 
     Args:
@@ -105,32 +121,10 @@ class RMSNorm(_Remote, nn.RMSNorm):
         client, activation, weight_offset: as `LayerNorm`.
     """
 
-    def __init__(
-        self, *args: Any, client: Client, activation: str = "none", weight_offset: float = 0.0, **kwargs: Any
-    ) -> None:
-        # Before torch's constructor, which resets the parameters.
-        self.weight_offset = weight_offset
-        super().__init__(*args, **kwargs)
-        _check_weight_offset(weight_offset, self.weight)
-        self.activation = activation
-        self.client = client
-
-    def reset_parameters(self) -> None:
-        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
-        super().reset_parameters()
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-
     def forward(self, x: Tensor) -> Tensor:
         """As `LayerNorm.forward`."""
-        shape = self.normalized_shape
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        weight = _with_offset(_one_axis("weight", self.weight, shape), self.weight_offset)
-        y = normalise(self.client, "rms_norm", self._options(eps), _rows_of(x, shape), weight)
-        return y if len(shape) == 1 else y.view(x.shape)
-
-    def extra_repr(self) -> str:
-        return _described(super().extra_repr(), self.activation, self.weight_offset)
+        return self._normalised("rms_norm", x, eps, self.weight)
 
 
 class GroupNorm(_Remote, nn.GroupNorm):
@@ -140,11 +134,6 @@ class GroupNorm(_Remote, nn.GroupNorm):
         num_groups, num_channels, eps, affine, device, dtype: as torch.nn.GroupNorm has them.
         client, activation: as `LayerNorm`.
     """
-
-    def __init__(self, *args: Any, client: Client, activation: str = "none", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.activation = activation
-        self.client = client
 
     def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
@@ -160,9 +149,6 @@ class GroupNorm(_Remote, nn.GroupNorm):
             x = x.movedim(1, -1)
         y = normalise(self.client, "group_norm", options, x, self.weight, self.bias, scale, shift)
         return y.movedim(-1, 1) if is_channels_last else y
-
-    def extra_repr(self) -> str:
-        return _described(super().extra_repr(), self.activation)
 
 
 def _rows_of(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
@@ -192,10 +178,3 @@ def _check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:
         raise ValueError(f"weight_offset must be 0 or 1, got {weight_offset}")
     if weight_offset and weight is None:
         raise ValueError("weight_offset needs a weight, got None")
-
-
-def _described(text: str, activation: str, weight_offset: float = 0.0) -> str:
-    """torch's `extra_repr`, and what differs from torch's module."""
-    if weight_offset:
-        text += f", weight_offset={weight_offset}"
-    return text if activation == "none" else f"{text}, activation={activation!r}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusednorm.devices.gpus import H200
+from fusednorm.devices.device import H200
 from normserve.backends import cpu
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda import replays

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.serve.engines import engines
+from benchmarks.serve.engine.processes import engines
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu")])

@@ -1,5 +1,5 @@
+from benchmarks.serve.behaviour.scenarios import _open_loop, _quantile
 from benchmarks.serve.clients.posts import Post
-from benchmarks.serve.scenarios import _open_loop, _quantile
 from tests.benchmarks.serve.fake_server import PARAMETERS, Server, against, normalised
 
 

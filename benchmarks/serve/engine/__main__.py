@@ -11,94 +11,17 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import torch
-from normserve.backends.choose import choose_backend
-from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import Compilation
-from normserve.engine.engine import Engine
-from normserve.engine.executor import Executor
-from normserve.jobs.job import NormJob, NormResult, NormSpec, Op, Pass
-from normserve.memory.host_tensors import DType, HostTensor
-from normserve.memory.slabs import SlabPool
-from normserve.metrics.metrics import Metrics
 
+from benchmarks.serve.engine.alone import EngineAlone, Passage
 from benchmarks.serve.report.results import Results
 
 COLUMNS = (
     *("backend", "nbytes", "in_flight", "round", "bytes_per_second", "ceiling", "of_ceiling"),
     *("queue_ms", "copy_in_ms", "kernel_ms", "copy_out_ms", "elsewhere_ms", "host_cores"),
 )
-COLS = 4096
-_FAR = 1e12
-# Enough for every slab that the results need, and for the kernels.
-_WARM_S, _WARM_PASSES = 0.5, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """How requests went through the engine.
-
-    Attributes:
-        bytes_per_second: in and out, of all together.
-        stages_ms: of a request, in the mean, by the stage; `elsewhere` is what no stage accounts for.
-        host_cores: how many cores this process kept busy.
-    """
-
-    bytes_per_second: float
-    stages_ms: dict[str, float]
-    host_cores: float
-
-
-class EngineAlone:
-    """An engine on a device of its own, with no server before it."""
-
-    def __init__(self, backend: str) -> None:
-        self.slabs = SlabPool(max_idle_bytes=2**36)
-        # What is not warmed up is compiled at the first request, and that is one class.
-        self._executor = Executor(lambda: choose_backend(backend, 0, self.slabs, warm_sizes=()))
-        batcher = Batcher(max_requests=64, max_bytes=4 * 2**20)
-        compilation = Compilation(max_classes=100, max_per_minute=100)
-        self._engine = Engine(self._executor, batcher, compilation, Metrics())
-
-    async def start(self) -> str:
-        """Start the device; its kind."""
-        device = await self._engine.start()
-        self._engine.open()
-        return device.kind
-
-    async def jobs(self, nbytes: int, count: int) -> list[NormJob]:
-        """LayerNorm of so many inputs in slabs of their own; kernels and slabs for the results are there."""
-        jobs = [_job(self.slabs, nbytes) for _ in range(count)]
-        await self.turn(jobs, _WARM_S, _WARM_PASSES)
-        return jobs
-
-    async def turn(self, jobs: list[NormJob], seconds: float, passes: int = 1) -> Passage:
-        """Each job again as soon as it is done, for so long and at least so often."""
-        results: list[tuple[float, NormResult]] = []
-        moved, began, used = 0, time.perf_counter(), time.process_time()
-
-        async def line(job: NormJob) -> None:
-            nonlocal moved
-            done = 0
-            while done < passes or time.perf_counter() < began + seconds:
-                again, asked = NormJob(job.spec, job.tensors), time.perf_counter()
-                result = await self._engine.submit(again, _FAR)
-                moved += job.nbytes + sum(tensor.nbytes for tensor in result.tensors.values())
-                # Without its tensors: their slabs go home for the next one.
-                results.append((time.perf_counter() - asked, result._replace(tensors={})))
-                del result
-                done += 1
-
-        await asyncio.gather(*(line(job) for job in jobs))
-        elapsed = time.perf_counter() - began
-        return Passage(moved / elapsed, _stages_ms(results), (time.process_time() - used) / elapsed)
-
-    def stop(self) -> None:
-        self._engine.stop(10)
 
 
 def main() -> int:
@@ -150,23 +73,6 @@ def _said(passage: Passage, ceiling: float) -> str:
         f"{passage.bytes_per_second / 1e9:.1f} of {ceiling / 1e9:.1f} GB/s, "
         f"{passage.bytes_per_second / ceiling:.3f}; ms: {stages}; {passage.host_cores:.2f} cores"
     )
-
-
-def _stages_ms(results: list[tuple[float, NormResult]]) -> dict[str, float]:
-    stages = {
-        stage: 1000 * fmean(getattr(result, f"{stage}_s") for _, result in results)
-        for stage in ("queue", "copy_in", "kernel", "copy_out")
-    }
-    whole = 1000 * fmean(took for took, _ in results)
-    return stages | {"elsewhere": whole - sum(stages.values())}
-
-
-def _job(slabs: SlabPool, nbytes: int) -> NormJob:
-    shape = (nbytes // 2 // COLS, COLS)
-    data = slabs.take(nbytes)[:nbytes]
-    torch.frombuffer(data, dtype=torch.bfloat16).normal_()
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
-    return NormJob(spec, {"x": HostTensor(DType.BFLOAT16, shape, data)})
 
 
 def _copied(copies: Callable[[int], None], nbytes: int, seconds: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from normserve.settings import environment_of
 
-from benchmarks.serve.engine import EngineAlone
+from benchmarks.serve.engine.alone import EngineAlone
 
 _START_S, _TURN_S = 180.0, 60.0
 

@@ -7,7 +7,6 @@ single rows.  The server is on one core and the client on another; answers are c
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from benchmarks.serve import scenarios
+from benchmarks.serve import command
+from benchmarks.serve.behaviour import scenarios
+from benchmarks.serve.behaviour.scenarios import Measured
 from benchmarks.serve.clients.posts import Post, make_parameters
-from benchmarks.serve.report import system
 from benchmarks.serve.report.results import Results
-from benchmarks.serve.scenarios import Measured
 from benchmarks.serve.servers import launch
 from benchmarks.serve.servers.launch import Served
 
@@ -58,29 +57,30 @@ SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.behaviour")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the server and of the client, as in 0-7 8")
-    parser.add_argument("--backend", default="torch", help="of the server: torch or triton")
-    parser.add_argument("--full", action="store_true", help="10,000 disturbed requests, ten minutes of mixed load")
-    parser.add_argument("--only", choices=SCENARIOS, action="append", help="scenarios to run")
-    asked = parser.parse_args()
-    server_cores, client_cores = map(system.cores, asked.cores)
+    options = command.parser("behaviour", "the server and of the client")
+    options.add_argument("--backend", default="torch", help="of the server: torch or triton")
+    options.add_argument("--full", action="store_true", help="10,000 disturbed requests, ten minutes of mixed load")
+    options.add_argument("--only", choices=SCENARIOS, action="append", help="scenarios to run")
+    return command.run(options.parse_args(), COLUMNS, measure)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each scenario and what is measured in it."""
+    server_cores, client_cores = asked.cores
     os.sched_setaffinity(0, client_cores)
-    results = Results(asked.out, COLUMNS)
     print("| scenario | measure | value | wanted |\n|---|---|---|---|")
-    for name in asked.only or SCENARIOS:
+    for number, name in enumerate(asked.only or SCENARIOS):
         options, play = SCENARIOS[name]
         parameters = make_parameters()
+        own = folder / str(number)
+        own.mkdir()
         with (
             results.part(name),
-            tempfile.TemporaryDirectory() as folder,
-            launch.normserve(server_cores, Path(folder), parameters, asked.backend, options) as (server, _),
+            launch.normserve(server_cores, own, parameters, asked.backend, options) as (server, _),
         ):
             for each in uvloop.run(_played(play, server, parameters, asked.full)):
                 results.add({"scenario": name} | asdict(each))
                 print(f"| {name} | {each.measure} | {each.value:.4g} | {each.wanted} |", flush=True)
-    return results.exit_code
 
 
 async def _played(play: Play, server: Served, parameters: Mapping[str, np.ndarray], full: bool) -> list[Measured]:

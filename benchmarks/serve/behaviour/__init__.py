@@ -1,0 +1,1 @@
+"""How the server bears up under load, loss and mixtures of requests."""

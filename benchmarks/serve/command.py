@@ -1,0 +1,69 @@
+"""What the commands of this package have in common: their options, and the way from those to a CSV and a table."""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
+"""Bytes of x where a command asks for a number of sizes."""
+
+
+def parser(name: str, cores_of: str) -> argparse.ArgumentParser:
+    """Of a command's options, with those that all have.
+
+    Args:
+        name: of the command in this package; "" is the package itself.
+        cores_of: whose cores the two of `--cores` are.
+    """
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks.serve{name and '.' + name}")
+    options.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    options.add_argument(
+        "--cores",
+        nargs=2,
+        type=system.cores,
+        default=(system.cores("0"), system.cores("1")),
+        help=f"of {cores_of}, as in 0-7 8",
+    )
+    return options
+
+
+def add_turns(options: argparse.ArgumentParser, whose: str, seconds: float, rounds: int = 7) -> None:
+    """Add how often and for how long each has its turn.
+
+    Args:
+        whose: whose turns these are.
+        seconds, rounds: where not given.
+    """
+    options.add_argument("--rounds", type=int, default=rounds, help=f"turns of {whose}")
+    options.add_argument("--seconds", type=float, default=seconds, help="of each turn")
+
+
+def add_sizes(options: argparse.ArgumentParser, sizes: Mapping[str, int] = SIZES) -> None:
+    """Add which of the sizes of x to measure."""
+    options.add_argument("--size", choices=sizes, action="append", default=None, help="of x; all if not given")
+
+
+def run(
+    asked: argparse.Namespace,
+    columns: Sequence[str],
+    measure: Callable[[Results, Path, argparse.Namespace], None],
+    table: Callable[[Sequence[Mapping[str, object]]], str] | None = None,
+) -> int:
+    """Measure, with a folder for what servers and clients leave there; print the table; return the exit code.
+
+    Args:
+        asked: the options.
+        columns: of the CSV.
+        measure: adds the rows.
+        table: of all rows; None where the measuring prints what it finds.
+    """
+    results = Results(asked.out, columns)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(results, Path(folder), asked)
+    if table is not None:
+        print(table(results.rows))
+    return results.exit_code

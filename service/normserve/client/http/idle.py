@@ -1,0 +1,59 @@
+"""Connections that nobody uses now."""
+
+import collections
+import time
+
+from normserve.client.http.address import Address
+from normserve.client.http.connection import Connection
+
+
+class IdleConnections:
+    """Keeps connections for the next call; threads may share it, since appending and popping take no lock."""
+
+    def __init__(self, most: int, keep_s: float) -> None:
+        """Args:
+        most: kept at once.
+        keep_s: how long one is kept.
+        """
+        self._most = most
+        self._keep_s = keep_s
+        self._idle: collections.deque[Connection] = collections.deque()
+
+    def take(self, address: Address) -> Connection | None:
+        """The connection to that address that was used last, if one is still open."""
+        others = []
+        found = None
+        while found is None:
+            try:
+                kept = self._idle.pop()
+            except IndexError:
+                break
+            if kept.address != address:
+                others.append(kept)
+            elif time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
+                found = kept
+            else:
+                kept.close()
+        self._idle.extend(reversed(others))
+        return found
+
+    def give(self, connection: Connection) -> None:
+        """Keep one more; what nobody has used for long, or what is too many, is closed."""
+        self._idle.append(connection)
+        while self._idle:
+            try:
+                oldest = self._idle.popleft()
+            except IndexError:
+                return
+            if len(self._idle) < self._most and time.monotonic() - oldest.idle_since <= self._keep_s:
+                self._idle.appendleft(oldest)
+                return
+            oldest.close()
+
+    def close(self) -> None:
+        """Close all."""
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
