@@ -44,7 +44,9 @@ def float8_is_rounded_as_on_a_gpu() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def quickly_interpreted() -> Iterator[None]:
     """Without what takes most of the interpreter's time and makes no difference to what is right."""
-    with _interpreter_with("prepare_once", "let_integers_overflow", "remember_types"):
+    with _interpreter_with(
+        "prepare_once", "let_integers_overflow", "remember_types", "remember_operands", "call_directly"
+    ):
         yield
 
 

@@ -57,6 +57,76 @@ def remember_types(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def remember_operands(patch: pytest.MonkeyPatch) -> None:
+    """Operands of one type need no conversion, and a number becomes the same constant beside all of one type."""
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
+    patch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", _converting_once(check))
+
+
+def call_directly(patch: pytest.MonkeyPatch) -> None:
+    """Every function of the language is found and called through two others; every handle is checked."""
+    patch.setattr(interpreter, "_patch_attr", _patch_attr)
+    patch.setattr(core, "_unwrap_if_constexpr", _unwrapping(core._unwrap_if_constexpr))
+    patch.setattr(interpreter.TensorHandle, "__post_init__", lambda _: None)
+
+
+# Types that arithmetic leaves as they are.
+_ARITHMETIC = {"fp32", "fp64", "int32", "int64"}
+_BUILTIN = core.builtin(lambda: None).__code__
+
+
+def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def checked(language, left, right, *flags, **named):
+        one, other = type(left), type(right)
+        if one is other is core.tensor:
+            name = left.type.scalar.name
+            if name in _ARITHMETIC and name == right.type.scalar.name:
+                return language.broadcast_impl_value(left, right)
+        elif one is core.tensor and (other is int or other is float):
+            # Not by the value alone: 1 and 1.0 are equal, and so are 0.0 and -0.0.
+            key = (repr(right), left.type.name, flags, tuple(named.items()), False)
+            if key in constants:
+                return left, constants[key]
+            before, (left, constant) = left, check(language, left, right, *flags, **named)
+            if left is before:
+                constants[key] = constant
+            return left, constant
+        elif other is core.tensor and (one is int or one is float):
+            key = (repr(left), right.type.name, flags, tuple(named.items()), True)
+            if key in constants:
+                return constants[key], right
+            before, (constant, right) = right, check(language, left, right, *flags, **named)
+            if right is before:
+                constants[key] = constant
+            return constant, right
+        return check(language, left, right, *flags, **named)
+
+    return checked
+
+
+def _patch_attr(target, name, member, builder, scope):
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _BUILTIN else member
+    language = interpreter.interpreter_semantic
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = language
+        return function(*args, **kwargs)
+
+    scope.set_attr(target, name, call)
+
+
+def _unwrapping(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def unwrapped(value):
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind is core.tensor else unwrap(value)
+
+    return unwrapped
+
+
 def _remembering(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     known: dict[str, Any] = {}
 
