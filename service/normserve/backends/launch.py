@@ -58,15 +58,10 @@ def launch(
     if residual is not None and residual.dtype != x.dtype and not sum_has_dtype_of_x:
         # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.
         tensors = {**tensors, "residual": residual.float()}
-    outputs = named(call_of(library, spec, tensors, of_library)())
+    result: Forward | Backward = call_of(library, spec, tensors, of_library)()
+    outputs = {name: tensor for name, tensor in zip(result._fields, result, strict=True) if tensor is not None}
     if residual is not None and spec.direction is Pass.FORWARD:
         outputs["residual_out"] = outputs["residual_out"].to(x.dtype)
-    return outputs
-
-
-def named(result: Forward | Backward) -> dict[str, Tensor]:
-    """What a function of the library gives back, by the names of the API."""
-    outputs = {name: tensor for name, tensor in zip(result._fields, result, strict=True) if tensor is not None}
     # The API's dx is the gradient of x and of residual alike.
     outputs.pop("dresidual", None)
     return outputs

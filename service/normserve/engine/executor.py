@@ -1,5 +1,6 @@
 """The one thread that owns the device, and those that wait for what it has set going."""
 
+import functools
 import logging
 import queue
 import threading
@@ -104,7 +105,7 @@ class Executor:
         Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  None: it takes long, a
         thread waits for it, and `reply` will be called.
         """
-        outcome = self._attempt(lambda: _landed(in_places(batch, self.backend.run(batch))))
+        outcome = self._attempt(functools.partial(_run_and_look, self.backend, batch))
         if not isinstance(outcome.value, InFlight):
             return outcome
         self._await_landing(outcome, outcome.value, batch.lane, reply)
@@ -185,6 +186,7 @@ def _give_up(work: _Work) -> None:
             time.sleep(_PAUSE_S)
 
 
-def _landed(value: Execution | InFlight) -> Execution | InFlight:
+def _run_and_look(backend: Backend, batch: Batch) -> Execution | InFlight:
     """What came of a batch, if that is known soon."""
+    value = in_places(batch, backend.run(batch))
     return value.wait() if isinstance(value, InFlight) and value.lands_within(_SOON_S) else value

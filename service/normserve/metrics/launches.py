@@ -63,11 +63,10 @@ class Launches:
         self._compile_seconds().inc(seconds)
 
     def observe(self, batch: Batch, execution: Execution) -> None:
-        went = [len(tensor.data) for outputs in execution.outputs for tensor in outputs.values()]
         launch = _Launch(
             len(batch.jobs),
             batch.nbytes,
-            sum(went),
+            sum([len(tensor.data) for outputs in execution.outputs for tensor in outputs.values()]),
             sum(execution.kernel_bytes),
             execution.kernel_s,
             execution.copy_in_s,

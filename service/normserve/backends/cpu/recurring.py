@@ -3,8 +3,10 @@
 import time
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from normserve.backends import cpu
-from normserve.backends.launch import call_of, named, parameters_of
+from normserve.backends.launch import call_of, parameters_of
 from normserve.backends.tensors import channels_first, kernel_bytes, results_of, shape_of, view
 from normserve.jobs import results
 from normserve.jobs.job import Execution, NormJob, Op
@@ -52,10 +54,10 @@ class Recurring:
     def run(self) -> Execution:
         """Compute it, of what its tensors hold now."""
         began = time.perf_counter()
-        outputs = named(self._call())
+        outputs = self._call()
         computed = time.perf_counter()
         for name, target in self._targets.items():
-            output = outputs[name]
+            output: Tensor = getattr(outputs, name)
             if output.data_ptr() != target.data_ptr():
                 target.copy_(output)
         return Execution(

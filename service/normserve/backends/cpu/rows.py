@@ -43,7 +43,8 @@ def layer_norm_forward(
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
     if is_float32 and x.numel() <= _WHOLE_ELEMENTS:
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-        y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
+        if drop is not None or activation != "none":
+            y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
         return Forward(y, *_flat(mean, rstd)) if stats else Forward(y)
     out = _Outputs(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
     for piece in row_pieces(*x.shape):

@@ -115,7 +115,7 @@ def backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, st
 
 
 def _described(tensors: Mapping[str, HostTensor]) -> "_Described":
-    return tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    return tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
 
 
 @dataclass(frozen=True, slots=True)

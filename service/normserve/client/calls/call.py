@@ -94,7 +94,7 @@ def _encoded(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
         if tensor.fortran_order or tensor.data.nbytes != tensor.nbytes:
             # Which says what is wrong.
             return safetensors.encode({name: tensor})
-    header, order = _layout(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    header, order = _layout(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]))
     return [header, *(tensors[name].data for name in order)]
 
 

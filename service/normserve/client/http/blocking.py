@@ -37,6 +37,10 @@ _LONGEST_S = 2.0**31 / 1000 - 1
 
 # The kernel sends for so long at a time; between, it is looked whether there is an answer already, and still time.
 _SENDING_S = 0.02
+# It receives for so long at a time, unless there is less: what is set once need not be set for each answer.
+_RECEIVING_S = 1.0
+
+_ALL: int = getattr(socket, "MSG_WAITALL", 0)
 
 
 class Sockets:
@@ -132,6 +136,7 @@ class Sockets:
             else:
                 made.setblocking(True)
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SENDING_S))
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_RECEIVING_S))
             return Connection(made, address, blocks=not address.tls)
         except BaseException:
             made.close()
@@ -150,24 +155,30 @@ class _Connecting:
 
 
 def filling(waits: Waits) -> Fill:
-    """Receives a body with one call of the kernel's, which copies what comes without waking this thread."""
+    """Receives with calls of the kernel's that wait: a body with one, which wakes this thread when it is whole."""
 
-    def fill(connected: socket.socket, view: memoryview) -> int:
+    def fill(connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
+        flags = _ALL if whole else 0
         while True:
             left_s = waits.left_s("read")
-            if left_s is not None and left_s <= 0:
+            if left_s is None or left_s >= _RECEIVING_S:
+                with suppress(BlockingIOError):
+                    return connected.recv_into(view, 0, flags)
+                continue
+            if left_s <= 0:
                 raise late("read")
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left_s))
-            with suppress(BlockingIOError):
-                return connected.recv_into(view, 0, socket.MSG_WAITALL)
+            try:
+                with suppress(BlockingIOError):
+                    return connected.recv_into(view, 0, flags)
+            finally:
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_RECEIVING_S))
 
     return fill
 
 
-def _timeval(seconds: float | None) -> bytes:
-    """As the kernel has it; nothing is for ever."""
-    if seconds is None:
-        return struct.pack("@ll", 0, 0)
+def _timeval(seconds: float) -> bytes:
+    """As the kernel has it."""
     whole = int(min(seconds, _LONGEST_S))
     return struct.pack("@ll", whole, max(1, int((min(seconds, _LONGEST_S) - whole) * 1e6)))
 

@@ -75,14 +75,14 @@ class Connection(Receiver):
             head, parts: of the request.
             most_bytes: what the body of a successful answer can have; an error's is left out if it is too long.
             room: memory for the body, used if that has a length and fits; None always makes new memory.
-            fill: receives as much of a body as comes in time, for who may block the thread; it returns how much.
+            fill: receives the answer of a socket that blocks, for who may block the thread.
 
         Raises:
             UnexpectedAnswerError: the answer is longer than that, or compressed.
             httpx.TransportError: there is none, or what came is no HTTP.
         """
         sent = yield from self.send([head, *parts])
-        answer = yield from self.head()
+        answer = yield from self.head(fill=fill)
         status, headers = answer.status, answer.headers
         length, reception = answer.length, None
         # What is as it should be needs no second look.
@@ -143,15 +143,17 @@ class Connection(Receiver):
             return False
         return True
 
-    def head(self, *, has_body: bool = True) -> Steps[AnswerHead]:
+    def head(self, *, has_body: bool = True, fill: Fill | None = None) -> Steps[AnswerHead]:
         """Receive an answer's head; interim ones before it are left out.
 
-        Args: has_body: as in `read_head`.
+        Args:
+            has_body: as in `read_head`.
+            fill: as in `exchange`.
         """
         while True:
             raw = self._next_head()
             while raw is None and self._stop - self._start <= HEAD_BYTES:
-                yield from self._receive_more()
+                yield from self._receive_more(fill)
                 raw = self._next_head()
             if raw is None or len(raw) > HEAD_BYTES:
                 raise httpx.RemoteProtocolError(f"an answer's head must be at most {HEAD_BYTES} bytes")

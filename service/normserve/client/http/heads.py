@@ -1,5 +1,6 @@
 """The heads of requests and answers: written here, read by httptools."""
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def read_head(raw: bytes, *, has_body: bool = True) -> AnswerHead:
     # Most heads have each name once and no chunks behind them, and need no call of Python's for each line.
     quick = _Quick()
     _feed(quick, raw)
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in quick.found.items()}
+    headers = {_lower(name): value.decode("latin-1") for name, value in quick.found.items()}
     stays, found = quick.stays, None
     if raw.count(b"\r\n") != len(headers) + 2 or "transfer-encoding" in headers:
         found = _Found()
@@ -98,6 +99,11 @@ def read_head(raw: bytes, *, has_body: bool = True) -> AnswerHead:
     elif "content-length" in headers:
         length = int(headers["content-length"])
     return AnswerHead(raw, status, headers, length, chunks, stays)
+
+
+@functools.lru_cache(maxsize=256)
+def _lower(name: bytes) -> str:
+    return name.decode("latin-1").lower()
 
 
 def _feed(protocol: "_Quick | _Found", raw: bytes) -> None:

@@ -3,15 +3,22 @@
 import select
 import socket
 import ssl
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol
 
 import httpx
 
 from normserve.client.http.steps import READ, WRITE, Steps
 
-#: Receives into memory all that fits, however long it takes, as long as there is time; 0 is the end.
-Fill: TypeAlias = Callable[[socket.socket, memoryview], int]
+
+class Fill(Protocol):
+    """Receives for who may block its thread."""
+
+    def __call__(self, connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
+        """Receive into memory, however long it takes, as long as there is time; return how much, 0 is the end.
+
+        Args: whole: wait for all that fits, and not only for what comes first.
+        """
+
 
 # A small answer comes at once, and of a large one no more has to be moved to where it stays.
 _FIRST_BYTES = 16 * 1024
@@ -59,7 +66,11 @@ class Receiver:
         self._start = min(self._stop, begin + most_bytes)
         return memoryview(self._buffer)[begin : self._start]
 
-    def _receive_more(self) -> Steps[None]:
+    def _receive_more(self, fill: Fill | None = None) -> Steps[None]:
+        if fill is not None and not self._tls:
+            if not self._receive_now(fill):
+                raise self._ended()
+            return
         while True:
             if not self._tls:
                 yield self._descriptor, READ
@@ -76,14 +87,15 @@ class Receiver:
             except OSError as error:
                 raise self._broken(error) from error
 
-    def _receive_now(self) -> int:
-        """Receive what is there behind what was not taken yet."""
+    def _receive_now(self, fill: Fill | None = None) -> int:
+        """Receive what is there, or with `fill` what comes next, behind what was not taken yet."""
         if self._start:
             self._buffer[: self._stop - self._start] = self._buffer[self._start : self._stop]
             self._start, self._stop = 0, self._stop - self._start
         if self._stop == len(self._buffer):
             self._buffer += bytes(len(self._buffer))
-        got = self._recv_into(memoryview(self._buffer)[self._stop :])
+        view = memoryview(self._buffer)[self._stop :]
+        got = self._recv_into(view) if fill is None else self._filled(fill, view, whole=False)
         self.has_answered = self.has_answered or got > 0
         self._stop += got
         return got
@@ -99,7 +111,7 @@ class Receiver:
         try:
             while view:
                 if fill is not None:
-                    got = self._filled(fill, view)
+                    got = self._filled(fill, view, whole=True)
                 else:
                     if not few:
                         # Nobody is woken for less, but at the end.
@@ -113,9 +125,9 @@ class Receiver:
             if fill is None and not few:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    def _filled(self, fill: Fill, view: memoryview) -> int:
+    def _filled(self, fill: Fill, view: memoryview, *, whole: bool) -> int:
         try:
-            return fill(self._socket, view)
+            return fill(self._socket, view, whole=whole)
         except OSError as error:
             raise self._broken(error) from error
 

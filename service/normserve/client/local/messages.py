@@ -73,8 +73,7 @@ def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
         # What `taken` does, without a generator of its own: there is room but for the first few.
         while (room := arena.take(output.most_bytes)) is None:
             yield output.most_bytes
-        results[name] = room
-        places[name] = room.place
+        results[name], places[name] = room, room.place
     op, direction = _operation(call.path)
     return Prepared(frames.Compute(op, located, places, direction, call.query), inputs, results)
 
