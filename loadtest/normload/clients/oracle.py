@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from normserve.client import DType, HostTensor
-from normserve.client.answers.quoting import quoted
+from normserve.client.quoting import quoted
 from torch.nn import functional
 
 from normload.load.cases import Case

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from normserve.client.answers.quoting import quoted
+from normserve.client.quoting import quoted
 
 from normload.load.scenario import Phase
 from normload.load.tables import is_number

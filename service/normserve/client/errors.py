@@ -20,12 +20,9 @@ API key nor a body, and what they quote of a problem document is short and print
 """
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
-from normserve.client.answers.documents import read_json
-from normserve.client.answers.quoting import quoted
+from normserve.client.quoting import quoted
 
 
 class ClientError(Exception):
@@ -123,64 +120,3 @@ class RequestTimeoutError(ClientError, TimeoutError):
 
 class UnexpectedAnswerError(ClientError):
     """The answer is none to what was asked: too long, compressed, or not what the API says that it holds."""
-
-
-_BY_CODE: dict[str, type[ApiError]] = {"unknown_layer": UnknownLayerError}
-_BY_STATUS: dict[int, type[ApiError]] = {
-    400: InvalidRequestError,
-    401: UnauthorizedError,
-    404: NotFoundError,
-    413: TooLargeError,
-    415: InvalidRequestError,
-    422: InvalidRequestError,
-    429: OverloadedError,
-    503: UnavailableError,
-    504: DeadlineExceededError,
-}
-
-# Without one of the server's own codes these are a proxy's, whose server went away with the request.  To ask again
-# is safe: operations change nothing, and to register a layer twice is to register it.
-_FROM_BETWEEN = (500, 502)
-
-
-def api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str | None = None) -> ApiError:
-    """Make the error of an answer with a status of 400 or above, whoever on the way sent it.
-
-    Args:
-        status, headers, body: of the answer; none of the last is needed.
-        api_key: what the error's texts must not hold.
-    """
-    problem = _read_problem(body)
-    code = problem.get("code")
-    default = ServerFailureError if status >= 500 else ApiError
-    if status in _FROM_BETWEEN and not code:
-        default = UnavailableError
-    kind = _BY_CODE.get(code) if isinstance(code, str) else None
-    kind = kind or _BY_STATUS.get(status, default)
-    return kind(
-        status, problem, headers.get("x-request-id", ""), _seconds(headers.get("retry-after")), api_key=api_key
-    )
-
-
-def _read_problem(body: bytes) -> Mapping[str, Any]:
-    try:
-        problem = read_json(body)
-    except ValueError:
-        return {}
-    return problem if isinstance(problem, dict) else {}
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """How long a Retry-After asks to wait: a number of seconds, or a date; None when it is neither."""
-    if not retry_after:
-        return None
-    if retry_after.strip().isdecimal():
-        return float(retry_after)
-    try:
-        date = parsedate_to_datetime(retry_after)
-        if date.tzinfo is None:
-            date = date.replace(tzinfo=UTC)
-        return max(0.0, (date - datetime.now(UTC)).total_seconds())
-    # The last two of dates beyond what Python's own can say.
-    except (ValueError, TypeError, IndexError, OverflowError):
-        return None

@@ -7,8 +7,9 @@ import httpx
 import numpy as np
 import pytest
 from normserve import client as api
+from normserve.client.answers.failures import api_error
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ApiError, api_error
+from normserve.client.errors import ApiError
 from normserve.client.retries import Attempts, RetryPolicy
 
 from .fake_server import FakeServer, problem_answer, tensors_answer

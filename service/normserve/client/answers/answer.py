@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from normserve.client.answers.documents import read_json
-from normserve.client.answers.quoting import quoted
 from normserve.client.errors import UnexpectedAnswerError
+from normserve.client.quoting import quoted
 from normserve.client.results import Timing
 from normserve.codec import safetensors
 from normserve.codec.media_types import CANONICAL, SAFETENSORS

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import httpx
 
-from normserve.client.answers.quoting import quoted
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError, UnexpectedAnswerError
+from normserve.client.quoting import quoted
 
 #: What a description of one thing may have: a problem document, a layer, the server itself.  All are a few KiB.
 DOCUMENT_BYTES = 2**20

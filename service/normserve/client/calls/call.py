@@ -8,9 +8,10 @@ from urllib.parse import urlencode
 
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.expectations import Output
+from normserve.client.answers.failures import api_error
 from normserve.client.answers.reception import DOCUMENT_BYTES
 from normserve.client.calls import arrays
-from normserve.client.errors import UnexpectedAnswerError, api_error
+from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from normserve.client.answers.answer import Answer
-from normserve.client.answers.quoting import quoted
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError
 from normserve.client.local.arena import Arena
 from normserve.client.local.messages import Needs, growth, prepare, refusal_of, required, taken, understood
 from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
+from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import TAGS, VERSION, Message
 

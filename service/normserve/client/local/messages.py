@@ -11,10 +11,11 @@ from urllib.parse import unquote
 import numpy as np
 
 from normserve.client.answers.answer import Answer
-from normserve.client.answers.quoting import quoted
+from normserve.client.answers.failures import api_error
 from normserve.client.calls.call import Call
-from normserve.client.errors import ApiError, UnexpectedAnswerError, api_error
+from normserve.client.errors import ApiError, UnexpectedAnswerError
 from normserve.client.local.arena import Arena, Block
+from normserve.client.quoting import quoted
 from normserve.client.results import Timing
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import ALIGNMENT, Located, Message

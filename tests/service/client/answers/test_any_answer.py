@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from normserve import client as api
 from normserve.client.answers.answer import Answer
-from normserve.client.errors import api_error
+from normserve.client.answers.failures import api_error
 
 from tests.service.client.fake_server import HEADERS, FakeServer, tensors_answer
 
