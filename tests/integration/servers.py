@@ -59,7 +59,8 @@ class ServerProcess:
         return url.host, url.port
 
     def client(self) -> httpx.Client:
-        """An HTTP client of this server; one without TLS reads no certificates, which takes longer than a request."""
+        """An HTTP client of this server."""
+        # To read all certificate authorities takes as long as a dozen requests.
         return httpx.Client(base_url=self.url, verify=self.url.startswith("https:"), timeout=60)
 
     def resident_bytes(self) -> int:
