@@ -26,6 +26,8 @@ serve: .venv/.server
 	$(BIN)/normserve serve
 
 # Each process begins with a half of its own, so that most modules start the servers that they share once.
+# What tests start, some fifty interpreters, would otherwise compile all of its modules each time.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 

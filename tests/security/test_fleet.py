@@ -28,14 +28,14 @@ def fleet(launched, uds):
 
 @pytest.fixture
 def api(fleet):
-    with httpx.Client(base_url=fleet.url, headers=KEY, timeout=60) as client:
+    with httpx.Client(base_url=fleet.url, headers=KEY, timeout=60, verify=False) as client:
         yield client
 
 
 @pytest.fixture
 def outside(uds):
     with httpx.Client(
-        transport=httpx.HTTPTransport(uds=str(uds)), base_url="http://localhost", timeout=60
+        transport=httpx.HTTPTransport(uds=str(uds), verify=False), base_url="http://localhost", timeout=60
     ) as client:
         yield client
 
@@ -50,7 +50,7 @@ POSING = [
 @pytest.mark.parametrize("headers", POSING, ids=["host", "path", "forwarded"])
 @pytest.mark.parametrize("way", ["outside", "tcp"])
 def test_no_header_makes_a_client_one_of_the_fleet(fleet, outside, headers, way):
-    client = outside if way == "outside" else httpx.Client(base_url=fleet.url)
+    client = outside if way == "outside" else httpx.Client(base_url=fleet.url, verify=False)
     with client if way == "tcp" else contextlib.nullcontext():
         for method, path in (("GET", "/v1/info"), ("PUT", "/v1/layers/a?op=rms_norm"), ("DELETE", "/v1/layers/a")):
             refused = client.request(method, path, headers=headers)

@@ -21,7 +21,7 @@ def test_npy_by_any_name(api, declared):
 
 
 def test_npy_without_a_type(server):
-    with httpx.Client() as client:
+    with httpx.Client(verify=False) as client:
         request = client.build_request("POST", server.url + "/v1/layer_norm", content=npy(X))
         request.headers.pop("content-type", None)
         assert client.send(request).headers["content-type"] == NPY

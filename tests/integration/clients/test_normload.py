@@ -15,7 +15,7 @@ warmup_s = 0.2
 
 [workload]
 max_mib = 0.25
-pool = 100
+pool = 50
 
 [capacity]
 connections = 2
@@ -67,7 +67,7 @@ def test_shared_memory_is_driven_too(launched, tmp_path):
     serving = launched("--local", str(path))
     (tmp_path / "own.toml").write_text(SCENARIO.replace('"400%"', '"60%"'))
     command = [sys.executable, "-m", "normload", "run", str(tmp_path / "own.toml"), "--url", f"unix://{path}"]
-    options = ["--verify", "--duration", "0.6", "--processes", "2", "--json", str(tmp_path / "a.json")]
+    options = ["--verify", "--duration", "0.6", "--processes", "1", "--json", str(tmp_path / "a.json")]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "a.json").read_text())

@@ -62,7 +62,10 @@ def test_a_process_that_hangs_holds_up_no_scrape(fleet):
         hung = processes(api)[1]
 
     def scrape(_) -> str | None:
-        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=fleet.url, timeout=4) as api:
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.Client(base_url=fleet.url, timeout=4, verify=False) as api,
+        ):
             return api.get("/metrics").text
         return None
 
@@ -143,7 +146,9 @@ def test_large_bodies(fleet):
 def test_sigterm_ends_all_of_them(start_server, tmp_path):
     path = tmp_path / "socket"
     fleet = start_server("--devices", "cpu,cpu", "--uds", str(path), env={"NORMSERVE_API_KEY": "secret"})
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://normserve") as api:
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(path), verify=False), base_url="http://normserve"
+    ) as api:
         assert api.get("/readyz").status_code == 200
         assert_problem(api.get("/v1/info"), 401, "unauthorized")
         told = api.get("/v1/info", headers={"authorization": "Bearer secret"}).json()["processes"]

@@ -35,7 +35,7 @@ class Prometheus:
         self._process = subprocess.Popen(
             [program, *(f"--{name}={value}" for name, value in options.items())], stderr=self._log
         )
-        self._http = httpx.Client(base_url=f"http://{address}")
+        self._http = httpx.Client(base_url=f"http://{address}", verify=False)
         self._targets = len(targets)
 
     def wait_for_scrapes(self, count: int = 1) -> None:

@@ -95,7 +95,7 @@ def test_not_ready_before_the_device_is(start_server, tmp_path, until):
     port = free_port()
     options = ("--port", str(port))
     server = start_server(*options, env={"GATE": str(gate), "WAIT_AT_START": "1"}, script=SCRIPT, wait=False)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as http:
         until(lambda: is_up(http))
         assert_problem(http.get("/readyz"), 503, "not_ready")
         refused = http.post("/v1/layer_norm", content=npy(X))

@@ -11,7 +11,6 @@ import fusednorm
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_module, distribute_tensor
 
 from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import (
@@ -178,6 +177,9 @@ def test_left_alone_with_a_reason(case):
 
 
 def test_a_distributed_parameter_is_left_alone(tmp_path):
+    # More than a second of imports, which every process that collects tests would take.
+    from torch.distributed.tensor import distribute_module, distribute_tensor
+
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))

@@ -8,10 +8,18 @@ from fusednorm.ops.group_norm import forward_choice
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 
+from tests.kernels.harness.cells import sampled
 from tests.kernels.jit.plain_mailbox import use_plain_mailbox
 from tests.kernels.ops.group_norm.cases import check_forward, make_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU programs wait for one another")
+
+
+# A launch waits between pieces, whatever their elements are.
+DTYPES_AND_LAGS = sampled(
+    [(dtype, lag) for dtype in (torch.float32, torch.bfloat16) for lag in (0, 1, 2)],
+    [(torch.float32, 0), (torch.bfloat16, 1), (torch.float32, 2)],
+)
 
 
 @pytest.fixture
@@ -29,8 +37,7 @@ def share(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "lag"), DTYPES_AND_LAGS)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [
@@ -46,8 +53,7 @@ def test_slabs_of_contiguous_groups_match_the_oracle(shape, groups, lag, dtype, 
     check_forward(make_case(shape, groups, dtype, device, activation="silu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "lag"), DTYPES_AND_LAGS)
 @pytest.mark.parametrize(
     ("shape", "groups", "block_groups"),
     [

@@ -13,6 +13,7 @@ from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.ops.group_norm import backward_choice as group_norm_backward_launch
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
 
+from tests.kernels.harness.cells import sampled
 from tests.kernels.ops.group_norm.cases import (
     CHANNELS_LAST,
     CONTIGUOUS,
@@ -26,7 +27,10 @@ from tests.kernels.ops.group_norm.cases import (
 ALGORITHMS = (*CONTIGUOUS, *CHANNELS_LAST)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+# In the interpreter `test_without_parameters` has float16.
+@pytest.mark.parametrize(
+    "dtype", sampled([torch.float32, torch.float16, torch.bfloat16], [torch.float32, torch.bfloat16])
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_passes_match_the_oracle(algorithm, dtype, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
@@ -204,12 +208,14 @@ def test_companions_of_the_other_layout_are_read_where_they_lie(
         return *forward[:4], *gradients[:3], *case.backward(ours, dy, dresidual_out=outside)[:3]
 
     expected = results(dy, residual, outside)
-    for given in (
+    together = tuple(map(in_the_other_layout, (dy, residual, outside)))
+    one_by_one = (
         (in_the_other_layout(dy), residual, outside),
         (dy, in_the_other_layout(residual), outside),
         (dy, residual, in_the_other_layout(outside)),
-        tuple(map(in_the_other_layout, (dy, residual, outside))),
-    ):
+    )
+    # Which of them lies otherwise has to do with positions nowhere: the interpreter tells them apart once.
+    for given in (*sampled(one_by_one, one_by_one if positions == (5, 9) else ()), together):
         for actual, wanted in zip(results(*given), expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
             assert actual.stride() == wanted.stride()
@@ -230,8 +236,10 @@ def test_the_other_layout_is_not_copied(last, device, monkeypatch):
     assert {t.data_ptr() for t in (case.x, case.residual, dy)} <= given
 
 
-@pytest.mark.parametrize("activation", ["none", "silu"])
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    ("affine", "activation"),
+    sampled([(a, b) for a in (True, False) for b in ("none", "silu")], [(True, "silu"), (False, "none")]),
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_scale_and_shift_of_samples_have_gradients(algorithm, affine, activation, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)

@@ -72,11 +72,17 @@ def share(monkeypatch):
     return choose
 
 
+# What programs exchange is one mean less for RMSNorm; how they take turns is the same.
 @pytest.mark.parametrize(
-    ("rows", "cols", "lag", "dtype"),
-    [(1, 512, 1, torch.float32), (5, 1024, 2, torch.bfloat16), (3, 700, 3, torch.float32)],
+    ("op", "rows", "cols", "lag", "dtype"),
+    [
+        ("layer_norm", 1, 512, 1, torch.float32),
+        ("layer_norm", 5, 1024, 2, torch.bfloat16),
+        ("layer_norm", 3, 700, 3, torch.float32),
+        ("rms_norm", 1, 512, 1, torch.bfloat16),
+        ("rms_norm", 3, 700, 3, torch.float32),
+    ],
 )
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_shared_rows_match_the_oracle(op, rows, cols, lag, dtype, share, device, poisoned):
     share(lag)
     case = make_case(op, dtype, rows, cols, device)

@@ -165,7 +165,7 @@ for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
         for residual, stats in ((False, False), (False, True), (True, True)):
             shapes += 1
             keys, fixed = set(), set()
-            for rows in (1, 2, 3, 17, 131, 133, 1000, 10**6):
+            for rows in (1, 2, 131, 133, 10**6):
                 launches = list(plan(rows, cols, dtype, residual, stats))
                 keys.add(tuple(prepared._described(l.kernel, l.arguments, l.options, 0)[0] for l in launches))
                 for number, launch in enumerate(launches):
