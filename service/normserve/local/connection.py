@@ -48,6 +48,8 @@ _ANY = frozenset(KeyScope)
 # Frames that are remembered of each connection: those of a few requests that come by turns.
 _MOST_KNOWN, _LONGEST_KNOWN = 64, 2048
 
+_UNANSWERED = (frames.Cancel, frames.Free)
+
 _names = random.Random()
 
 Said = Message | Request
@@ -168,7 +170,7 @@ class Connection:
 
     def _begin(self, tag: int, message: Said, began: float, ended: float) -> None:
         """Do what a message says; its frame came from `began` to `ended`."""
-        if isinstance(message, frames.Cancel | frames.Free):
+        if isinstance(message, _UNANSWERED):
             self._let_go(message)
             return
         record = RequestRecord(transport="local", stages={"recv": ended - began}, began=began)
@@ -262,7 +264,7 @@ class Connection:
         service.progress.end()
         asked.permit.release()
         error = reply.exception()
-        if isinstance(error, DrainingError | DeviceFailureError):
+        if error is not None and isinstance(error, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
             self.close()
         if self._waiting:

@@ -126,9 +126,10 @@ class Wire:
         except NormserveError as error:
             self._listener.on_fault(error)
             return
-        if found or not self._frames.is_within:
+        is_within = self._frames.is_within
+        if self._frame_timer is not None and (found or not is_within):
             self._time_frame(runs=False)
-        if self._frames.is_within:
+        if is_within:
             self._began = ended if found else began
             self._time_frame(runs=True)
         for tag, content in found:

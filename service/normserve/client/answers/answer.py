@@ -118,17 +118,14 @@ def _entries(body: memoryview) -> Sequence[Entry]:
 _known_entries: dict[tuple[bytes, int], Sequence[Entry]] = {}
 
 # As normserve writes it; what is written in another way takes longer to read.
-_STAGES = re.compile(r"(?:[a-z_]{1,64};dur=[0-9.e+-]{1,32}(?:, |$))*")
-_STAGE = re.compile(r"([a-z_]+);dur=([^,]+)")
+_STAGES = ("recv", "queue", "copy_in", "kernel", "copy_out")
+_DURATIONS = re.compile(", ".join([rf"{stage};dur=([0-9]{{1,15}}\.[0-9]{{1,15}})" for stage in _STAGES]))
 
 
 def _read_stages(server_timing: str) -> dict[str, float]:
+    if found := _DURATIONS.fullmatch(server_timing):
+        return dict(zip(_STAGES, map(float, found.groups()), strict=True))
     stages = {}
-    if _STAGES.fullmatch(server_timing):
-        for name, value in _STAGE.findall(server_timing):
-            if (duration_ms := _amount(value)) is not None:
-                stages[name] = duration_ms
-        return stages
     for metric in server_timing.split(","):
         name, *parameters = (part.strip() for part in metric.split(";"))
         for parameter in parameters:

@@ -162,9 +162,10 @@ def filling(waits: Waits) -> Fill:
         while True:
             left_s = waits.left_s("read")
             if left_s is None or left_s >= _RECEIVING_S:
-                with suppress(BlockingIOError):
+                try:
                     return connected.recv_into(view, 0, flags)
-                continue
+                except BlockingIOError:
+                    continue
             if left_s <= 0:
                 raise late("read")
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left_s))

@@ -10,7 +10,6 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 import httpx
 import numpy as np
@@ -200,8 +199,10 @@ class Connection(Receiver):
     def _send_at_once(self, parts: Sequence[bytes | memoryview]) -> bool:
         """Send what the socket takes without a wait; return whether that is all."""
         self._already = 0
-        with suppress(*_LATER):
+        try:
             self._already = self._socket.sendmsg(parts[:_MOST_PARTS], (), self._send_flags)
+        except _LATER:
+            return False
         return self._already == sum(map(len, parts))
 
     def _send_some(self, views: list[memoryview]) -> int:

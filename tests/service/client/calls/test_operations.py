@@ -122,6 +122,13 @@ def test_of_server_timing_the_durations_are_read(connect):
     assert connect(FakeServer(answer)).layer_norm(X).timing.stages_ms == {"cache": 5, "kernel": 0.5}
 
 
+def test_durations_as_the_server_writes_them_are_read(connect):
+    answer = tensors_answer(y=X)
+    durations = {"recv": 0.000000001, "queue": 12.5, "copy_in": 0.0, "kernel": 86_400_000.25, "copy_out": 3.0}
+    answer.headers["server-timing"] = ", ".join([f"{stage};dur={ms:.9f}" for stage, ms in durations.items()])
+    assert connect(FakeServer(answer)).layer_norm(X).timing.stages_ms == durations
+
+
 def test_timing_that_cannot_be_is_left_out(connect):
     answer = tensors_answer(y=X)
     answer.headers["server-timing"] = "a;dur=nan, b;dur=inf, c;dur=-1, d;dur=0"
