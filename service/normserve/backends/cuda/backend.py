@@ -16,6 +16,7 @@ from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
+from normserve.backends.cuda.device_work import DeviceWork, device_work, shareable
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of, written
@@ -42,6 +43,7 @@ from normserve.errors import (
 )
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool, Source
 
@@ -77,6 +79,7 @@ class TritonBackend:
         self._warm_sizes = warm_sizes
         self._ahead = ahead
         self.compiled: set[Hashable] = set()
+        self.device_memory: Device | None = None
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._workplaces = Workplaces(self._slabs, fusednorm, Replays(CudaGraphs()))
 
@@ -92,6 +95,7 @@ class TritonBackend:
             Lane.LARGE: Pipeline(_CudaStreams(urgent=False)),
         }
         device = torch.device("cuda", torch.cuda.current_device())
+        self.device_memory = shareable(torch.cuda.current_device())
         # While other processes compile.
         bandwidth = copy_bandwidth(device)
         if self._ahead is not None:
@@ -123,6 +127,8 @@ class TritonBackend:
         return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
 
     def run(self, batch: Batch) -> InFlight:
+        if batch.jobs[0].is_on_device:
+            return self._run_on_device(batch)
         began = time.perf_counter()
         workplace = self._workplaces.prepare(batch)
         if workplace is None:
@@ -149,6 +155,18 @@ class TritonBackend:
                 kernel_s=took.compute,
                 copy_out_s=took.copy_out,
             )
+
+        return _OnTheDevice(flight, execution)
+
+    def _run_on_device(self, batch: Batch) -> InFlight:
+        """A job alone, from where its tensors lie to where its results go: nothing is copied."""
+        began = time.perf_counter()
+        work = device_work(batch.jobs[0], fusednorm)
+        prepared_s = time.perf_counter() - began
+        flight = self._pipelines[batch.lane].start_one(DeviceWork.compute, work)
+
+        def execution(took: StageSeconds) -> Execution:
+            return Execution((work.results,), (work.kernel_bytes,), prepared_s, took.compute, 0.0, are_placed=True)
 
         return _OnTheDevice(flight, execution)
 
