@@ -7,11 +7,11 @@ charged until the client's process has ended, and until then is lent again to no
 import asyncio
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from normserve.errors import InvalidParameterError
-from normserve.local.memory import Accounts, Leftovers, Lent
+from normserve.local.memory import Accounts, Leftovers
 from normserve.local.peer import Peer
 from normserve.memory.device_segments import (
     Device,
@@ -110,21 +110,19 @@ class DeviceArenas:
 def _reused(
     peer: Peer, nbytes: int, spent: list[LentDeviceSegment], leftovers: Leftovers
 ) -> LentDeviceSegment | None:
-    """What the client's process has had already, of the right size, if anything."""
-
-    def serves(segment: Lent) -> bool:
-        return (
-            isinstance(segment, LentDeviceSegment)
-            and segment.uid == peer.uid
-            and nbytes <= len(segment) <= 2 * nbytes
-        )
-
-    for index, segment in enumerate(spent):
-        if serves(segment):
-            return spent.pop(index)
-    found = leftovers.reclaim(peer.pid, serves) if peer.pid else None
-    assert found is None or isinstance(found, LentDeviceSegment)
-    return found
+    """The smallest of what the client's process has had already that is large enough, if anything is."""
+    found: tuple[list[Any], LentDeviceSegment] | None = None
+    kept: Sequence[list[Any]] = (spent, leftovers.of(peer.pid) if peer.pid else [])
+    for segments in kept:
+        for segment in segments:
+            if not isinstance(segment, LentDeviceSegment) or segment.uid != peer.uid or len(segment) < nbytes:
+                continue
+            if found is None or len(segment) < len(found[1]):
+                found = segments, segment
+    if found is None:
+        return None
+    found[0].remove(found[1])
+    return found[1]
 
 
 def _prepared(device: Device, segment: LentDeviceSegment | None, nbytes: int) -> tuple[int, LentDeviceSegment]:

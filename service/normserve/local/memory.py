@@ -176,13 +176,9 @@ class Leftovers:
     def __len__(self) -> int:
         return sum([len(segments) for _, segments in self._of_process.values()])
 
-    def reclaim(self, pid: int, of: Callable[[Lent], bool]) -> Lent | None:
-        """One of those that are kept for a process, which has another use for it; None where it has none such."""
-        _, segments = self._of_process.get(pid, (0, []))
-        for index, segment in enumerate(segments):
-            if of(segment):
-                return segments.pop(index)
-        return None
+    def of(self, pid: int) -> list[Lent]:
+        """Those that are kept for a process; who has another use for one takes it out."""
+        return self._of_process[pid][1] if pid in self._of_process else []
 
     def keep(self, pid: int, watch: int | None, segments: list[Lent]) -> None:
         """Keep these until their process ends.

@@ -222,6 +222,8 @@ class DeviceBytes:
         return self._stop - self._start
 
     def __getitem__(self, piece: slice) -> "DeviceBytes":
+        if not isinstance(piece, slice):
+            raise TypeError("the bytes of a device's memory cannot be read one by one")
         start, stop, step = piece.indices(len(self))
         if step != 1:
             raise ValueError(f"a view of device memory must have step 1, got {step}")
