@@ -81,7 +81,8 @@ class TritonBackend:
         self.compiled: set[Hashable] = set()
         self.device_memory: Device | None = None
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
-        self._workplaces = Workplaces(self._slabs, fusednorm, Replays(CudaGraphs()))
+        self._replays = Replays(CudaGraphs())
+        self._workplaces = Workplaces(self._slabs, fusednorm, self._replays)
 
     def start(self) -> DeviceInfo:
         # Samples of several clients share launches.
@@ -161,9 +162,14 @@ class TritonBackend:
     def _run_on_device(self, batch: Batch) -> InFlight:
         """A job alone, from where its tensors lie to where its results go: nothing is copied."""
         began = time.perf_counter()
-        work = device_work(batch.jobs[0], fusednorm)
+        work = device_work(batch.jobs[0], fusednorm, self._replays)
         prepared_s = time.perf_counter() - began
-        flight = self._pipelines[batch.lane].start_one(DeviceWork.compute, work)
+        # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
+        pipeline = self._pipelines[Lane.SMALL]
+        flight = pipeline.start_one(DeviceWork.compute, work)
+        # While the device is at it.
+        if work.is_worth_a_graph:
+            pipeline.aside(work.capture)
 
         def execution(took: StageSeconds) -> Execution:
             return Execution((work.results,), (work.kernel_bytes,), prepared_s, took.compute, 0.0, are_placed=True)

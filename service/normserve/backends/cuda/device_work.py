@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normserve.backends.cuda.replays import Repeated, Replays
 from normserve.backends.launch import call_of, destinations, launch, parameters_of
 from normserve.backends.tensors import (
     TORCH_DTYPES,
@@ -45,8 +46,11 @@ class DeviceWork:
         kernel_bytes: the fewest bytes that the launch must move.
     """
 
-    def __init__(self, job: NormJob, library: ModuleType) -> None:
-        """Args: library: the kernels."""
+    def __init__(self, job: NormJob, library: ModuleType, replays: Replays) -> None:
+        """Args:
+        library: the kernels.
+        replays: of graphs; what comes many times is replayed.
+        """
         assert job.places is not None
         given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
         described = results.results_of(job.spec, given, job.layer)
@@ -57,21 +61,30 @@ class DeviceWork:
         self.kernel_bytes = kernel_bytes(job, self.results)
         # What is made in inference mode can be used nowhere else.
         with torch.inference_mode(False):
-            self._call = _call(job, self.results, library)
+            self._repeated = Repeated(_call(job, self.results, library), job.spec, replays)
 
     def compute(self) -> None:
         """Launch it on the thread's current stream."""
-        self._call()
+        self._repeated.make({})
+
+    @property
+    def is_worth_a_graph(self) -> bool:
+        """Whether it came so often by now that `capture` pays."""
+        return self._repeated.is_due
+
+    def capture(self) -> None:
+        """Have it replayed when it comes again; on the stream that it was computed on."""
+        self._repeated.capture({})
 
 
-def device_work(job: NormJob, library: ModuleType) -> DeviceWork:
+def device_work(job: NormJob, library: ModuleType, replays: Replays) -> DeviceWork:
     """The work of a job on the device; of jobs that follow one another in the same memory it is found out once."""
     recurrence = job.recurrence
     if recurrence is None:
-        return DeviceWork(job, library)
+        return DeviceWork(job, library, replays)
     known = recurrence.prepared
     if known is None:
-        known = recurrence.prepared = DeviceWork(job, library)
+        known = recurrence.prepared = DeviceWork(job, library, replays)
     assert isinstance(known, DeviceWork)
     return known
 
