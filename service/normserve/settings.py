@@ -32,6 +32,11 @@ class Settings(BaseSettings):
     local_bytes: int = Field(
         2**30, ge=2**20, description="Bytes of shared memory that the connections of one user may have together."
     )
+    local_device_bytes: int = Field(
+        2**30,
+        ge=0,
+        description="Bytes of the device's memory that the connections of one user may have together, or 0.",
+    )
     local_connections: int = Field(
         64, ge=1, description="Connections to that socket that one user may have open at once."
     )

@@ -25,6 +25,7 @@ class NoDevice:
     depth = ONE_AT_A_TIME
     inline_bytes = 2**62
     compiled = None
+    device_memory = None
 
     def start(self) -> DeviceInfo:
         return DeviceInfo(name="none", kind="none", copy_bandwidth=0.0, versions={})

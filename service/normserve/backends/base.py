@@ -8,6 +8,7 @@ from typing import Protocol
 from normserve.errors import NormserveError
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 
 
@@ -79,6 +80,13 @@ class Backend(Protocol):
         """Prepare memory that clients on this host share for copies, for as long as the returned object lives.
 
         Called from any thread; where it cannot be prepared, copies take longer.
+        """
+
+    @property
+    def device_memory(self) -> Device | None:
+        """Whose memory clients on this host may have; None where none can be shared.  Asked once it has started.
+
+        Jobs that are on the device (`NormJob.is_on_device`) come only where there is one.
         """
 
     def translate(self, error: Exception) -> NormserveError | None:

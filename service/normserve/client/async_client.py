@@ -18,6 +18,7 @@ from normserve.client.errors import ClientError
 from normserve.client.local.awaiting import AsyncLocalTransport
 from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
+from normserve.memory.host_tensors import DType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,10 +66,12 @@ class AsyncClient:
     delete_layer = _operation(administration.delete_layer)
     info = _operation(administration.info)
 
-    async def empty(self, shape: Sequence[int], dtype: object = "float32") -> Any:
+    async def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
         """As `Client.empty`."""
         of, as_torch = arrays.described_dtype(dtype)
         sizes = tuple(shape)
+        if device is not None:
+            return await self._empty_on(device, of, sizes)
         nbytes = prod(sizes) * of.itemsize
         transport = self._transport
         if nbytes and isinstance(transport, AsyncLocalTransport):
@@ -76,6 +79,13 @@ class AsyncClient:
         else:
             data = np.empty(nbytes, np.uint8).data
         return arrays.empty(data, of, sizes, as_torch=as_torch)
+
+    async def _empty_on(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
+        transport, index = self._transport, arrays.cuda_index(device)
+        made = None
+        if index is not None and 0 not in shape and isinstance(transport, AsyncLocalTransport):
+            made = await transport.device_tensor(index, dtype, shape, Deadline(self._server.timeout_s))
+        return arrays.empty_on(device, dtype, shape) if made is None else made
 
     async def close(self) -> None:
         """Close all connections."""

@@ -18,6 +18,7 @@ from normserve.client.errors import ClientError
 from normserve.client.local.blocking import LocalTransport
 from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
+from normserve.memory.host_tensors import DType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,12 +80,14 @@ class Client:
     delete_layer = _operation(administration.delete_layer)
     info = _operation(administration.info)
 
-    def empty(self, shape: Sequence[int], dtype: object = "float32") -> Any:
+    def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
         """An array to fill, in the memory that is shared with the server where any is, so that it is not copied.
 
         Args:
             shape: its sizes.
             dtype: float32, float16 or bfloat16, by name, of numpy or of torch; of torch it is a tensor.
+            device: a CUDA device as torch has it, say "cuda": a tensor in its memory, which the server shares if it
+                computes there; None is the host's.
 
         Raises:
             TypeError: it is no element type of the API, or one that numpy does not have.
@@ -92,6 +95,8 @@ class Client:
         """
         of, as_torch = arrays.described_dtype(dtype)
         sizes = tuple(shape)
+        if device is not None:
+            return self._empty_on(device, of, sizes)
         nbytes = prod(sizes) * of.itemsize
         transport = self._transport
         if nbytes and isinstance(transport, LocalTransport):
@@ -99,6 +104,13 @@ class Client:
         else:
             data = np.empty(nbytes, np.uint8).data
         return arrays.empty(data, of, sizes, as_torch=as_torch)
+
+    def _empty_on(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
+        transport, index = self._transport, arrays.cuda_index(device)
+        made = None
+        if index is not None and 0 not in shape and isinstance(transport, LocalTransport):
+            made = transport.device_tensor(index, dtype, shape, Deadline(self._server.timeout_s))
+        return arrays.empty_on(device, dtype, shape) if made is None else made
 
     def close(self) -> None:
         """Close all connections."""

@@ -7,7 +7,7 @@ copy that nobody else can change, into types that hold nothing but what they dec
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -74,9 +74,10 @@ class Hello(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_fields=T
 
 
 class Grow(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=True, frozen=True):
-    """Asks for another segment of the arena; its descriptor comes with the answer."""
+    """Asks for another segment of the arena, in the host's memory or the device's; its descriptor comes along."""
 
     nbytes: Whole
+    memory: Literal["host", "device"] = "host"
 
 
 class Free(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
@@ -150,6 +151,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
         stages_ms: milliseconds in each of the server's stages.
         kernel_bytes, kernel_bandwidth, batch_size: as HTTP's headers.
         segment: the number of a new segment.
+        device: of a segment in a device's memory, that device's UUID; "" is the host.
+        nbytes: of such a segment.
         document: what was asked for beside operations.
         problem: of an error, its problem document.
         retry_after_s: after how long the request may come again.
@@ -163,6 +166,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
     kernel_bandwidth: float = 0.0
     batch_size: Whole = 1
     segment: Whole | None = None
+    device: Name = ""
+    nbytes: Whole = 0
     document: Any = None
     problem: dict[str, Any] = {}
     retry_after_s: Whole | None = None

@@ -26,6 +26,7 @@ from normserve.errors import (
 )
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob, NormResult, Op
+from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.metrics import Metrics
 
@@ -131,6 +132,11 @@ class Engine:
         Called from any thread, once the engine is ready.
         """
         return self._executor.backend.share(memory)
+
+    @property
+    def device_memory(self) -> Device | None:
+        """Whose memory clients on this host may have; None where none can be shared.  Asked once it is ready."""
+        return self._executor.backend.device_memory
 
     async def submit(self, job: NormJob, deadline: float) -> NormResult:
         """Run a job.  Cancelling the call takes the job out of the queue if it is still there.
@@ -252,7 +258,7 @@ class Engine:
         self._replies.note_start(batch)
         reply = self._on_loop(functools.partial(self._finish, batch))
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
-        if not self._launched and batch.nbytes <= self._executor.backend.inline_bytes:
+        if not self._launched and self._executor.runs_soon(batch):
             outcome = self._executor.run_here(batch, reply)
             if outcome is not None:
                 self._conclude(batch, outcome)

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 # What small batches take many times over, and nobody on the event loop misses.
 _SOON_S = 1e-3
 
+# What lies in a device's memory is computed at that memory's speed: as many in a fraction of that.
+_INLINE_DEVICE_BYTES = 512 * 2**20
+
 
 class Outcome(NamedTuple):
     """What became of a piece of work: a value or an error, never both.
@@ -98,6 +101,12 @@ class Executor:
     def run(self, batch: Batch, reply: Reply) -> None:
         """Run a batch; the reply's value is an `Execution`."""
         self._owner.put(_Work(lambda: in_places(batch, self.backend.run(batch)), reply, batch.lane))
+
+    def runs_soon(self, batch: Batch) -> bool:
+        """Whether a batch is over sooner than it could be handed to a thread."""
+        if batch.nbytes <= self.backend.inline_bytes:
+            return True
+        return batch.nbytes <= _INLINE_DEVICE_BYTES and batch.jobs[0].is_on_device
 
     def run_here(self, batch: Batch, reply: Reply) -> Outcome | None:
         """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).

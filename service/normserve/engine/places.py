@@ -18,7 +18,7 @@ def in_places(batch: Batch, value: Execution | InFlight) -> Execution | InFlight
     if isinstance(value, Execution) and value.are_placed:
         return value
     for job in batch.jobs:
-        if job.places is not None:
+        if job.places is not None and not job.is_on_device:
             return _InPlaces(batch, value) if isinstance(value, InFlight) else _placed(batch, value)
     return value
 

@@ -204,6 +204,7 @@ def _status(service: Service) -> Status:
             "version": VERSION,
             "max_bytes": settings.local_bytes,
             "max_connections": settings.local_connections,
+            "max_device_bytes": settings.local_device_bytes,
         }
     stalls = service.stalls
     status = Status(service.engine, service.layers, service.metrics, service.siblings, stalls, limits, local)

@@ -6,6 +6,7 @@ from enum import Enum
 from math import prod
 from typing import NamedTuple
 
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
 MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
@@ -125,7 +126,8 @@ class NormJob:
     """One request's work, checked: the tensors fit the spec and one another.
 
     Attributes:
-        tensors: by their names in the API; with a layer, neither weight nor bias.
+        tensors: by their names in the API; with a layer, neither weight nor bias.  All are in the host's memory, or
+            all of them `DeviceTensor`s: such a job runs alone, and its places are `DeviceBytes`.
         layer: the registered parameters, if the request named some.
         may_overwrite: nobody reads the tensors after the job; results may be written over them.
         places: where the caller wants results, by their names in the API, each of at least their bytes; None
@@ -154,6 +156,11 @@ class NormJob:
         """The tensor to normalise."""
         return self.tensors["x"]
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its tensors, and the places of its results, lie in the device's memory."""
+        return isinstance(self.tensors["x"], DeviceTensor)
+
     def batch_class(self) -> Hashable | None:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
 
@@ -161,7 +168,7 @@ class NormJob:
         survives company.  GroupNorm's scale and shift belong to the samples and go along with them.
         """
         has_parameters = self.layer is not None or "weight" in self.tensors or "bias" in self.tensors
-        if self.spec.dropout or (self.spec.direction is Pass.BACKWARD and has_parameters):
+        if self.is_on_device or self.spec.dropout or (self.spec.direction is Pass.BACKWARD and has_parameters):
             return None
         members: list[Hashable] = []
         for name, tensor in sorted(self.tensors.items()):

@@ -8,6 +8,8 @@ from normserve.codec.local_frames import ALIGNMENT, Located, Place
 from normserve.codec.shapes import bits_of
 from normserve.errors import InvalidParameterError, InvalidShapeError, UnsupportedDtypeError
 from normserve.jobs.results import Described
+from normserve.memory.device_segments import DeviceBytes
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
 _DTYPES = {dtype.value: dtype for dtype in DType}
@@ -34,7 +36,8 @@ class Arena:
     """Segments by their numbers, none of which is given twice.
 
     Attributes:
-        segments: what is mapped of each; a view of it keeps it mapped, whatever happens here.
+        segments: what is mapped of each, in the host's memory or a device's (`DeviceBytes`); a view of it keeps it
+            mapped, whatever happens here.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,8 @@ class Arena:
         nbytes = bits_of(located.shape, 8 * dtype.itemsize) // 8
         data = self._bytes(name, located.segment, located.offset, nbytes)
         span = Span(located.segment, located.offset, located.offset + nbytes)
-        return HostTensor(dtype, located.shape, data), span
+        kind = DeviceTensor if isinstance(data, DeviceBytes) else HostTensor
+        return kind(dtype, located.shape, data), span
 
     def place(self, name: str, place: Place) -> memoryview:
         """The bytes that a result may be written to.
@@ -93,6 +97,20 @@ class Arena:
             raise InvalidParameterError(
                 f"{_label(name)} must lie in a segment of this connection's arena"
             ) from None
+
+
+def check_together(tensors: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> None:
+    """See that a request's tensors and places are all in the host's memory, or all in the device's.
+
+    Raises:
+        InvalidParameterError: they are not.
+    """
+    are_on_device = [isinstance(tensor, DeviceTensor) for tensor in tensors.values()]
+    are_on_device += [isinstance(place, DeviceBytes) for place in places.values()]
+    if len(set(are_on_device)) > 1:
+        raise InvalidParameterError(
+            "tensors and places of a request must all lie in the host's memory or all in the device's, they do not"
+        )
 
 
 def check_places(

@@ -26,8 +26,9 @@ from normserve.errors import (
 from normserve.jobs.job import NormJob, NormResult
 from normserve.local import access_log
 from normserve.local.arena import Arena
+from normserve.local.device import DeviceArenas, LentDeviceSegment
 from normserve.local.layers import LayerMessages, Sender
-from normserve.local.memory import LentSegment, SharedMemory, give_back
+from normserve.local.memory import Leftovers, Lent, LentSegment, SharedMemory, give_back
 from normserve.local.operations import Operations, Request, answered
 from normserve.local.peer import Peer
 from normserve.local.session import Session
@@ -64,6 +65,7 @@ class Service:
         refusals: is told of messages that were refused for want of a key.
         progress: is told when work begins and ends.
         is_logged: whether the access log has a line for each message.
+        leftovers: segments of connections that have ended.
         describe: what `/v1/info` answers.
     """
 
@@ -74,6 +76,8 @@ class Service:
     metrics: Metrics
     progress: Progress
     memory: SharedMemory
+    device_memory: DeviceArenas
+    leftovers: Leftovers
     describe: Callable[[], Awaitable[dict[str, Any]]]
     is_logged: bool = False
 
@@ -90,9 +94,11 @@ class Connection:
         """Args: key_name: of the API key that stands for the peer's user."""
         self._service = service
         self.peer = peer
-        self.on_gone: Callable[[list[LentSegment]], None] = give_back
+        self.on_gone: Callable[[list[Lent]], None] = give_back
         self._session = Session(peer.uid, key_name, service.keys, service.refusals)
         self._arena = Arena()
+        # Of the device: given back, and charged until the client's process has ended.
+        self._spent: list[LentDeviceSegment] = []
         self._waiting: deque[tuple[int, Said, float, float]] = deque()
         # What frames said that came before: clients send the like again and again.
         self._known: dict[bytes, Sequence[Said]] = {}
@@ -153,7 +159,9 @@ class Connection:
         self._known.clear()
         for job in tuple(self._jobs):
             self._service.operations.engine.abandon(job)
-        segments = [_lent(memory) for memory in self._arena.segments.values()]
+        segments: list[Lent] = [_lent(memory) for memory in self._arena.segments.values()]
+        segments += self._spent
+        self._spent = []
         self._arena.segments.clear()
         self.on_gone(segments)
 
@@ -194,7 +202,11 @@ class Connection:
             # What is known may lie there, and would keep it.
             self._known.clear()
             if memory is not None:
-                give_back([_lent(memory)])
+                segment = _lent(memory)
+                if isinstance(segment, LentDeviceSegment):
+                    self._spent.append(segment)
+                else:
+                    give_back([segment])
             return
         for job in [job for job, tag in self._jobs.items() if tag == message.request]:
             self._service.operations.engine.withdraw(job)
@@ -216,12 +228,11 @@ class Connection:
         match message:
             case frames.Hello():
                 record.op = "hello"
-                answer.document = self._session.greet(message)
+                answer.document = self._session.greet(message, self._offered())
             case frames.Grow():
                 record.op = "grow"
                 self._session.authorise(_ANY, record)
-                descriptor, answer.segment = await self._grow(message)
-                descriptors = (descriptor,)
+                descriptors = (await self._grow(message, answer),)
             case frames.Info():
                 record.op = "info"
                 self._session.authorise(_ANY, record)
@@ -233,12 +244,28 @@ class Connection:
         record.status = answer.status
         self._send(frames.write(tag, answer), descriptors)
 
-    async def _grow(self, message: frames.Grow) -> tuple[int, int]:
-        self._service.operations.engine.require_ready()
-        descriptor, segment = await self._service.memory.lend(self.peer.uid, message.nbytes)
+    def _offered(self) -> dict[str, Any]:
+        """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
+        service = self._service
+        return {} if service.operations.engine.device is None else {"device": service.device_memory.offer()}
+
+    async def _grow(self, message: frames.Grow, answer: Answer) -> int:
+        """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
+        service = self._service
+        service.operations.engine.require_ready()
+        segment: LentSegment | LentDeviceSegment
+        if message.memory == "device":
+            lend = service.device_memory.lend(self.peer, message.nbytes, self._spent, service.leftovers)
+            descriptor, segment = await lend
+            answer.device, answer.nbytes = segment.device.uuid, len(segment)
+            memory = segment.whole()
+        else:
+            descriptor, segment = await service.memory.lend(self.peer.uid, message.nbytes)
+            memory = memoryview(segment)
         if self._wire is None or not self._wire.is_open:
-            give_back([segment])
-        return descriptor, self._arena.add(memoryview(segment))
+            service.leftovers.keep(self.peer.pid, self.peer.watch(), [segment])
+        answer.segment = self._arena.add(memory)
+        return descriptor
 
     def _compute(self, asked: "_UnderWay") -> None:
         """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
@@ -341,7 +368,7 @@ class _UnderWay:
         self.permit: Permit | None = None
 
 
-def _lent(memory: memoryview) -> LentSegment:
+def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment:
     segment = memory.obj
-    assert isinstance(segment, LentSegment)
+    assert isinstance(segment, LentSegment | LentDeviceSegment)
     return segment

@@ -17,6 +17,8 @@ from normserve.layers.registry import LAYER_NAMES, is_layer_name
 from normserve.local.arena import Arena
 from normserve.local.operations import Operations, copied
 from normserve.logs import audit
+from normserve.memory.device_tensors import DeviceTensor
+from normserve.memory.host_tensors import HostTensor
 from normserve.requests.layers import layer_document, require_layer_query
 
 _CHANGES = frozenset([KeyScope.LAYERS])
@@ -122,5 +124,13 @@ class LayerMessages:
             self.progress.end()
 
 
-def _tensors(arena: Arena, located: Mapping[str, Located]) -> dict[str, Any]:
-    return {name: arena.tensor(name, each)[0] for name, each in located.items()}
+def _tensors(arena: Arena, located: Mapping[str, Located]) -> dict[str, HostTensor]:
+    """The parameters that came.
+
+    Raises:
+        InvalidParameterError: they lie in the device's memory.
+    """
+    tensors = {name: arena.tensor(name, each)[0] for name, each in located.items()}
+    if any(isinstance(tensor, DeviceTensor) for tensor in tensors.values()):
+        raise InvalidParameterError("a layer's parameters must lie in the host's memory, they do not")
+    return tensors

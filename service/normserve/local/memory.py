@@ -4,6 +4,7 @@ import asyncio
 import os
 import queue
 from collections.abc import Callable
+from typing import Protocol
 
 from normserve.errors import OverloadedError, TooLargeError
 from normserve.memory.segments import Segment, make_segment, rounded
@@ -42,6 +43,16 @@ class LentSegment(Segment):
             self.home.put((self.uid, len(self)))
 
 
+class Lent(Protocol):
+    """A segment of any kind of memory that a user is charged for.
+
+    Attributes:
+        is_given_back: nobody looks at it any more.
+    """
+
+    is_given_back: bool
+
+
 class _Account:
     """What one user has."""
 
@@ -50,25 +61,80 @@ class _Account:
         self.segments = 0
 
 
-class SharedMemory:
-    """Lends segments; belongs to the event loop's thread.
+class Accounts:
+    """What users are charged for; belongs to the event loop's thread.
 
     Attributes:
         most_bytes: that one user may have.
+        returned: told the user and the bytes of each segment that is gone, by any thread; unlike a lock it is
+            reentrant, for what runs within any allocation.
     """
 
-    def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
-        """Args: share: prepares memory for the device, for as long as what it returns lives."""
-        self._share = share
+    def __init__(self, most_bytes: int, kind: str, setting: str) -> None:
+        """Args:
+        kind: of memory, as errors have it.
+        setting: what says `most_bytes`.
+        """
         self.most_bytes = most_bytes
-        self._accounts: dict[int, _Account] = {}
-        self._returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._kind, self._setting = kind, setting
+        self._of_users: dict[int, _Account] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all users."""
+        self._collect()
+        return sum([account.bytes for account in self._of_users.values()])
+
+    def charge(self, uid: int, nbytes: int) -> None:
+        """A user takes a segment of so many bytes.
+
+        Raises:
+            TooLargeError: no user may have so many.
+            OverloadedError: this one may not now.
+        """
+        self._collect()
+        if nbytes > self.most_bytes:
+            raise TooLargeError(f"{nbytes} bytes of {self._kind} are more than {self._setting}, {self.most_bytes}")
+        account = self._of_users.setdefault(uid, _Account())
+        if account.bytes + nbytes > self.most_bytes or account.segments >= _MOST_SEGMENTS:
+            raise OverloadedError(
+                f"{nbytes} more bytes of {self._kind} do not fit beside {account.bytes} in {account.segments} "
+                f"segments of this user's {self._setting}, {self.most_bytes}",
+                _RETRY_AFTER_S,
+            )
+        account.bytes += nbytes
+        account.segments += 1
+
+    def exhausted(self, nbytes: int) -> OverloadedError:
+        """The error that there is no memory, whatever the user may have."""
+        return OverloadedError(f"there is no {self._kind} of {nbytes} bytes now", _RETRY_AFTER_S)
+
+    def _collect(self) -> None:
+        while not self.returned.empty():
+            uid, nbytes = self.returned.get()
+            account = self._of_users[uid]
+            account.bytes -= nbytes
+            account.segments -= 1
+            if not account.segments:
+                del self._of_users[uid]
+
+
+class SharedMemory:
+    """Lends segments; belongs to the event loop's thread."""
+
+    def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
+        """Args:
+        most_bytes: that one user may have.
+        share: prepares memory for the device, for as long as what it returns lives.
+        """
+        self._share = share
+        self._accounts = Accounts(most_bytes, "shared memory", "local_bytes")
 
     @property
     def nbytes(self) -> int:
         """Of all segments that are lent."""
-        self._collect()
-        return sum([account.bytes for account in self._accounts.values()])
+        return self._accounts.nbytes
 
     async def lend(self, uid: int, nbytes: int) -> tuple[int, LentSegment]:
         """A new segment of at least so many bytes: the descriptor, which is the caller's to close, and its mapping.
@@ -77,28 +143,17 @@ class SharedMemory:
             TooLargeError: no user may have so many.
             OverloadedError: this one may not now, or there is no memory.
         """
-        self._collect()
         nbytes = rounded(max(nbytes, LEAST_BYTES))
-        if nbytes > self.most_bytes:
-            raise TooLargeError(f"{nbytes} bytes of shared memory are more than local_bytes, {self.most_bytes}")
-        account = self._accounts.setdefault(uid, _Account())
-        if account.bytes + nbytes > self.most_bytes or account.segments >= _MOST_SEGMENTS:
-            raise OverloadedError(
-                f"{nbytes} more bytes of shared memory do not fit beside {account.bytes} in {account.segments} "
-                f"segments of this user's local_bytes, {self.most_bytes}",
-                _RETRY_AFTER_S,
-            )
-        account.bytes += nbytes
-        account.segments += 1
+        self._accounts.charge(uid, nbytes)
         try:
             # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
             descriptor, segment = await asyncio.to_thread(self._make, nbytes)
         except BaseException as error:
-            self._returned.put((uid, nbytes))
+            self._accounts.returned.put((uid, nbytes))
             if isinstance(error, MemoryError):
-                raise OverloadedError(f"there is no shared memory of {nbytes} bytes now", _RETRY_AFTER_S) from None
+                raise self._accounts.exhausted(nbytes) from None
             raise
-        segment.uid, segment.home = uid, self._returned
+        segment.uid, segment.home = uid, self._accounts.returned
         return descriptor, segment
 
     def _make(self, nbytes: int) -> tuple[int, LentSegment]:
@@ -111,26 +166,21 @@ class SharedMemory:
             raise
         return descriptor, segment
 
-    def _collect(self) -> None:
-        while not self._returned.empty():
-            uid, nbytes = self._returned.get()
-            account = self._accounts[uid]
-            account.bytes -= nbytes
-            account.segments -= 1
-            if not account.segments:
-                del self._accounts[uid]
-
 
 class Leftovers:
     """Segments of connections that ended, for as long as their process lives, which may look at them still."""
 
     def __init__(self) -> None:
-        self._of_process: dict[int, tuple[int, list[LentSegment]]] = {}
+        self._of_process: dict[int, tuple[int, list[Lent]]] = {}
 
     def __len__(self) -> int:
         return sum([len(segments) for _, segments in self._of_process.values()])
 
-    def keep(self, pid: int, watch: int | None, segments: list[LentSegment]) -> None:
+    def of(self, pid: int) -> list[Lent]:
+        """Those that are kept for a process; who has another use for one takes it out."""
+        return self._of_process[pid][1] if pid in self._of_process else []
+
+    def keep(self, pid: int, watch: int | None, segments: list[Lent]) -> None:
         """Keep these until their process ends.
 
         Args: watch: a descriptor that can be read once it has, which is closed here; None where there is none.
@@ -163,9 +213,9 @@ class Leftovers:
         give_back(segments)
 
 
-def give_back(segments: list[LentSegment]) -> None:
+def give_back(segments: list[Lent]) -> None:
     """Nobody looks at these any more; they go with the last request that uses them."""
     for segment in segments:
         segment.is_given_back = True
-    # To take pages away and to unmap them takes a millisecond for 16 MiB.
+    # To take pages away and to unmap them takes a millisecond for 16 MiB, or for a piece of a device's memory.
     asyncio.get_running_loop().run_in_executor(None, segments.clear)

@@ -26,7 +26,7 @@ from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.results import PARAMETERS, results_of
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
-from normserve.local.arena import Arena, check_places
+from normserve.local.arena import Arena, check_places, check_together
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.admission import Admission
@@ -150,6 +150,8 @@ class Operations:
             permit.release()
             raise
         record.dtype = job.x.dtype.label
+        if job.is_on_device:
+            record.transport = "local_cuda"
         record.received = plan.nbytes
         record.stages["parse"] = time.perf_counter() - record.began
         record.waiting_in = "queue"
@@ -161,6 +163,7 @@ def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena
     located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
     tensors = {name: tensor for name, (tensor, _) in located.items()}
     places = {name: arena.place(name, place) for name, place in message.results.items()}
+    check_together(tensors, places)
     job, cost = costed_job(spec, tensors, layer)
     results = results_of(job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer)
     spans = {name: span for name, (_, span) in located.items()}
@@ -170,7 +173,10 @@ def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena
         for name, (dtype, shape) in results.items()
     }
     parameters = [name for name in PARAMETERS if name in tensors]
-    shared = tuple(name for name in parameters if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
+    # On the device a job runs alone: there parameters are read by its own launch, and by nobody before.
+    shared = tuple(
+        name for name in parameters if not job.is_on_device and tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES
+    )
     return Plan(
         job.spec,
         layer,

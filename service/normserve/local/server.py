@@ -8,7 +8,7 @@ from collections.abc import Callable
 from normserve.codec.local_frames import Answer, write
 from normserve.errors import ForbiddenError, NormserveError
 from normserve.local.connection import Connection, Service
-from normserve.local.memory import Leftovers, LentSegment
+from normserve.local.memory import Lent
 from normserve.local.peer import Peer, Users
 from normserve.local.wire import Wire
 from normserve.problems import document, status_of
@@ -30,7 +30,7 @@ class LocalServer:
         self._users = users
         self._frame_s, self._send_s = frame_s, send_s
         self._connections: set[Connection] = set()
-        self._leftovers = Leftovers()
+        self._leftovers = service.leftovers
 
     @property
     def connections(self) -> int:
@@ -65,7 +65,7 @@ class LocalServer:
         self._leftovers.close()
 
     def _end(
-        self, connection: Connection, connected: socket.socket, on_end: Callable[[], None], left: list[LentSegment]
+        self, connection: Connection, connected: socket.socket, on_end: Callable[[], None], left: list[Lent]
     ) -> None:
         self._connections.discard(connection)
         # Where nothing is left over nobody need be watched.

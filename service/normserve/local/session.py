@@ -1,7 +1,8 @@
 """Who a connection's client is, and what it may do."""
 
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from typing import Any
 
 from normserve.admission.callers import Caller
 from normserve.admission.keys import Grant, Keyring, KeyScope
@@ -31,8 +32,10 @@ class Session:
         self._token: bytes | None = None
         self._is_greeted = False
 
-    def greet(self, message: Hello) -> dict[str, int]:
+    def greet(self, message: Hello, offered: Mapping[str, Any]) -> dict[str, Any]:
         """What a client must know before it asks.
+
+        Args: offered: what is known beyond that.
 
         Raises:
             InvalidParameterError: it speaks another version.
@@ -41,7 +44,7 @@ class Session:
             raise InvalidParameterError(f"the protocol's version must be {VERSION}, got {message.version}")
         self._is_greeted = True
         self._token = None if message.key is None else message.key.encode()
-        return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES}
+        return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
 
     def authorise(self, needed: Set[KeyScope], record: RequestRecord) -> Caller:
         """Let a message pass, if it comes from somebody who may send it; who that is.

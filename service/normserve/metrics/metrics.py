@@ -36,10 +36,13 @@ class Metrics:
         """Report how many connections are open; asked at each scrape."""
         self._state.watched.append((self._state.connections(), count))
 
-    def watch_local(self, connections: Callable[[], int], nbytes: Callable[[], int]) -> None:
+    def watch_local(
+        self, connections: Callable[[], int], nbytes: Callable[[], int], device_bytes: Callable[[], int]
+    ) -> None:
         """Report the clients on the same host and the memory shared with them; asked at each scrape."""
         state = self._state
         state.watched += [(state.local_connections(), connections), (state.local_bytes(), nbytes)]
+        state.watched.append((state.local_device_bytes(), device_bytes))
 
     def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
         """Report the memory of the slabs; asked at each scrape."""

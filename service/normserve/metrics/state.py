@@ -27,6 +27,9 @@ class State:
             "local_connections", "Open connections of clients that share memory with the server."
         )
         self.local_bytes = make.gauge("local_bytes", "Memory shared with those clients.")
+        self.local_device_bytes = make.gauge(
+            "local_device_bytes", "Memory of the device that those clients have, or had until their processes end."
+        )
         self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
         self.slab_bytes = make.gauge(
             "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)

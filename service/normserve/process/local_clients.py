@@ -5,8 +5,9 @@ from typing import Any
 
 from normserve.http.app import Service
 from normserve.local.connection import Service as LocalService
+from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
-from normserve.local.memory import SharedMemory
+from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.peer import Users
 from normserve.local.server import LocalServer, refusal
@@ -37,6 +38,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
     operations = Operations(service.engine, service.layers, service.limits, admission, settings.timeout_ms)
     layers = LayerMessages(operations, service.changes, progress)
     memory = SharedMemory(settings.local_bytes, service.engine.share)
+    device_memory = DeviceArenas(settings.local_device_bytes, lambda: service.engine.device_memory)
     local = LocalServer(
         LocalService(
             operations,
@@ -46,6 +48,8 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
             service.metrics,
             progress,
             memory,
+            device_memory,
+            Leftovers(),
             describe,
             settings.access_log,
         ),
@@ -53,5 +57,5 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
         frame_s=settings.header_timeout_s,
         send_s=settings.send_timeout_s,
     )
-    service.metrics.watch_local(lambda: local.connections, lambda: memory.nbytes)
+    service.metrics.watch_local(lambda: local.connections, lambda: memory.nbytes, lambda: device_memory.nbytes)
     return local

@@ -51,6 +51,7 @@ class TorchBackend:
     name = "torch"
     depth = ONE_AT_A_TIME
     compiled = None
+    device_memory = None
 
     def __init__(
         self, threads: int = 0, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
+from normserve.backends.cuda.device_work import DeviceWork, device_work, shareable
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of, written
@@ -42,6 +43,7 @@ from normserve.errors import (
 )
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool, Source
 
@@ -77,8 +79,10 @@ class TritonBackend:
         self._warm_sizes = warm_sizes
         self._ahead = ahead
         self.compiled: set[Hashable] = set()
+        self.device_memory: Device | None = None
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
-        self._workplaces = Workplaces(self._slabs, fusednorm, Replays(CudaGraphs()))
+        self._replays = Replays(CudaGraphs())
+        self._workplaces = Workplaces(self._slabs, fusednorm, self._replays)
 
     def start(self) -> DeviceInfo:
         # Samples of several clients share launches.
@@ -92,6 +96,7 @@ class TritonBackend:
             Lane.LARGE: Pipeline(_CudaStreams(urgent=False)),
         }
         device = torch.device("cuda", torch.cuda.current_device())
+        self.device_memory = shareable(torch.cuda.current_device())
         # While other processes compile.
         bandwidth = copy_bandwidth(device)
         if self._ahead is not None:
@@ -123,6 +128,8 @@ class TritonBackend:
         return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
 
     def run(self, batch: Batch) -> InFlight:
+        if batch.jobs[0].is_on_device:
+            return self._run_on_device(batch)
         began = time.perf_counter()
         workplace = self._workplaces.prepare(batch)
         if workplace is None:
@@ -149,6 +156,23 @@ class TritonBackend:
                 kernel_s=took.compute,
                 copy_out_s=took.copy_out,
             )
+
+        return _OnTheDevice(flight, execution)
+
+    def _run_on_device(self, batch: Batch) -> InFlight:
+        """A job alone, from where its tensors lie to where its results go: nothing is copied."""
+        began = time.perf_counter()
+        work = device_work(batch.jobs[0], fusednorm, self._replays)
+        prepared_s = time.perf_counter() - began
+        # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
+        pipeline = self._pipelines[Lane.SMALL]
+        flight = pipeline.start_one(DeviceWork.compute, work)
+        # While the device is at it.
+        if work.is_worth_a_graph:
+            pipeline.aside(work.capture)
+
+        def execution(took: StageSeconds) -> Execution:
+            return Execution((work.results,), (work.kernel_bytes,), prepared_s, took.compute, 0.0, are_placed=True)
 
         return _OnTheDevice(flight, execution)
 

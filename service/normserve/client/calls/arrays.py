@@ -1,14 +1,16 @@
 """numpy arrays and torch tensors to and from the codec's description of memory; that itself passes as it is.
 
-torch is never imported here: who hands over a torch tensor has imported it already.
+torch is imported only for a tensor on a device that is asked for: who hands over one has imported it already.
 """
 
 import functools
+import importlib
 import sys
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from normserve.client.calls.on_device import OnDevice, bytes_of
 from normserve.memory.host_tensors import DType, HostTensor
 
 T = TypeVar("T")
@@ -19,6 +21,8 @@ _LITTLE: dict[np.dtype[Any], DType] = {np.dtype("<f4"): DType.FLOAT32, np.dtype(
 
 def to_host(name: str, value: object) -> HostTensor:
     """Describe an array's memory; only what is no contiguous, little-endian host memory is copied.
+
+    What lies in the memory of a device is copied once somebody wants it in the host's.
 
     Raises:
         TypeError: it is neither a numpy array nor a torch tensor, or of no element type of the API.
@@ -73,6 +77,22 @@ def empty(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: b
     )
 
 
+def cuda_index(device: object) -> int | None:
+    """The number of a CUDA device, the current one if it has none; None of any other device."""
+    torch: Any = importlib.import_module("torch")
+    named = torch.device(device)
+    if named.type != "cuda":
+        return None
+    index: int = torch.cuda.current_device() if named.index is None else named.index
+    return index
+
+
+def empty_on(device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
+    """A tensor in the memory of a device, torch's own."""
+    torch: Any = importlib.import_module("torch")
+    return torch.empty(shape, dtype=getattr(torch, dtype.value), device=device)
+
+
 def check_holds(like: object, dtype: str) -> None:
     """Refuse an element type that the kind of array `like` cannot hold, before anything is sent.
 
@@ -106,10 +126,21 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
 
 
 def _from_torch(name: str, tensor: Any) -> HostTensor:
-    torch: Any = sys.modules["torch"]
-    dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
-    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
-    return HostTensor(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().data)
+    dtype = _torch_dtype(name, tensor.dtype)
+    if tensor.is_cuda:
+        return OnDevice(dtype, tensor.detach().resolve_neg())
+    return HostTensor(dtype, tuple(tensor.shape), bytes_of(tensor))
+
+
+_OF_TORCH: dict[object, DType] = {}
+
+
+def _torch_dtype(name: str, dtype: object) -> DType:
+    found = _OF_TORCH.get(dtype)
+    if found is None:
+        # Its name takes longer to find.
+        found = _OF_TORCH[dtype] = _dtype(name, str(dtype).removeprefix("torch."))
+    return found
 
 
 def _to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
@@ -128,6 +159,9 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def _to_torch(tensor: HostTensor, like: Any) -> Any:
+    if isinstance(tensor, OnDevice):
+        there = tensor.tensor
+        return there if there.device == like.device else there.to(like.device)
     torch: Any = sys.modules["torch"]
     dtype = getattr(torch, tensor.dtype.value)
     if not tensor.data.nbytes:

@@ -4,14 +4,15 @@ A block is taken for a tensor and returns with the last view of it.  Returning m
 any thread, so that a block is only noted there, and joined to its neighbours when the next one is taken.
 """
 
-import bisect
 import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from normserve.client.local.holes import Holes
 from normserve.codec.local_frames import Place
 from normserve.memory.segments import Segment
 
@@ -34,38 +35,19 @@ class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
             self.home.note_return(self.place)
 
 
-class _Part:
-    """One segment: where it is mapped, and what of it nobody has."""
+class Part:
+    """One segment: where it is mapped, and what of it nobody has.
 
-    def __init__(self, number: int, segment: Segment) -> None:
+    Attributes:
+        memory: what keeps it mapped.
+    """
+
+    def __init__(self, number: int, memory: Any, address: int, nbytes: int) -> None:
         self.number = number
-        self.memory = np.frombuffer(segment, np.uint8)
-        self.address: int = self.memory.__array_interface__["data"][0]
-        self.nbytes = len(segment)
-        # Ordered by their offsets, and never side by side.
-        self.holes: list[tuple[int, int]] = [(0, self.nbytes)]
-
-    def take(self, nbytes: int) -> int | None:
-        """The offset of so many bytes; the first hole that has them is cut."""
-        for index, (start, stop) in enumerate(self.holes):
-            if stop - start >= nbytes:
-                if stop - start == nbytes:
-                    del self.holes[index]
-                else:
-                    self.holes[index] = (start + nbytes, stop)
-                return start
-        return None
-
-    def put(self, start: int, stop: int) -> None:
-        """These are nobody's again."""
-        holes = self.holes
-        index = bisect.bisect(holes, (start, stop))
-        if index < len(holes) and holes[index][0] == stop:
-            stop = holes.pop(index)[1]
-        if index and holes[index - 1][1] == start:
-            index -= 1
-            start = holes.pop(index)[0]
-        holes.insert(index, (start, stop))
+        self.memory = memory
+        self.address = address
+        self.nbytes = nbytes
+        self.holes = Holes(nbytes)
 
 
 class Arena:
@@ -77,7 +59,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, Part] = {}
         self._returned: deque[Place] = deque()
         self._lock = threading.Lock()
         self._taken = 0
@@ -90,31 +72,42 @@ class Arena:
 
     def add(self, number: int, segment: Segment) -> None:
         """Take in what the server has made."""
-        with self._lock:
-            self._parts[number] = _Part(number, segment)
-            self.nbytes += len(segment)
+        memory = np.frombuffer(segment, np.uint8)
+        self._add(Part(number, memory, memory.__array_interface__["data"][0], len(segment)))
 
     def take(self, nbytes: int) -> Block | None:
         """A block of at least so many bytes; None where there is no room."""
-        size = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
-        with self._lock:
-            if self._returned:
-                self._collect()
-            for part in self._parts.values():
-                start = part.take(size)
-                if start is not None:
-                    self._taken += 1
-                    block = Block((size,), np.uint8, part.memory, start)
-                    break
-            else:
-                return None
-        block.place = Place(part.number, start, size)
+        found = self._find(nbytes)
+        if found is None:
+            return None
+        part, place = found
+        block = Block((place.nbytes,), np.uint8, part.memory, place.offset)
+        block.place = place
         block.home = self
         return block
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
         """The segment and the offset at which these bytes lie; None where they lie elsewhere."""
-        address = _address(data)
+        return self._located(_address(data))
+
+    def _add(self, part: Part) -> None:
+        with self._lock:
+            self._parts[part.number] = part
+            self.nbytes += part.nbytes
+
+    def _find(self, nbytes: int) -> tuple[Part, Place] | None:
+        """A place of at least so many bytes, taken, and the segment that it is in."""
+        size = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
+        with self._lock:
+            self._collect()
+            for part in self._parts.values():
+                start = part.holes.take(size)
+                if start is not None:
+                    self._taken += 1
+                    return part, Place(part.number, start, size)
+        return None
+
+    def _located(self, address: int) -> tuple[int, int] | None:
         for part in self._parts.values():
             if part.address <= address < part.address + part.nbytes:
                 return part.number, address - part.address
@@ -152,7 +145,7 @@ class Arena:
     def _collect(self) -> None:
         while self._returned:
             place = self._returned.popleft()
-            self._parts[place.segment].put(place.offset, place.offset + place.nbytes)
+            self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
             self._taken -= 1
 
 

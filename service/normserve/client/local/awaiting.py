@@ -5,20 +5,32 @@ import functools
 import itertools
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from math import prod
+from typing import Any, Literal, TypeVar
 
 from normserve.client.answers.answer import Answer
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError
 from normserve.client.local.arena import Arena
+from normserve.client.local.device import Busy, DeviceArena
+from normserve.client.local.device_messages import (
+    DeviceNeeds,
+    growth_on_device,
+    prepare_on_device,
+    taken_on_device,
+    understood_on_device,
+    x_of,
+)
 from normserve.client.local.messages import Needs, growth, prepare, refusal_of, required, taken, understood
+from normserve.client.local.offers import Offers
 from normserve.client.local.sockets import Incoming
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import TAGS, VERSION, Message
+from normserve.memory.host_tensors import DType
 
 _R = TypeVar("_R")
 
@@ -38,6 +50,11 @@ class AsyncLocalTransport:
         try:
             async with deadline.ends():
                 link = await self._connected()
+                x = x_of(call)
+                arena = None if x is None else await link.device_arena(x.tensor.device.index)
+                if arena is not None:
+                    there = await link.filled_on_device(prepare_on_device(call, arena), arena)
+                    return understood_on_device(await link.ask(there.message, there), arena, there.results)
                 prepared = await link.filled(prepare(call, link.arena))
                 return understood(await link.ask(prepared.message, prepared), prepared.results)
         except TimeoutError:
@@ -50,6 +67,21 @@ class AsyncLocalTransport:
                 link = await self._connected()
                 block = await link.filled(taken(link.arena, nbytes))
                 return block.data[:nbytes]
+        except TimeoutError:
+            raise deadline.error() from None
+
+    async def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
+        """As `LocalTransport.device_tensor`."""
+        try:
+            async with deadline.ends():
+                link = await self._connected()
+                arena = await link.device_arena(index)
+                if arena is None:
+                    return None
+                nbytes = prod(shape) * dtype.itemsize
+                return arena.tensor(
+                    await link.filled_on_device(taken_on_device(arena, nbytes), arena), dtype, shape
+                )
         except TimeoutError:
             raise deadline.error() from None
 
@@ -94,6 +126,8 @@ class AsyncLink:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
         self._incoming = Incoming(self._socket, self.arena)
+        self._offers = Offers(self._incoming)
+        self._api_key: str | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -106,8 +140,21 @@ class AsyncLink:
         except RuntimeError:
             return False
 
+    async def device_arena(self, index: int) -> DeviceArena | None:
+        """As `blocking.Link.device_arena`."""
+        offers = self._offers
+        if not offers.is_known:
+            await self._greet()
+        return offers.arena(index)
+
+    async def _greet(self) -> None:
+        answer = await self.ask(frames.Hello(VERSION, self._api_key))
+        required(answer)
+        self._offers.hear(answer.document)
+
     async def connect(self, path: str, api_key: str | None) -> None:
         """Raises: ClientError: the server is not there, or does not want this client."""
+        self._api_key = api_key
         try:
             await self._loop.sock_connect(self._socket, path)
         except OSError as error:
@@ -118,7 +165,7 @@ class AsyncLink:
             raise
         self._loop.add_reader(self._socket, self._receive)
         try:
-            required(await self.ask(frames.Hello(VERSION, api_key)))
+            await self._greet()
         except BaseException as error:
             self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
             raise
@@ -151,10 +198,23 @@ class AsyncLink:
             result: _R = done.value
             return result
 
+    async def filled_on_device(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> _R:
+        """What needs memory of the device, once it has it, and the device has done what it waits for."""
+        try:
+            while True:
+                lacking = next(needs)
+                if isinstance(lacking, Busy):
+                    await asyncio.to_thread(lacking.wait)
+                else:
+                    await self._grow_by(growth_on_device(lacking, arena.nbytes), "device")
+        except StopIteration as done:
+            result: _R = done.value
+            return result
+
     def retire(self) -> None:
-        """Close, once nobody has a block of the arena."""
+        """Close, once nobody has a block of the arenas."""
         if self.is_open:
-            self.arena.once_empty(self._leave_from_anywhere)
+            self._offers.once_empty(self.arena, self._leave_from_anywhere)
 
     def _leave_from_anywhere(self) -> None:
         """A block may return on any thread, and its event loop may be over."""
@@ -164,10 +224,12 @@ class AsyncLink:
             self._loop.call_soon_threadsafe(self._leave)
 
     async def _grow(self, lacking: int) -> None:
-        sizes = growth(lacking, self.arena.nbytes)
-        answer = await self.ask(frames.Grow(sizes[0]))
+        await self._grow_by(growth(lacking, self.arena.nbytes), "host")
+
+    async def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"]) -> None:
+        answer = await self.ask(frames.Grow(sizes[0], memory))
         if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = await self.ask(frames.Grow(sizes[1]))
+            answer = await self.ask(frames.Grow(sizes[1], memory))
         required(answer)
 
     def _send(self, frame: bytes) -> None:
@@ -227,7 +289,7 @@ class AsyncLink:
         """Give the arena back: nobody looks at it."""
         if self.is_open:
             with suppress(OSError):
-                for number in self.arena.segments:
+                for number in [*self.arena.segments, *self._offers.given_up()]:
                     self._socket.send(frames.write(0, frames.Free(number)))
             self._close()
 

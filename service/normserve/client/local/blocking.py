@@ -7,20 +7,32 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from math import prod
+from typing import Any, Literal, TypeVar
 
 from normserve.client.answers.answer import Answer
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError
 from normserve.client.local.arena import Arena
+from normserve.client.local.device import Busy, DeviceArena
+from normserve.client.local.device_messages import (
+    DeviceNeeds,
+    growth_on_device,
+    prepare_on_device,
+    taken_on_device,
+    understood_on_device,
+    x_of,
+)
 from normserve.client.local.messages import Needs, growth, prepare, refusal_of, required, taken, understood
+from normserve.client.local.offers import Offers
 from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import TAGS, VERSION, Message
+from normserve.memory.host_tensors import DType
 
 _R = TypeVar("_R")
 
@@ -42,6 +54,11 @@ class LocalTransport:
     def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
         """As `Transport.exchange`."""
         link = self._connected(deadline)
+        x = x_of(call)
+        arena = None if x is None else link.device_arena(x.tensor.device.index, deadline)
+        if arena is not None:
+            there = link.filled_on_device(prepare_on_device(call, arena), arena, deadline)
+            return understood_on_device(link.ask(there.message, deadline, there), arena, there.results)
         prepared = link.filled(prepare(call, link.arena), deadline)
         return understood(link.ask(prepared.message, deadline, prepared), prepared.results)
 
@@ -53,6 +70,21 @@ class LocalTransport:
         """
         link = self._connected(deadline)
         return link.filled(taken(link.arena, nbytes), deadline).data[:nbytes]
+
+    def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
+        """A tensor in the arena in a device's memory; None where the server shares none of that device's.
+
+        Args: index: the device's, as torch counts.
+
+        Raises:
+            ClientError: the server has no more, or is not there.
+        """
+        link = self._connected(deadline)
+        arena = link.device_arena(index, deadline)
+        if arena is None:
+            return None
+        nbytes = prod(shape) * dtype.itemsize
+        return arena.tensor(link.filled_on_device(taken_on_device(arena, nbytes), arena, deadline), dtype, shape)
 
     def close(self) -> None:
         """End the connection, once nobody looks at a result any more."""
@@ -107,6 +139,8 @@ class Link:
         self._wait_s = _WAIT_S
         self._socket = socket.socket(socket.AF_UNIX)
         self._incoming = Incoming(self._socket, self.arena)
+        self._offers = Offers(self._incoming)
+        self._api_key = api_key
         try:
             self._set_wait(_WAIT_S)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_WAIT_S))
@@ -115,7 +149,7 @@ class Link:
             self._socket.close()
             raise ConnectionFailedError(quoted(str(error), 200)) from error
         try:
-            required(self.ask(frames.Hello(VERSION, api_key), deadline))
+            self._greet(deadline)
         except BaseException:
             self._socket.close()
             raise
@@ -152,15 +186,42 @@ class Link:
             result: _R = done.value
             return result
 
+    def device_arena(self, index: int, deadline: Deadline) -> DeviceArena | None:
+        """That in the memory of a device, by torch's number; None where the server shares none of that device's."""
+        offers = self._offers
+        if not offers.is_known:
+            self._greet(deadline)
+        return offers.arena(index)
+
+    def filled_on_device(self, needs: DeviceNeeds[_R], arena: DeviceArena, deadline: Deadline) -> _R:
+        """What needs memory of the device, once it has it, and the device has done what it waits for."""
+        try:
+            while True:
+                lacking = next(needs)
+                if isinstance(lacking, Busy):
+                    lacking.wait()
+                else:
+                    self._grow_by(growth_on_device(lacking, arena.nbytes), "device", deadline)
+        except StopIteration as done:
+            result: _R = done.value
+            return result
+
     def retire(self) -> None:
-        """Close, once nobody has a block of the arena."""
-        self.arena.once_empty(self._leave)
+        """Close, once nobody has a block of the arenas."""
+        self._offers.once_empty(self.arena, self._leave)
+
+    def _greet(self, deadline: Deadline) -> None:
+        answer = self.ask(frames.Hello(VERSION, self._api_key), deadline)
+        required(answer)
+        self._offers.hear(answer.document)
 
     def _grow(self, lacking: int, deadline: Deadline) -> None:
-        sizes = growth(lacking, self.arena.nbytes)
-        answer = self.ask(frames.Grow(sizes[0]), deadline)
+        self._grow_by(growth(lacking, self.arena.nbytes), "host", deadline)
+
+    def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"], deadline: Deadline) -> None:
+        answer = self.ask(frames.Grow(sizes[0], memory), deadline)
         if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = self.ask(frames.Grow(sizes[1]), deadline)
+            answer = self.ask(frames.Grow(sizes[1], memory), deadline)
         required(answer)
 
     def _give_up(self, tag: int) -> None:
@@ -259,7 +320,7 @@ class Link:
             return
         self._is_open = False
         with suppress(OSError):
-            for number in self.arena.segments:
+            for number in [*self.arena.segments, *self._offers.given_up()]:
                 self._socket.send(frames.write(0, frames.Free(number)), socket.MSG_DONTWAIT)
         self._socket.close()
 

@@ -18,11 +18,11 @@ from normserve.client.local.arena import Arena, Block
 from normserve.client.quoting import quoted
 from normserve.client.results import Timing
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import ALIGNMENT, Located, Message
+from normserve.codec.local_frames import ALIGNMENT, Located, Message, Place
 from normserve.memory.host_tensors import DType, HostTensor
 
 _LAYERS = "/v1/layers"
-_DTYPES = {dtype.value: dtype for dtype in DType}
+DTYPES = {dtype.value: dtype for dtype in DType}
 _STAGES = {"recv", "queue", "copy_in", "kernel", "copy_out"}
 _EMPTY = memoryview(bytearray())
 _BACKWARD = "/backward"
@@ -75,8 +75,13 @@ def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
         while (room := arena.take(output.most_bytes)) is None:
             yield output.most_bytes
         results[name], places[name] = room, room.place
+    return Prepared(compute(call, located, places), inputs, results)
+
+
+def compute(call: Call[Any], located: dict[str, Located], places: dict[str, Place]) -> Message:
+    """The message of an operation."""
     op, direction = _operation(call.path)
-    return Prepared(frames.Compute(op, located, places, direction, call.query), inputs, results)
+    return frames.Compute(op, located, places, direction, call.query)
 
 
 @functools.lru_cache(maxsize=64)
@@ -129,7 +134,7 @@ class LocalAnswer(Answer):
     def nbytes(self) -> int:
         """Of all results."""
         told = self.told.results.values()
-        return sum(prod(each.shape) * _DTYPES[each.dtype].itemsize for each in told if each.dtype in _DTYPES)
+        return sum(prod(each.shape) * DTYPES[each.dtype].itemsize for each in told if each.dtype in DTYPES)
 
     def content(self) -> list[memoryview]:
         """The memory of each result.
@@ -166,7 +171,7 @@ class LocalAnswer(Answer):
         )
 
     def _tensor(self, name: str, located: Located) -> HostTensor:
-        dtype, block = _DTYPES.get(located.dtype), self.blocks.get(name)
+        dtype, block = DTYPES.get(located.dtype), self.blocks.get(name)
         if dtype is None or block is None:
             raise UnexpectedAnswerError("the answer's results must be those that were asked for, they are not")
         nbytes = prod(located.shape) * dtype.itemsize

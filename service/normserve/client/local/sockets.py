@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 
 from normserve.client.answers.reception import LIST_BYTES
 from normserve.client.errors import ConnectionFailedError, UnexpectedAnswerError
@@ -30,6 +31,8 @@ class Incoming:
         self._arena = arena
         self._frames = frames.Frames(LIST_BYTES)
         self._descriptors: deque[int] = deque()
+        # Of segments in a device's memory: the number, the descriptor, which stays the caller's, and the bytes.
+        self.on_device_segment: Callable[[int, int, int], None] = _unasked
 
     def receive(self) -> list[tuple[int, frames.Answer]]:
         """What one call of the system brings: answers by their tags.
@@ -65,7 +68,14 @@ class Incoming:
                 raise ValueError("a segment came without its descriptor")
             descriptor = self._descriptors.popleft()
             try:
-                self._arena.add(answer.segment, map_segment(descriptor))
+                if answer.device:
+                    self.on_device_segment(answer.segment, descriptor, answer.nbytes)
+                else:
+                    self._arena.add(answer.segment, map_segment(descriptor))
             finally:
                 os.close(descriptor)
         return tag, answer
+
+
+def _unasked(number: int, descriptor: int, nbytes: int) -> None:
+    raise ValueError("memory of a device came, which nobody asked for")

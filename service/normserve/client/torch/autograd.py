@@ -108,8 +108,8 @@ def _given(inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 def _alone(tensor: Tensor | None) -> Tensor | None:
-    """A short tensor that is kept for long, in memory of its own: results may be parts of a whole answer."""
-    return None if tensor is None else tensor.clone()
+    """A short tensor that is kept for long, in memory of its own: on the host results may be parts of an answer."""
+    return tensor if tensor is None or tensor.is_cuda else tensor.clone()
 
 
 def _for_backward(

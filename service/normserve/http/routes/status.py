@@ -104,9 +104,17 @@ class Status:
             "operations": [op.value for op in Op],
             "dtypes": [dtype.value for dtype in DType],
             "media_types": [SAFETENSORS, NPY],
-            "local": self.local,
+            "local": self._local(),
             **({} if processes is None else {"processes": processes}),
         }
+
+    def _local(self) -> dict[str, Any] | None:
+        """How clients on the same host share memory; the device's as far as it is known."""
+        if self.local is None:
+            return None
+        engine = self.engine
+        memory = engine.device_memory if engine.device and self.local["max_device_bytes"] else None
+        return {**self.local, "device": None if memory is None else memory.uuid}
 
     async def _processes(self) -> list[dict[str, Any]] | None:
         """Every process of the fleet, by its index; None where there is no fleet."""

@@ -1,0 +1,250 @@
+"""What sharing a GPU's memory saves: `python -m benchmarks.serve.device --out FILE.csv`; needs a GPU.
+
+A server with Triton's kernels and callers in processes of their own.  LayerNorm forward of [rows, 1024] float32,
+whole calls: x and y in the device's memory, in pinned memory that both share, by HTTP, beside torch's operation in
+the caller's process and a copy of as many bytes on the device, each complete when it returns.  Then forward and
+backward of a module of 16 rows of 4096 bfloat16, in the service and in process; then several clients at once.
+Answers are compared with torch's before anything is timed.
+"""
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import fusednorm
+import torch
+from normserve.client import Client
+from normserve.client.torch import LayerNorm
+from torch import Tensor, nn
+
+from benchmarks.serve.clients import posts
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26, "256 MiB": 2**28}
+COLUMNS = ("what", "caller", "nbytes", "round", "calls", "per_second", "p50_us", "p99_us", "bytes_per_second")
+_COLS = 1024
+_MOST_OVER_HTTP = 2**26
+_MODULE_ROWS, _MODULE_COLS = 16, 4096
+_QUOTA = 2**33
+
+Call = Callable[[], object]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.device")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each caller")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    parser.add_argument("--cores", nargs=2, default=("0-3", "4-15"), help="of the server and of the callers")
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(results, Path(folder), asked)
+    print(table(results.rows))
+    return results.exit_code
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each thing, caller and round."""
+    server_cores, caller_cores = map(system.cores, asked.cores)
+    shared = folder / "local.sock"
+    quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
+    options = ("--local", str(shared), *quotas)
+    with launch.normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
+        os.sched_setaffinity(0, caller_cores)
+        local, http = f"unix://{shared}", f"http://127.0.0.1:{tcp.address}"
+        for size, nbytes in SIZES.items():
+            with results.part(size), Client(local) as client, Client(http) as over_http:
+                _time(results, size, nbytes, _forward(client, over_http, nbytes), asked)
+        with results.part("module"), Client(local) as client:
+            nbytes = 2 * _MODULE_ROWS * _MODULE_COLS
+            _time(results, "module, forward and backward", nbytes, _passes(client), asked)
+        for count, size, device in ((8, "4 KiB", "cuda"), (8, "4 KiB", None), (4, "64 MiB", None)):
+            with results.part(f"{count} clients"):
+                _together(results, local, (count, size, device), asked)
+        with results.part("copies"):
+            _time(results, "copies both ways, 64 MiB", 2**27, {"pinned memory": _copies(2**26)}, asked)
+
+
+def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
+    shape = (nbytes // 4 // _COLS, _COLS)
+    on_device = client.empty(shape, torch.float32, device="cuda").normal_()
+    on_host = client.empty(shape, torch.float32).copy_(on_device)
+    elsewhere, copy = on_device.clone(), torch.empty_like(on_device)
+    right = nn.functional.layer_norm(on_device, (_COLS,))
+    norm = nn.functional.layer_norm
+    for x in (on_device, on_host, elsewhere):
+        torch.testing.assert_close(client.layer_norm(x).y.cuda(), right, rtol=1e-5, atol=3e-5)
+    calls: dict[str, Call] = {
+        "device memory": lambda: client.layer_norm(on_device).y,
+        "device memory, x elsewhere": lambda: client.layer_norm(elsewhere).y,
+        "host memory": lambda: client.layer_norm(on_host).y,
+        "torch in process": _complete(lambda: norm(elsewhere, (_COLS,))),
+        "fusednorm in process": _complete(lambda: fusednorm.layer_norm(elsewhere)),
+        "copy on the device": _complete(lambda: copy.copy_(elsewhere)),
+    }
+    if nbytes <= _MOST_OVER_HTTP:
+        array = on_host.numpy()
+        calls["HTTP"] = lambda: over_http.layer_norm(array).y
+    return calls
+
+
+def _passes(client: Client) -> dict[str, Call]:
+    shape = (_MODULE_ROWS, _MODULE_COLS)
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    there = LayerNorm(_MODULE_COLS, client=client, **like)
+    own = fusednorm.LayerNorm(_MODULE_COLS, **like)
+    of_torch = nn.LayerNorm(_MODULE_COLS, **like)
+    x, dy = (client.empty(shape, torch.bfloat16, device="cuda").normal_() for _ in range(2))
+    steps = {
+        "device memory": _step(there, x, dy),
+        "device memory, x elsewhere": _step(there, x.clone(), dy.clone()),
+        "fusednorm in process": _step(own, x.clone(), dy.clone()),
+        "torch in process": _step(of_torch, x.clone(), dy.clone()),
+    }
+    right = steps["torch in process"]()
+    for step in steps.values():
+        for got, expected in zip(step(), right, strict=True):
+            torch.testing.assert_close(got.float(), expected.float(), rtol=5e-2, atol=2e-1)
+    return dict(steps)
+
+
+def _step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Sequence[Tensor]]:
+    x = x.requires_grad_()
+    inputs = [x, *module.parameters()]
+
+    def step() -> Sequence[Tensor]:
+        found = torch.autograd.grad(module(x), inputs, dy)
+        torch.cuda.synchronize()
+        return found
+
+    return step
+
+
+def _complete(call: Call) -> Call:
+    def complete() -> object:
+        result = call()
+        torch.cuda.synchronize()
+        return result
+
+    return complete
+
+
+def _copies(nbytes: int) -> Call:
+    """To the device and back at the same time, in pinned memory."""
+    host = [torch.empty(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def copy() -> None:
+        with torch.cuda.stream(streams[0]):
+            device[0].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            host[1].copy_(device[1], non_blocking=True)
+        torch.cuda.synchronize()
+
+    return copy
+
+
+def _time(results: Results, what: str, nbytes: int, calls: dict[str, Call], asked: argparse.Namespace) -> None:
+    for number in range(asked.rounds):
+        for caller, call in calls.items():
+            _times(call, asked.seconds / 5)
+            taken = _times(call, asked.seconds)
+            _add(results, what, caller, nbytes, number, taken, len(taken) / sum(taken))
+
+
+def _times(call: Call, seconds: float) -> list[float]:
+    taken: list[float] = []
+    began = ended = time.perf_counter()
+    while len(taken) < 3 or ended - began < seconds:
+        begun = time.perf_counter()
+        call()
+        ended = time.perf_counter()
+        taken.append(ended - begun)
+    return taken
+
+
+def _add(
+    results: Results, what: str, caller: str, nbytes: int, number: int, taken: list[float], rate: float
+) -> None:
+    ordered = sorted(taken)
+    results.add(
+        {
+            "what": what,
+            "caller": caller,
+            "nbytes": nbytes,
+            "round": number,
+            "calls": len(taken),
+            "per_second": f"{rate:.5g}",
+            "p50_us": f"{1e6 * median(ordered):.4g}",
+            "p99_us": f"{1e6 * ordered[int(0.99 * len(ordered))]:.4g}",
+            "bytes_per_second": f"{2 * nbytes * rate:.4g}",
+        }
+    )
+
+
+def _together(results: Results, url: str, load: tuple[int, str, str | None], asked: argparse.Namespace) -> None:
+    count, size, device = load
+    context = multiprocessing.get_context("spawn")
+    for number in range(asked.rounds):
+        with contextlib.ExitStack() as stack:
+            begin, ready = context.Event(), context.SimpleQueue()
+            arguments = (url, SIZES[size], device, begin, ready, 2 * asked.seconds)
+            processes = [context.Process(target=_client, args=arguments) for _ in range(count)]
+            for process in processes:
+                process.start()
+                stack.callback(process.kill)
+            for _ in processes:
+                ready.get()
+            begin.set()
+            taken = [ready.get() for _ in processes]
+            for process in processes:
+                process.join()
+        rate = sum(len(each) / sum(each) for each in taken)
+        caller = "device memory" if device else "host memory"
+        _add(results, f"{count} clients of {size}", caller, SIZES[size], number, [*itertools.chain(*taken)], rate)
+
+
+def _client(url: str, nbytes: int, device: str | None, begin: Event, ready: Any, seconds: float) -> None:
+    with Client(url) as client:
+        x = client.empty((nbytes // 4 // _COLS, _COLS), torch.float32, device=device)
+        x.normal_()
+        for _ in range(3):
+            client.layer_norm(x)
+        ready.put("ready")
+        begin.wait()
+        ready.put(_times(lambda: client.layer_norm(x).y, seconds))
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each thing and caller: medians of the rounds."""
+    lines = [
+        "| what | caller | p50, µs | p99, µs | calls a second | GB/s, in and out |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, caller in dict.fromkeys((row["what"], row["caller"]) for row in rows):
+        cells = list(_medians([row for row in rows if (row["what"], row["caller"]) == (what, caller)]))
+        lines.append(f"| {what} | {caller} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _medians(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for column, scale in (("p50_us", 1.0), ("p99_us", 1.0), ("per_second", 1.0), ("bytes_per_second", 1e-9)):
+        yield f"{scale * median(float(row[column]) for row in rows):.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

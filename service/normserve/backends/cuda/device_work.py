@@ -1,0 +1,118 @@
+"""Jobs whose tensors lie in the device's memory already, and whose results go there."""
+
+import logging
+from collections.abc import Callable, Mapping
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normserve.backends.cuda.replays import Repeated, Replays
+from normserve.backends.launch import call_of, destinations, launch, parameters_of
+from normserve.backends.tensors import (
+    TORCH_DTYPES,
+    channels_first,
+    kernel_bytes,
+    payload_order,
+    results_of,
+    results_to_write,
+    shape_of,
+)
+from normserve.jobs import results
+from normserve.jobs.job import NormJob
+from normserve.memory.device_segments import Device, DeviceMemoryError
+from normserve.memory.device_tensors import DeviceTensor
+from normserve.memory.host_tensors import DType, HostTensor
+
+log = logging.getLogger(__name__)
+
+
+def shareable(ordinal: int) -> Device | None:
+    """A device whose memory clients may have; None where that cannot be."""
+    try:
+        return Device(ordinal)
+    except DeviceMemoryError as error:
+        log.warning("clients on this host cannot have memory of the device: %s", error)
+        return None
+
+
+class DeviceWork:
+    """One job's launch, on the memory that its client has: it keeps that memory mapped, and nothing else does.
+
+    Attributes:
+        results: where they lie.
+        kernel_bytes: the fewest bytes that the launch must move.
+    """
+
+    def __init__(self, job: NormJob, library: ModuleType, replays: Replays) -> None:
+        """Args:
+        library: the kernels.
+        replays: of graphs; what comes many times is replayed.
+        """
+        assert job.places is not None
+        given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
+        described = results.results_of(job.spec, given, job.layer)
+        self.results: Mapping[str, HostTensor] = {
+            name: DeviceTensor(dtype, shape, job.places[name][: prod(shape) * dtype.itemsize])
+            for name, (dtype, shape) in described.items()
+        }
+        self.kernel_bytes = kernel_bytes(job, self.results)
+        # What is made in inference mode can be used nowhere else.
+        with torch.inference_mode(False):
+            self._repeated = Repeated(_call(job, self.results, library), job.spec, replays)
+
+    def compute(self) -> None:
+        """Launch it on the thread's current stream."""
+        self._repeated.make({})
+
+    @property
+    def is_worth_a_graph(self) -> bool:
+        """Whether it came so often by now that `capture` pays."""
+        return self._repeated.is_due
+
+    def capture(self) -> None:
+        """Have it replayed when it comes again; on the stream that it was computed on."""
+        self._repeated.capture({})
+
+
+def device_work(job: NormJob, library: ModuleType, replays: Replays) -> DeviceWork:
+    """The work of a job on the device; of jobs that follow one another in the same memory it is found out once."""
+    recurrence = job.recurrence
+    if recurrence is None:
+        return DeviceWork(job, library, replays)
+    known = recurrence.prepared
+    if known is None:
+        known = recurrence.prepared = DeviceWork(job, library, replays)
+    assert isinstance(known, DeviceWork)
+    return known
+
+
+def _call(job: NormJob, found: Mapping[str, HostTensor], library: ModuleType) -> Callable[[], object]:
+    spec = job.spec
+    came = {
+        name: channels_first(spec, name, _seen(tensor.data, tensor.dtype, shape_of(job, name, job.rows)))
+        for name, tensor in job.tensors.items()
+    }
+    if job.layer is not None:
+        came |= parameters_of(job.layer.resident)
+    places = {
+        name: _seen(found[name].data, dtype, shape) for name, (dtype, shape) in results_of(job, job.rows).items()
+    }
+    if results_to_write(job, job.rows) is not None and came["x"].numel() and not job.may_overwrite:
+        return call_of(library, spec, came, {"out": destinations(spec, places)})
+
+    def launch_and_copy() -> None:
+        # Over what came, of no rows, or with a sum that is converted: the library gives memory of its own.
+        for name, output in launch(library, spec, came).items():
+            places[name].copy_(payload_order(spec, name, output))
+
+    return launch_and_copy
+
+
+def _seen(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+    """What lies there as a tensor, which keeps it mapped."""
+    if not len(data):
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda")
+    return torch.as_tensor(data, device="cuda").view(TORCH_DTYPES[dtype]).view(shape)

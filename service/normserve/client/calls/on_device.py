@@ -1,0 +1,42 @@
+"""A CUDA tensor of torch's among the tensors of a call: as host memory only where a transport wants it so."""
+
+import sys
+from typing import Any
+
+from normserve.memory.host_tensors import DType, HostTensor
+
+
+class OnDevice(HostTensor):
+    """A tensor in the memory of a device.
+
+    Attributes:
+        tensor: torch's, of any strides.
+        data: its bytes in the host's memory, copied there when they are first asked for.
+    """
+
+    __slots__ = ("_copy", "tensor")
+
+    tensor: Any
+    _copy: memoryview | None
+
+    def __init__(self, dtype: DType, tensor: Any) -> None:
+        for name, value in (("dtype", dtype), ("shape", tuple(tensor.shape)), ("fortran_order", False)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "_copy", None)
+
+    @property
+    def data(self) -> memoryview:
+        copy = self._copy
+        if copy is None:
+            copy = bytes_of(self.tensor)
+            object.__setattr__(self, "_copy", copy)
+        return copy
+
+
+def bytes_of(tensor: Any) -> memoryview:
+    """A tensor's bytes in row-major order; copied where they do not lie so in the host's memory."""
+    torch: Any = sys.modules["torch"]
+    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
+    seen: memoryview = flat.view(torch.uint8).numpy().data
+    return seen

@@ -1,0 +1,32 @@
+"""What of a segment nobody has."""
+
+import bisect
+
+
+class Holes:
+    """The pieces of a segment that are free: in order, and never side by side."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._holes: list[tuple[int, int]] = [(0, nbytes)]
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of so many bytes; the first hole that has them is cut."""
+        for index, (start, stop) in enumerate(self._holes):
+            if stop - start >= nbytes:
+                if stop - start == nbytes:
+                    del self._holes[index]
+                else:
+                    self._holes[index] = (start + nbytes, stop)
+                return start
+        return None
+
+    def put(self, start: int, stop: int) -> None:
+        """These are nobody's again."""
+        holes = self._holes
+        index = bisect.bisect(holes, (start, stop))
+        if index < len(holes) and holes[index][0] == stop:
+            stop = holes.pop(index)[1]
+        if index and holes[index - 1][1] == start:
+            index -= 1
+            start = holes.pop(index)[0]
+        holes.insert(index, (start, stop))

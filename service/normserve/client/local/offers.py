@@ -1,0 +1,57 @@
+"""What a server offers of its device's memory, and what a client has made of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from normserve.client.local.arena import Arena
+from normserve.client.local.device import DeviceArena, arena_on
+from normserve.client.local.sockets import Incoming
+
+_UNKNOWN = object()
+
+
+class Offers:
+    """Of one connection."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        """Args: incoming: brings segments of the device's memory."""
+        self._incoming = incoming
+        self._offer: object = _UNKNOWN
+        self._arena: DeviceArena | None = None
+        self._is_looked_for = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the server has told: one that starts does not know yet."""
+        return self._offer is not _UNKNOWN
+
+    def hear(self, greeting: Any) -> None:
+        """What the server's greeting says."""
+        if isinstance(greeting, dict):
+            self._offer = greeting.get("device", _UNKNOWN)
+
+    def arena(self, index: int) -> DeviceArena | None:
+        """The arena in a device's memory; None where the server offers none of that device's.
+
+        Args: index: the device's, as torch counts.
+        """
+        if not self._is_looked_for and self.is_known:
+            self._is_looked_for = True
+            self._arena = arena_on(self._offer)
+            if self._arena is not None:
+                self._incoming.on_device_segment = self._arena.add_device_segment
+        arena = self._arena
+        return arena if arena is not None and index == arena.ordinal else None
+
+    def once_empty(self, host: Arena, then: Callable[[], None]) -> None:
+        """Call this once nobody has a block of any arena; nothing may be taken from here on."""
+        device = self._arena
+        host.once_empty(then if device is None else lambda: device.once_empty(then))
+
+    def given_up(self) -> Sequence[int]:
+        """The numbers of the device's segments, which are not mapped any more from here on."""
+        if self._arena is None:
+            return ()
+        numbers = self._arena.segments
+        self._arena.unmap()
+        return numbers

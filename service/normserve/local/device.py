@@ -1,0 +1,133 @@
+"""How much memory of the device each user has, and when it is theirs no more.
+
+A client may keep memory of the device in use that it has given back: what it has mapped stays.  So a segment is
+charged until the client's process has ended, and until then is lent again to nobody else.
+"""
+
+import asyncio
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from normserve.errors import InvalidParameterError
+from normserve.local.memory import Accounts, Leftovers
+from normserve.local.peer import Peer
+from normserve.memory.device_segments import (
+    Device,
+    DeviceMemoryError,
+    DeviceMemoryFullError,
+    DeviceSegment,
+)
+
+log = logging.getLogger(__name__)
+
+
+class LentDeviceSegment(DeviceSegment):
+    """Memory of the device that a user is charged for until its mapping here has ended.
+
+    Attributes:
+        uid: whose it is.
+        is_given_back: its process has ended.
+        home: is told the user and the bytes once it has gone.
+    """
+
+    uid = 0
+    is_given_back = False
+    home: "queue.SimpleQueue[tuple[int, int]] | None" = None
+
+    def __del__(self) -> None:
+        super().__del__()
+        if self.home is not None:
+            self.home.put((self.uid, len(self)))
+
+
+class DeviceArenas:
+    """Lends segments of the device's memory; belongs to the event loop's thread."""
+
+    def __init__(self, most_bytes: int, find: Callable[[], Device | None]) -> None:
+        """Args:
+        most_bytes: that one user may have; 0 lends none.
+        find: the device, once the server is ready; None where its memory cannot be lent.
+        """
+        self._most_bytes = most_bytes
+        self._find = find
+        self._accounts = Accounts(most_bytes, "device memory", "local_device_bytes")
+
+    @property
+    def nbytes(self) -> int:
+        """Of all segments that are lent, or kept for the processes that had them."""
+        return self._accounts.nbytes
+
+    @property
+    def device(self) -> Device | None:
+        """Whose memory is lent; None where none is."""
+        return self._find() if self._most_bytes else None
+
+    def offer(self) -> dict[str, Any] | None:
+        """What a client is told of it."""
+        device = self.device
+        return None if device is None else {"uuid": device.uuid, "bytes": self._most_bytes}
+
+    async def lend(
+        self, peer: Peer, nbytes: int, spent: list[LentDeviceSegment], leftovers: Leftovers
+    ) -> tuple[int, LentDeviceSegment]:
+        """A segment of zeros of at least so many bytes: the descriptor, which is the caller's to close, and itself.
+
+        Args:
+            spent: what the client has given back on this connection; one that serves is taken out and lent again.
+            leftovers: the same of connections of its process that have ended.
+
+        Raises:
+            InvalidParameterError: there is no such memory here.
+            TooLargeError: no user may have so many.
+            OverloadedError: this one may not now, or the device has no more.
+        """
+        device = self.device
+        if device is None:
+            raise InvalidParameterError("memory must be host: this server lends none of a device")
+        nbytes = device.rounded(nbytes)
+        known = _reused(peer, nbytes, spent, leftovers)
+        if known is None:
+            self._accounts.charge(peer.uid, nbytes)
+        try:
+            # Clearing, and what the driver does, take a millisecond, which others shall not wait.
+            descriptor, segment = await asyncio.to_thread(_prepared, device, known, nbytes)
+        except BaseException as error:
+            if known is None:
+                self._accounts.returned.put((peer.uid, nbytes))
+            else:
+                spent.append(known)
+            if not isinstance(error, DeviceMemoryError):
+                raise
+            if not isinstance(error, DeviceMemoryFullError):
+                log.error("device memory cannot be lent: %s", error)
+            raise self._accounts.exhausted(nbytes) from None
+        segment.uid, segment.home = peer.uid, self._accounts.returned
+        return descriptor, segment
+
+
+def _reused(
+    peer: Peer, nbytes: int, spent: list[LentDeviceSegment], leftovers: Leftovers
+) -> LentDeviceSegment | None:
+    """The smallest of what the client's process has had already that is large enough, if anything is."""
+    found: tuple[list[Any], LentDeviceSegment] | None = None
+    kept: Sequence[list[Any]] = (spent, leftovers.of(peer.pid) if peer.pid else [])
+    for segments in kept:
+        for segment in segments:
+            if not isinstance(segment, LentDeviceSegment) or segment.uid != peer.uid or len(segment) < nbytes:
+                continue
+            if found is None or len(segment) < len(found[1]):
+                found = segments, segment
+    if found is None:
+        return None
+    found[0].remove(found[1])
+    return found[1]
+
+
+def _prepared(device: Device, segment: LentDeviceSegment | None, nbytes: int) -> tuple[int, LentDeviceSegment]:
+    if segment is None:
+        segment = device.make(nbytes, LentDeviceSegment)
+    else:
+        device.clear(segment)
+    return device.export(segment), segment

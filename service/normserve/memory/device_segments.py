@@ -1,0 +1,271 @@
+"""Memory of a CUDA device that two processes share: one makes it and hands over a descriptor, both map it.
+
+The driver's virtual memory management does it: unlike its older handles a descriptor is nothing that others could
+guess, needs no namespace in common, and what is mapped stays when either process ends.  What a process has mapped
+nobody can take back.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+from typing import Any, TypeVar, cast
+
+_S = TypeVar("_S", bound="DeviceSegment")
+
+_OUT_OF_MEMORY = 2
+
+
+class DeviceMemoryError(Exception):
+    """The driver, or a package that speaks to it, is not there or refuses."""
+
+
+class DeviceMemoryFullError(DeviceMemoryError):
+    """The device has no more memory."""
+
+
+class Device:
+    """One CUDA device, as far as sharing its memory goes.  Any thread may use it.
+
+    Attributes:
+        ordinal: among the devices that this process sees, as the driver and torch count them.
+        uuid: 32 hexadecimal digits, the same in every process.
+        granularity: segments are multiples of so many bytes.
+    """
+
+    def __init__(self, ordinal: int, driver: Any = None) -> None:
+        """Args: driver: has the functions of `cuda.bindings.driver`, which is taken if there is none.
+
+        Raises:
+            DeviceMemoryError: the device's memory cannot be shared so, or there is no such device.
+        """
+        self._driver = driver = _bindings() if driver is None else driver
+        self.ordinal = ordinal
+        _call(driver.cuInit, 0)
+        self._device = _call(driver.cuDeviceGet, ordinal)
+        attributes = driver.CUdevice_attribute
+        for needed in (
+            attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+        ):
+            if not _call(driver.cuDeviceGetAttribute, needed, self._device):
+                raise DeviceMemoryError("the device's memory cannot be handed over as a descriptor")
+        self.uuid = _uuid(driver, self._device)
+        self._handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(_call(driver.cuMemGetAllocationGranularity, self._properties(), smallest))
+
+    @classmethod
+    def find(cls, uuid: str, driver: Any = None) -> "Device":
+        """The device of that UUID, wherever among this process's it is.
+
+        Raises:
+            DeviceMemoryError: this process does not see it, or its memory cannot be shared.
+        """
+        driver = _bindings() if driver is None else driver
+        _call(driver.cuInit, 0)
+        for ordinal in range(_call(driver.cuDeviceGetCount)):
+            if _uuid(driver, _call(driver.cuDeviceGet, ordinal)) == uuid:
+                return cls(ordinal, driver)
+        raise DeviceMemoryError("this process does not see the server's device")
+
+    def make(self, nbytes: int, kind: type[_S]) -> _S:
+        """New memory of zeros, mapped.
+
+        Args:
+            nbytes: rounded up to the granularity.
+            kind: `DeviceSegment`, or what is made of that.
+
+        Raises:
+            DeviceMemoryFullError: the device has no more.
+            DeviceMemoryError: the driver refuses.
+        """
+        nbytes = self.rounded(nbytes)
+        handle = _call(self._driver.cuMemCreate, nbytes, self._properties(), 0)
+        segment = self._mapped(handle, nbytes, kind)
+        self.clear(segment)
+        return segment
+
+    def rounded(self, nbytes: int) -> int:
+        """A segment's size for so many bytes."""
+        return max(1, -(-nbytes // self.granularity)) * self.granularity
+
+    def clear(self, segment: "DeviceSegment") -> None:
+        """Overwrite all of it with zeros, which it holds when this returns."""
+        driver = self._driver
+        with self._current():
+            _call(driver.cuMemsetD8, segment.address, 0, len(segment))
+            # Only of the stream that it was put on: others' work need not be waited for.
+            _call(driver.cuStreamSynchronize, 0)
+
+    def export(self, segment: "DeviceSegment") -> int:
+        """A descriptor to hand over, which is the caller's to close.
+
+        Raises:
+            DeviceMemoryError: the driver refuses.
+        """
+        descriptor = int(_call(self._driver.cuMemExportToShareableHandle, segment.handle, self._handle_type, 0))
+        os.set_inheritable(descriptor, False)
+        return descriptor
+
+    def open(self, descriptor: int, nbytes: int, kind: type[_S]) -> _S:
+        """Map what another process made; the descriptor stays the caller's.
+
+        Raises:
+            DeviceMemoryError: it is no such memory, or of another size.
+        """
+        handle = _call(self._driver.cuMemImportFromShareableHandle, descriptor, self._handle_type)
+        return self._mapped(handle, nbytes, kind)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """End a mapping, whose memory nothing uses any more."""
+        _call(self._driver.cuMemUnmap, address, nbytes)
+        _call(self._driver.cuMemAddressFree, address, nbytes)
+
+    def release(self, handle: Any) -> None:
+        """Let go of memory: it is free once nothing maps it."""
+        _call(self._driver.cuMemRelease, handle)
+
+    def _mapped(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:
+        driver = self._driver
+        try:
+            address = int(_call(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
+            try:
+                _call(driver.cuMemMap, address, nbytes, 0, handle, 0)
+                try:
+                    _call(driver.cuMemSetAccess, address, nbytes, [self._access()], 1)
+                except BaseException:
+                    _call(driver.cuMemUnmap, address, nbytes)
+                    raise
+            except BaseException:
+                _call(driver.cuMemAddressFree, address, nbytes)
+                raise
+        except BaseException:
+            self.release(handle)
+            raise
+        return kind(self, handle, address, nbytes)
+
+    def _properties(self) -> Any:
+        driver = self._driver
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self.ordinal
+        properties.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return properties
+
+    def _access(self) -> Any:
+        driver = self._driver
+        access = driver.CUmemAccessDesc()
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.ordinal
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
+
+    @contextlib.contextmanager
+    def _current(self) -> Any:
+        """This thread uses the device's primary context inside, which is torch's as well."""
+        _call(self._driver.cuCtxPushCurrent, self._context)
+        try:
+            yield
+        finally:
+            _call(self._driver.cuCtxPopCurrent)
+
+    @functools.cached_property
+    def _context(self) -> Any:
+        return _call(self._driver.cuDevicePrimaryCtxRetain, self._device)
+
+
+class DeviceSegment:
+    """A mapping of one piece of shared device memory: there for as long as this, or a view of it, is.
+
+    Attributes:
+        device: whose memory it is.
+        handle: the driver's.
+        address: of its first byte.
+    """
+
+    def __init__(self, device: Device, handle: Any, address: int, nbytes: int) -> None:
+        self.device, self.handle, self.address = device, handle, address
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def whole(self) -> memoryview:
+        """All of it, as a `DeviceBytes`: to those who pass memory on and do not look at it, the same as any."""
+        return cast(memoryview, DeviceBytes(self, 0, self._nbytes))
+
+    def __del__(self) -> None:
+        # Of a device that has failed, or a driver that has ended, all is gone anyway.
+        with contextlib.suppress(DeviceMemoryError):
+            self.device.unmap(self.address, self._nbytes)
+        with contextlib.suppress(DeviceMemoryError):
+            self.device.release(self.handle)
+
+
+class DeviceBytes:
+    """A flat view of a segment, which it keeps mapped; as a `memoryview`, but nobody on the host sees its bytes.
+
+    Attributes:
+        obj: the segment.
+    """
+
+    __slots__ = ("__weakref__", "_start", "_stop", "obj")
+
+    def __init__(self, segment: DeviceSegment, start: int, stop: int) -> None:
+        """Args: start, stop: offsets in the segment."""
+        self.obj = segment
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, piece: slice) -> "DeviceBytes":
+        if not isinstance(piece, slice):
+            raise TypeError("the bytes of a device's memory cannot be read one by one")
+        start, stop, step = piece.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a view of device memory must have step 1, got {step}")
+        return DeviceBytes(self.obj, self._start + start, self._start + max(start, stop))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """The same bytes, as libraries on CUDA tell one another of arrays."""
+        return {
+            "shape": (len(self),),
+            "typestr": "|u1",
+            "data": (self.obj.address + self._start, False),
+            "version": 2,
+        }
+
+
+@functools.cache
+def _bindings() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        raise DeviceMemoryError("the package cuda-bindings is not installed") from None
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """What a function of the driver gives.
+
+    Raises:
+        DeviceMemoryError: it fails.
+    """
+    try:
+        code, *values = function(*arguments)
+    except RuntimeError as error:
+        # The package is there and the driver's library is not, or lacks the function.
+        raise DeviceMemoryError(str(error)) from None
+    if int(code):
+        kind = DeviceMemoryFullError if int(code) == _OUT_OF_MEMORY else DeviceMemoryError
+        raise kind(f"{function.__name__} failed: {code}")
+    return values[0] if values else None
+
+
+def _uuid(driver: Any, device: Any) -> str:
+    # Of a part of a device (MIG) the older function of this name tells the whole one's.
+    tell = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
+    return bytes(_call(tell, device).bytes).hex()

@@ -1,0 +1,13 @@
+"""Tensors in the memory of a device."""
+
+from normserve.memory.host_tensors import HostTensor
+
+
+class DeviceTensor(HostTensor):
+    """A contiguous, row-major tensor in the memory of a device.
+
+    All of it is a `HostTensor`'s but for `data`, a `DeviceBytes`: it tells how many bytes there are and keeps them,
+    and whoever takes it for host memory gets a TypeError.
+    """
+
+    __slots__ = ()

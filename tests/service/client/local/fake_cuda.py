@@ -1,0 +1,71 @@
+"""As much of torch as the arena in device memory uses, on the host: streams that are busy when told so."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.service.memory.fake_driver import bytes_at
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.is_busy = False
+        self.is_captured = False
+        self.waits = 0
+
+    def query(self) -> bool:
+        assert not self.is_captured, "the capture would be lost"
+        return not self.is_busy
+
+
+class FakeEvent:
+    """Comes once its stream is not busy."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.stream: FakeStream | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.stream is None or self.stream.query()
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            self.stream.waits += 1
+            self.stream.is_busy = False
+
+
+class FakeTorch:
+    """The module, with one device whose memory is the host's."""
+
+    def __init__(self) -> None:
+        self.stream = FakeStream()
+        self.synchronised = 0
+        self.cuda = SimpleNamespace(
+            Event=FakeEvent,
+            current_stream=lambda ordinal: self.stream,
+            is_current_stream_capturing=lambda: self.stream.is_captured,
+            synchronize=self._synchronize,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, shape: Any, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def as_tensor(self, source: Any) -> torch.Tensor:
+        told = source.__cuda_array_interface__
+        dtype = {"<f4": torch.float32, "<f2": torch.float16, "<i2": torch.int16}[told["typestr"]]
+        count = 1
+        for size in told["shape"]:
+            count *= size
+        there = bytes_at(told["data"][0], count * dtype.itemsize)
+        # As torch's own, the tensor keeps what told it.
+        there.source = source
+        return torch.frombuffer(there, dtype=dtype).view(told["shape"])
+
+    def _synchronize(self, ordinal: int) -> None:
+        self.synchronised += 1

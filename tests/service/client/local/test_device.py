@@ -1,0 +1,214 @@
+"""The client's arena in device memory: what lies there is named, and no place is used again before its time."""
+
+import gc
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from normserve.client import UnexpectedAnswerError
+from normserve.client.calls import operations
+from normserve.client.calls.on_device import OnDevice
+from normserve.client.local import device
+from normserve.client.local.device import Busy, DeviceArena, arena_on
+from normserve.client.local.device_messages import prepare_on_device, understood_on_device, x_of
+from normserve.codec import local_frames as frames
+from normserve.memory.device_segments import Device, DeviceSegment
+from normserve.memory.host_tensors import DType
+
+from tests.service.client.local.fake_cuda import FakeTorch
+from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    made = FakeTorch()
+    monkeypatch.setattr(device.importlib, "import_module", lambda name: made)
+    return made
+
+
+@pytest.fixture
+def server():
+    return Device(0, FakeDriver())
+
+
+@pytest.fixture
+def arena(fake, server):
+    made = DeviceArena(Device(0, FakeDriver()))
+    grow(made, server, 3)
+    return made
+
+
+def grow(arena, server, number, nbytes=GRANULARITY):
+    segment = server.make(nbytes, DeviceSegment)
+    descriptor = server.export(segment)
+    try:
+        arena.add_device_segment(number, descriptor, len(segment))
+    finally:
+        os.close(descriptor)
+    return segment
+
+
+def taken(arena, nbytes):
+    block = arena.take_block(nbytes)
+    assert block is not None
+    return block
+
+
+def finished(needs):
+    """What a generator comes to that needs nothing more."""
+    with pytest.raises(StopIteration) as done:
+        next(needs)
+    return done.value.value
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_a_tensor_keeps_its_place_until_its_last_view_is_gone(arena, dtype):
+    block = taken(arena, 2**20)
+    place = block.place
+    tensor = arena.tensor(block, dtype, (4, 8))
+    assert tensor.dtype == getattr(torch, dtype.value)
+    assert arena.locate_tensor(tensor) == (3, place.offset)
+    assert arena.locate_tensor(tensor[2:]) == (3, place.offset + 16 * dtype.itemsize)
+    assert arena.locate_tensor(tensor[:, 1:]) is None
+    assert arena.locate_tensor(torch.ones(4)) is None
+    view = tensor[1:].view(-1)
+    del block, tensor
+    gc.collect()
+    assert arena.take_block(GRANULARITY) is None
+    del view
+    gc.collect()
+    assert taken(arena, GRANULARITY).place.offset == 0
+
+
+def test_a_place_waits_for_the_stream_that_it_died_on(arena, fake):
+    block = taken(arena, GRANULARITY)
+    fake.stream.is_busy = True
+    del block
+    assert arena.take_block(1) is None
+    busy, fake.stream = fake.stream, type(fake.stream)()
+    assert arena.take_block(1) is None
+    busy.is_busy = False
+    assert arena.take_block(GRANULARITY) is not None
+
+
+def test_a_place_that_died_in_a_capture_is_never_used_again(arena, fake):
+    block = taken(arena, GRANULARITY)
+    fake.stream.is_captured = True
+    del block
+    fake.stream.is_captured = False
+    assert arena.take_block(1) is None
+
+
+def test_a_call_is_not_captured(arena, fake):
+    fake.stream.is_captured = True
+    with pytest.raises(RuntimeError, match="captured"):
+        arena.busy_stream()
+    fake.stream.is_captured = False
+
+
+def test_the_end_waits_for_the_device(arena, fake):
+    ended = []
+    early, late = taken(arena, 64), taken(arena, 64)
+    fake.stream.is_busy = True
+    del early
+    arena.once_empty(lambda: ended.append(True))
+    assert not ended
+    assert fake.stream.waits == 1
+    fake.stream.is_busy = True
+    del late
+    assert ended
+    assert fake.stream.waits == 2
+
+
+def test_what_is_mapped_goes_after_the_device_is_done(arena, fake):
+    arena.unmap()
+    gc.collect()
+    assert fake.synchronised == 1
+
+
+def test_memory_that_is_none_is_refused(arena):
+    descriptor = os.memfd_create("plain")
+    with pytest.raises(ValueError, match="cannot be mapped"):
+        arena.add_device_segment(4, descriptor, GRANULARITY)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("offer", [None, 7, {}, {"uuid": 3}, {"uuid": "00" * 16}])
+def test_what_is_no_offer_for_this_process(offer, monkeypatch):
+    monkeypatch.setattr("normserve.memory.device_segments._bindings", FakeDriver)
+    assert arena_on(offer) is None
+
+
+def call_of(x, **more):
+    call = operations.layer_norm(x, **more)
+    tensors = dict(call.tensors or {})
+    tensors["x"] = OnDevice(DType.FLOAT32, OnFake(x))
+    object.__setattr__(call, "tensors", tensors)
+    return call
+
+
+class OnFake:
+    """What torch's tensor shows of itself to the client, on a device whose memory is the host's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.device = SimpleNamespace(index=0)
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        unwrapped = [each._tensor if isinstance(each, OnFake) else each for each in arguments]
+        return function(*unwrapped, **(options or {}))
+
+
+def test_calls_name_what_lies_there_and_copy_the_rest(arena):
+    x = arena.tensor(taken(arena, 4096), DType.FLOAT32, (4, 256)).fill_(2)
+    call = call_of(x, weight=torch.ones(256))
+    assert x_of(call) is not None
+    prepared = finished(prepare_on_device(call, arena))
+    message = prepared.message
+    assert message.tensors["x"] == frames.Located(3, 0, "float32", (4, 256))
+    weight = message.tensors["weight"]
+    assert weight.segment == 3
+    assert len(prepared.inputs) == 2
+    assert prepared.inputs[1].tolist() == [1.0] * 256
+    answer = frames.Answer(200, results={"y": frames.Located(3, 64, "float32", (4, 256))})
+    tensors = understood_on_device(answer, arena, prepared.results).tensors()
+    found = arena.locate_tensor(tensors["y"].tensor)
+    assert found == (3, message.results["y"].offset)
+
+
+def test_calls_wait_for_the_stream_and_ask_for_memory(arena, fake, server):
+    x = torch.ones(GRANULARITY // 4, 2)
+    fake.stream.is_busy = True
+    needs = prepare_on_device(call_of(x), arena)
+    busy = next(needs)
+    assert isinstance(busy, Busy)
+    busy.wait()
+    assert fake.stream.waits == 1
+    assert next(needs) == 2 * GRANULARITY
+    grow(arena, server, 4, 2 * GRANULARITY)
+    assert next(needs) == 2 * GRANULARITY
+    grow(arena, server, 5, 2 * GRANULARITY)
+    message = finished(needs).message
+    assert (message.tensors["x"].segment, message.results["y"].segment) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    "located",
+    [
+        frames.Located(3, 0, "float64", (4,)),
+        frames.Located(3, 0, "float32", (2**20, 2**20)),
+    ],
+)
+def test_answers_that_lie(arena, located):
+    prepared = finished(prepare_on_device(call_of(torch.ones(4, 256)), arena))
+    answer = understood_on_device(frames.Answer(200, results={"y": located}), arena, prepared.results)
+    with pytest.raises(UnexpectedAnswerError):
+        answer.tensors()
+    unknown = frames.Answer(200, results={"z": frames.Located(3, 0, "float32", (4,))})
+    with pytest.raises(UnexpectedAnswerError):
+        understood_on_device(unknown, arena, prepared.results).tensors()

@@ -1,0 +1,198 @@
+"""The driver's functions for shared device memory, as `cuda.bindings.driver` has them, on files in host memory.
+
+What any handle or mapping has stays there, as on a device: `bytes_in_use` counts it.
+"""
+
+import ctypes
+import mmap
+import os
+from types import SimpleNamespace
+from typing import ClassVar
+
+GRANULARITY = 2**21
+TOTAL = 64 * GRANULARITY
+
+_names = iter(range(1, 2**62))
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FIXED = 0x10
+
+
+def _map(address: int | None, nbytes: int, descriptor: int | None) -> int:
+    """Map a file, or nothing that may be touched, there or anywhere."""
+    fixed = _MAP_FIXED if address else 0
+    if descriptor is None:
+        return _libc.mmap(address, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
+    return _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | fixed, descriptor, 0)
+
+
+def bytes_at(address: int, nbytes: int) -> ctypes.Array:
+    """What is mapped there."""
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+class Memory:
+    """What was allocated, known by the inode of its file."""
+
+    of_inode: ClassVar["dict[int, Memory]"] = {}
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = os.memfd_create("device")
+        # Memory comes as it was left.
+        os.write(self.descriptor, b"\xa5" * nbytes)
+        self.nbytes = nbytes
+        self.users = 0
+        self.of_inode[os.fstat(self.descriptor).st_ino] = self
+
+    def let_go(self) -> None:
+        self.users -= 1
+        if not self.users:
+            del self.of_inode[os.fstat(self.descriptor).st_ino]
+            os.close(self.descriptor)
+
+
+class FakeDriver:
+    """One process's driver, which sees devices of these UUIDs.
+
+    Attributes:
+        calls: the names of the functions that were called, in order.
+        refusals: for the name of a function, the code that it answers.
+    """
+
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=102,
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103,
+    )
+    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+
+    def __init__(self, *uuids: bytes) -> None:
+        self._uuids = uuids or (b"u" * 16,)
+        self.calls: list[str] = []
+        self.refusals: dict[str, int] = {}
+        self.handles: dict[int, Memory] = {}
+        self.reserved: dict[int, int] = {}
+        self.mappings: dict[int, Memory] = {}
+        self.accessible: set[int] = set()
+        self.attribute = 1
+
+    def __getattribute__(self, name: str):
+        found = super().__getattribute__(name)
+        if not name.startswith("cu"):
+            return found
+        self.calls.append(name)
+        if name in self.refusals:
+
+            def refuse(*_: object) -> tuple[int, None]:
+                return self.refusals[name], None
+
+            return refuse
+        return found
+
+    @property
+    def bytes_in_use(self) -> int:
+        return sum(memory.nbytes for memory in Memory.of_inode.values())
+
+    def content(self, address: int) -> ctypes.Array:
+        """What is mapped there, as kernels see it."""
+        assert address in self.accessible
+        return bytes_at(address, self.mappings[address].nbytes)
+
+    def CUmemAllocationProp(self):  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    def CUmemAccessDesc(self):  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    def cuInit(self, flags):  # noqa: N802
+        return (0,)
+
+    def cuDeviceGetCount(self):  # noqa: N802
+        return 0, len(self._uuids)
+
+    def cuDeviceGet(self, ordinal):  # noqa: N802
+        return (0, ordinal) if ordinal < len(self._uuids) else (101, None)
+
+    def cuDeviceGetUuid(self, device):  # noqa: N802
+        return 0, SimpleNamespace(bytes=self._uuids[device])
+
+    def cuDeviceGetAttribute(self, attribute, device):  # noqa: N802
+        return 0, self.attribute
+
+    def cuMemGetAllocationGranularity(self, properties, option):  # noqa: N802
+        assert properties.requestedHandleTypes == 1
+        return 0, GRANULARITY
+
+    def cuMemCreate(self, nbytes, properties, flags):  # noqa: N802
+        assert not nbytes % GRANULARITY
+        if self.bytes_in_use + nbytes > TOTAL:
+            return 2, None
+        return 0, self._handle(Memory(nbytes))
+
+    def cuMemRelease(self, handle):  # noqa: N802
+        self.handles.pop(handle).let_go()
+        return (0,)
+
+    def cuMemExportToShareableHandle(self, handle, kind, flags):  # noqa: N802
+        return 0, os.dup(self.handles[handle].descriptor)
+
+    def cuMemImportFromShareableHandle(self, descriptor, kind):  # noqa: N802
+        memory = Memory.of_inode.get(os.fstat(descriptor).st_ino)
+        return (999, None) if memory is None else (0, self._handle(memory))
+
+    def cuMemAddressReserve(self, nbytes, alignment, address, flags):  # noqa: N802
+        found = _map(None, nbytes, None)
+        self.reserved[found] = nbytes
+        return 0, found
+
+    def cuMemAddressFree(self, address, nbytes):  # noqa: N802
+        assert address not in self.mappings
+        assert self.reserved.pop(address) == nbytes
+        _libc.munmap(address, nbytes)
+        return (0,)
+
+    def cuMemMap(self, address, nbytes, offset, handle, flags):  # noqa: N802
+        memory = self.handles[handle]
+        if memory.nbytes != nbytes:
+            return (1,)
+        memory.users += 1
+        self.mappings[address] = memory
+        assert _map(address, nbytes, memory.descriptor) == address
+        return (0,)
+
+    def cuMemSetAccess(self, address, nbytes, descriptions, count):  # noqa: N802
+        self.accessible.add(address)
+        return (0,)
+
+    def cuMemUnmap(self, address, nbytes):  # noqa: N802
+        self.accessible.discard(address)
+        self.mappings.pop(address).let_go()
+        _map(address, nbytes, None)
+        return (0,)
+
+    def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
+        return 0, "context"
+
+    def cuCtxPushCurrent(self, context):  # noqa: N802
+        return (0,)
+
+    def cuCtxPopCurrent(self):  # noqa: N802
+        return 0, "context"
+
+    def cuMemsetD8(self, address, value, nbytes):  # noqa: N802
+        ctypes.memset(address, value, nbytes)
+        return (0,)
+
+    def cuStreamSynchronize(self, stream):  # noqa: N802
+        return (0,)
+
+    def _handle(self, memory: Memory) -> int:
+        memory.users += 1
+        name = next(_names)
+        self.handles[name] = memory
+        return name
