@@ -215,7 +215,8 @@ def test_companions_of_the_other_layout_are_read_where_they_lie(
         (dy, residual, in_the_other_layout(outside)),
     )
     # Which of them lies otherwise has to do with positions nowhere: the interpreter tells them apart once.
-    for given in (*sampled(one_by_one, one_by_one if positions == (5, 9) else ()), together):
+    singly = one_by_one if device.type == "cuda" or positions == (5, 9) else ()
+    for given in (*singly, together):
         for actual, wanted in zip(results(*given), expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
             assert actual.stride() == wanted.stride()
