@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
-from normserve.client.answers.quoting import quoted
 from normserve.client.calls.call import Call
 from normserve.client.calls.on_device import OnDevice
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.local.device import Busy, DeviceArena, DeviceBlock
 from normserve.client.local.messages import DTYPES, LocalAnswer, compute, understood
+from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import ALIGNMENT, Located, Message
 from normserve.memory.host_tensors import HostTensor
