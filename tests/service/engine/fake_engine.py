@@ -47,6 +47,9 @@ class FakeExecutor:
     def run(self, batch, reply):
         self.running.append((batch, reply))
 
+    def runs_soon(self, batch):
+        return batch.nbytes <= self.backend.inline_bytes
+
     def run_here(self, batch, reply):
         self.here.append(batch)
         if self.is_slow:
