@@ -31,7 +31,7 @@ class Operands:
             (rows, given["heads"]) if given["heads"] else (given["batch"], rows) if given["batch"] else (rows,)
         )
         # Of long rows launches alone are compared, and to draw them takes longer than all else.
-        draw = torch.randn if cols < 1024 else torch.zeros
+        draw = torch.randn if cols < 2000 else torch.zeros
         x, dy, residual, outside = (draw(*leading, cols).to(dtype) for _ in range(4))
         shape = (given["heads"], cols) if given["heads"] else (cols,)
         self.x, self.dy = x, dy
