@@ -111,9 +111,14 @@ fuzz: .venv/.dev
 MINUTES ?= 30
 REQUESTS ?= 0
 
-# A fleet under checked load with processes killed, stopped and starved, memory, disk and descriptors exhausted.
+CALLS ?= 1000000
+CONNECTS ?= 10000
+
+# A fleet under checked load with processes killed, stopped and starved, memory, disk and descriptors exhausted; then
+# clients over shared memory, one of which is killed each second.
 chaos: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m tests.chaos --minutes $(MINUTES) --requests $(REQUESTS)
+	PYTHONPATH=. $(BIN)/python -m tests.chaos.local --calls $(CALLS) --connects $(CONNECTS)
 
 # TARGET=gpu for the other image.
 image:

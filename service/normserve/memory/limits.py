@@ -2,9 +2,23 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+
+
+class _Files(NamedTuple):
+    """Where a version of control groups says what counts: two files, and a line of `memory.stat`."""
+
+    limit: str
+    taken: str
+    droppable: str
+
+
+_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+# Of the group and those within it, as its limit is.
+_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
@@ -12,7 +26,7 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
     Args:
         proc: where the kernel says what the host has, and the control group of this process.
-        cgroups: where control groups of version 2 are mounted.
+        cgroups: where control groups are mounted, of version 2, or of version 1 with a folder for each controller.
     """
     return min([_of_the_host(proc), *_of_the_groups(proc, cgroups)])
 
@@ -28,22 +42,33 @@ def _of_the_groups(proc: Path, cgroups: Path) -> list[int]:
     """What is left below each limit of the groups that this process is in, one within another."""
     try:
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
-        path = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
-    except (OSError, StopIteration):
+    except OSError:
         return []
-    group = cgroups / path
-    groups = [group, *group.parents]
-    return [left for each in groups[: groups.index(cgroups) + 1] if (left := _left_in(each)) is not None]
+    found = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (number, controllers) == ("0", ""):
+            root, files = cgroups, _VERSION_2
+        elif "memory" in controllers.split(","):
+            root, files = cgroups / controllers, _VERSION_1
+        else:
+            continue
+        group = root / path.removeprefix("/")
+        groups = [group, *group.parents]
+        found += [_left_in(each, files) for each in groups[: groups.index(root) + 1]]
+    return [left for left in found if left is not None]
 
 
-def _left_in(group: Path) -> int | None:
+def _left_in(group: Path, files: _Files) -> int | None:
     try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        limit = (group / files.limit).read_text(encoding="ascii").strip()
+        # Version 1 writes a number beyond every host's memory in its place.
         if limit == "max":
             return None
-        taken = int((group / "memory.current").read_text(encoding="ascii"))
+        taken = int((group / files.taken).read_text(encoding="ascii"))
         # Files that were read are counted, and are dropped before anybody is ended.
-        droppable = _amounts(group / "memory.stat").get("inactive_file", 0)
+        droppable = _amounts(group / "memory.stat").get(files.droppable, 0)
         return max(0, int(limit) - taken + droppable)
     except (OSError, ValueError):
         return None

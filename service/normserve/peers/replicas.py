@@ -44,7 +44,16 @@ class Scale(BaseModel):
         return self
 
     def settings_of_replica(self, settings: Settings) -> Settings:
-        """What one replica is told: its device, and no more threads than cores are its own."""
+        """What one replica is told: its device, and no more threads than cores are its own.
+
+        Raises:
+            ValueError: they ask for clients that share memory, whose one path replicas of many hosts cannot share.
+        """
+        if settings.local is not None:
+            raise ValueError(
+                f"NORMSERVE_LOCAL must not be set for Ray Serve, got {str(settings.local)!r}: "
+                "clients share memory with `normserve serve` on their own host"
+            )
         backend = "triton" if self.device == "gpu" else "torch"
         threads = settings.cpu_threads or max(1, int(self.cpus_per_replica))
         own = {"backend": backend, "cpu_threads": threads, "uds": None, "devices": ""}

@@ -15,6 +15,7 @@ import pytest
 from normserve.client import Client, ConnectionFailedError, RetryPolicy
 from normserve.codec import local_frames as frames
 
+from tests.chaos.local import churn
 from tests.integration.local_wire import LocalConnection, request
 from tests.integration.misbehaving_server import WAITS
 from tests.integration.stage import SCRIPT, stage_on
@@ -203,6 +204,35 @@ def test_the_servers_end_is_one_clear_error_and_results_stay(launched, tmp_path)
         assert (client.layer_norm(x).y == expected).all()
         assert (y == expected).all()
         assert (x == X).all()
+
+
+def test_a_call_that_the_server_died_over_is_one_clear_error(launched, tmp_path, until):
+    path = tmp_path / "killed.sock"
+    server = launched("--local", str(path), env={"GATE": str(tmp_path / "gate")}, script=SCRIPT)
+    raised = []
+
+    def call(client):
+        with pytest.raises(ConnectionFailedError) as caught:
+            client.layer_norm(np.ones((1, WAITS), np.float32))
+        raised.append(caught.value)
+
+    with Client(f"unix://{path}", retries=ONCE, timeout_s=20) as client:
+        thread = threading.Thread(target=call, args=(client,))
+        thread.start()
+        until(lambda: "waiting" in server.log)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.wait()
+        thread.join(20)
+        assert len(raised) == 1
+        launched("--local", str(path))
+        np.testing.assert_allclose(client.layer_norm(X).y.mean(1), 0, atol=1e-6)
+
+
+def test_clients_that_are_killed_by_turns_cost_the_others_nothing(local, path):
+    outcome = churn(local, path, 1500, every_s=0.2, clients=4)
+    assert outcome.faults == []
+    assert outcome.calls >= 1500
+    assert outcome.killed > 0
 
 
 def test_a_drain_answers_what_was_admitted_and_refuses_the_rest(launched, tmp_path, until):

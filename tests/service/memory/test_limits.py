@@ -72,3 +72,39 @@ def test_what_cannot_be_read_is_no_limit(tree, name):
 def test_where_there_are_no_groups_there_is_no_limit(tree):
     (tree / "proc/self/cgroup").unlink()
     assert available(tree) == HOST
+
+
+@pytest.fixture
+def old_tree(tree):
+    """The same of version 1, as beside a version 2 that has no controllers."""
+    (tree / "proc/self/cgroup").write_text("9:cpu,cpuacct:/other\n4:memory:/pod/server\n0::/elsewhere\n")
+    (tree / "cgroups/memory/pod/server").mkdir(parents=True)
+    return tree
+
+
+def limited_in_version_1(tree, group, limit, taken, inactive_file=0):
+    folder = tree / "cgroups/memory" / group
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{taken}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 3\ntotal_inactive_file {inactive_file}\n")
+
+
+def test_limits_of_version_1_count_as_well(old_tree):
+    limited_in_version_1(old_tree, "pod/server", 9223372036854771712, 90 * MIB)
+    assert available(old_tree) == HOST
+    limited_in_version_1(old_tree, "pod", 100 * MIB, 90 * MIB, inactive_file=5 * MIB)
+    assert available(old_tree) == 15 * MIB
+    limited_in_version_1(old_tree, "pod/server", 50 * MIB, 60 * MIB)
+    assert available(old_tree) == 0
+
+
+def test_a_container_finds_its_limit_of_version_1_where_its_groups_begin(old_tree):
+    (old_tree / "proc/self/cgroup").write_text("4:memory:/docker/0123\n")
+    limited_in_version_1(old_tree, "", 50 * MIB, 20 * MIB)
+    assert available(old_tree) == 30 * MIB
+
+
+@pytest.mark.parametrize("lines", ["", "nonsense\n", "0:\n4:memory\n::\n", "4:memory:/pod/server\n"])
+def test_groups_that_say_nothing_are_no_limit(old_tree, lines):
+    (old_tree / "proc/self/cgroup").write_text(lines)
+    assert available(old_tree) == HOST

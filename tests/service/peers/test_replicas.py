@@ -106,6 +106,11 @@ def test_a_replica_answers_for_what_ray_answers_for():
     assert Scale().settings_of_replica(Settings(allowed_hosts="api.example")).allowed_hosts == "api.example"
 
 
+def test_shared_memory_is_refused_before_a_replica_starts():
+    with pytest.raises(ValueError, match="NORMSERVE_LOCAL must not be set"):
+        Scale().settings_of_replica(Settings(local="/run/normserve/normserve.sock"))
+
+
 def test_the_replica_refuses_before_ray_does():
     settings = Settings(max_inflight_requests=10, drain_s=12)
     options = Scale(device="gpu", max_replicas=8).deployment_options(settings)

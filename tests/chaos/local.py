@@ -1,0 +1,252 @@
+"""Chaos of clients that share memory: they come, compute, check every answer and are killed, one after another.
+
+`python -m tests.chaos.local --calls 1000000 --connects 10000` ends with 0 if no answer was wrong, no client that
+lived lost one, and the server holds no connection, descriptor, thread or shared memory more than before, nor more
+memory.
+"""
+
+import argparse
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from normserve.client import Client, RetryPolicy
+
+from tests.integration.local_wire import LocalConnection
+from tests.integration.servers import ServerProcess, launch_server
+
+_CLIENTS, _CONNECTING = 8, 4
+_MOST_GROWTH = 0.02
+_SETTLE_S = 30.0
+_TOLERANCE = 3e-5
+# Threads of the server's pools that may have started since, at most.
+_POOLED = (os.cpu_count() or 1) + 4
+# Rows of 256, and how often.
+_ROWS, _WEIGHTS = (1, 16, 256), (0.9, 0.09, 0.01)
+_SAMPLE_S = 1.0
+
+
+@dataclass(slots=True)
+class Held:
+    """What a server holds for its clients; after all of them are gone it is what it was before.
+
+    Its threads are those of pools, which grow to a bound as they are needed: compared by `_settled` alone.
+    """
+
+    connections: float
+    bytes: float
+    requests: float
+    descriptors: int
+    threads: int = field(compare=False)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one run.
+
+    Attributes:
+        calls: answers that were right.
+        killed: clients.
+        faults: what must not be.
+        resident: of the server, its own memory in MiB, a sample a second.
+    """
+
+    calls: int = 0
+    killed: int = 0
+    faults: list[str] = field(default_factory=list)
+    resident: list[float] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """Of the median of the last quarter over that of the second: the first is the server's warming up."""
+        quarter = max(1, len(self.resident) // 4)
+        second = self.resident[quarter : 2 * quarter] or self.resident
+        return statistics.median(self.resident[-quarter:]) / statistics.median(second) - 1
+
+
+def held(server: ServerProcess) -> Held:
+    """What the server holds now."""
+    with server.client() as client:
+        text = client.get("/metrics").text
+    names = ("local_connections", "local_bytes", "inflight_requests")
+    gauges = [float(re.search(rf"^normserve_{name} (\S+)", text, re.M)[1]) for name in names]
+    descriptors = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+    return Held(*gauges, descriptors=descriptors, threads=_status(server, "Threads"))
+
+
+def _status(server: ServerProcess, name: str) -> int:
+    text = Path(f"/proc/{server.process.pid}/status").read_text(encoding="ascii")
+    return int(re.search(rf"^{name}:\s+(\d+)", text, re.M)[1])
+
+
+def _settled(server: ServerProcess, before: Held) -> list[str]:
+    end = time.monotonic() + _SETTLE_S
+    while (now := held(server)) != before or now.threads > before.threads + _POOLED:
+        if time.monotonic() > end:
+            return [f"left inside: {now}, before: {before}"]
+        time.sleep(0.1)
+    return []
+
+
+def come_and_go(server: ServerProcess, path: Path, connects: int) -> Outcome:
+    """Connections that say nothing, that greet, and that compute, several at a time."""
+    outcome, before = Outcome(), held(server)
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
+
+    def connect(count: int) -> None:
+        for number in range(count):
+            try:
+                with LocalConnection(path, greet=number % 3 > 0) as connection:
+                    if number % 3 == 2:
+                        assert connection.layer_norm(x).status == 200
+            except (OSError, AssertionError) as error:
+                outcome.faults.append(f"a connection: {error!r}")
+
+    threads = [threading.Thread(target=connect, args=(connects // _CONNECTING,)) for _ in range(_CONNECTING)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        outcome.resident.append(_status(server, "RssAnon") / 1024)
+        threads[0].join(_SAMPLE_S)
+        for thread in threads[1:]:
+            thread.join(0)
+    outcome.faults += _settled(server, before)
+    return outcome
+
+
+def churn(server: ServerProcess, path: Path, calls: int, *, every_s: float, clients: int = _CLIENTS) -> Outcome:
+    """So many calls by several processes, one of which is killed each time, and another takes its place."""
+    outcome, before = Outcome(), held(server)
+    # Clients take long to start otherwise, beside the second that they have.
+    context = multiprocessing.get_context("fork")
+    counts, stop = RawArray(ctypes.c_uint64, clients), RawArray(ctypes.c_bool, 1)
+
+    def start(slot: int, seed: int) -> BaseProcess:
+        process = context.Process(target=_compute, args=(str(path), seed, counts, slot, stop))
+        process.start()
+        return process
+
+    running = [start(slot, slot) for slot in range(clients)]
+    began = time.monotonic()
+    sampled = 0.0
+    try:
+        while sum(counts) < calls and not outcome.faults:
+            time.sleep(every_s)
+            slot = outcome.killed % clients
+            outcome.faults += _failed(running)
+            running[slot].kill()
+            running[slot].join()
+            outcome.killed += 1
+            running[slot] = start(slot, clients + outcome.killed)
+            if time.monotonic() - sampled >= _SAMPLE_S:
+                sampled = time.monotonic()
+                outcome.resident.append(_status(server, "RssAnon") / 1024)
+                _say(sum(counts), outcome, sampled - began)
+    finally:
+        stop[0] = True
+        for process in running:
+            process.join(_SETTLE_S)
+            if process.is_alive():
+                outcome.faults.append("a client did not come to its end")
+                process.kill()
+                process.join()
+    outcome.faults += _failed(running)
+    outcome.calls = sum(counts)
+    outcome.faults += _settled(server, before)
+    return outcome
+
+
+def _failed(running: list[BaseProcess]) -> list[str]:
+    return [f"a client ended with {each.exitcode}" for each in running if each.exitcode not in (None, 0)]
+
+
+def _say(calls: int, outcome: Outcome, seconds: float) -> None:
+    if outcome.killed % 30 == 0:
+        print(
+            f"{seconds:6.0f} s  {calls} right, {outcome.killed} killed, {outcome.resident[-1]:.0f} MiB", flush=True
+        )
+
+
+def _compute(path: str, seed: int, counts: Any, slot: int, stop: Any) -> None:
+    """A client: one call after another until told to stop; whatever is not the right answer ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    random = np.random.default_rng(seed)
+    # One try: a refusal or a lost answer is a fault.
+    with Client(f"unix://{path}", retries=RetryPolicy(tries=1), timeout_s=_SETTLE_S) as client:
+        calls = [_call(client, random, rows) for rows in _ROWS]
+        while not stop[0]:
+            for index in random.choice(len(_ROWS), 100, p=_WEIGHTS):
+                calls[index]()
+                counts[slot] += 1
+
+
+def _call(client: Client, random: np.random.Generator, rows: int) -> Callable[[], None]:
+    elsewhere = random.standard_normal((rows, 256), np.float32)
+    # Of its own in each client, so that another's answer is seen to be one.
+    bias = random.standard_normal(256, np.float32)
+    mean, variance = elsewhere.mean(-1, keepdims=True, dtype=np.float64), elsewhere.var(-1, keepdims=True)
+    expected = ((elsewhere - mean) / np.sqrt(variance + 1e-5) + bias).astype(np.float32)
+    there = client.empty(elsewhere.shape)
+    there[:] = elsewhere
+
+    def call() -> None:
+        x = there if random.random() < 0.5 else elsewhere
+        y = client.layer_norm(x, bias=bias).y
+        if not np.abs(y - expected).max() <= _TOLERANCE:
+            raise AssertionError(f"a wrong answer to {rows} rows, by up to {np.abs(y - expected).max()}")
+
+    return call
+
+
+def main() -> int:
+    """Run it; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=1_000_000)
+    parser.add_argument("--connects", type=int, default=10_000)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "normserve.sock"
+        server = launch_server(["--local", str(path)], {}, preloaded=False)
+        try:
+            server.wait_until_ready()
+            # What the server makes once is there before anything is counted.
+            faults = come_and_go(server, path, 100).faults
+            parts = {
+                f"{asked.connects} connections": lambda: come_and_go(server, path, asked.connects),
+                f"{asked.calls} calls": lambda: churn(server, path, asked.calls, every_s=1.0),
+            }
+            for name, run in parts.items():
+                began = time.monotonic()
+                outcome = run()
+                print(
+                    f"{name} in {time.monotonic() - began:.0f} s: {outcome.calls} right, {outcome.killed} clients"
+                    f" killed, memory {outcome.growth:+.2%}, {outcome.resident[-1]:.0f} MiB",
+                    flush=True,
+                )
+                if outcome.growth > _MOST_GROWTH:
+                    outcome.faults.append(f"memory grew by {outcome.growth:.2%}")
+                faults += outcome.faults
+            faults += [line for line in server.lines if "Traceback" in line]
+        finally:
+            server.stop()
+    for fault in faults:
+        print(fault)
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""A connection's socket: frames that come in parts, frames that wait to be read, descriptors, and the end."""
+
+import asyncio
+import os
+import socket
+
+import pytest
+from normserve.codec.local_frames import MAX_FRAME_BYTES, PREFIX
+from normserve.local.wire import Wire
+
+
+class Told:
+    """What a wire's listener is told."""
+
+    def __init__(self):
+        self.frames, self.faults, self.ends = [], [], 0
+        self.wire = None
+
+    def on_frame(self, tag, content, began, ended):
+        assert began <= ended
+        self.frames.append((tag, bytes(content)))
+
+    def on_fault(self, error):
+        self.faults.append(error)
+        self.wire.close()
+
+    def on_end(self):
+        self.ends += 1
+
+
+def wired(body, **options):
+    """Run `body(wire, told, theirs)` with a wire on one end of a pair of sockets."""
+
+    async def run():
+        ours, theirs = socket.socketpair()
+        told = Told()
+        told.wire = wire = Wire(ours, told, **{"frame_s": 20.0, "send_s": 20.0, "most_unsent": 2} | options)
+        wire.read(wanted=True)
+        with theirs:
+            theirs.settimeout(20)
+            await body(wire, told, theirs)
+            wire.close()
+            wire.close()
+        assert told.ends == 1
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def frame(tag, content):
+    return PREFIX.pack(len(content), tag) + content
+
+
+def test_frames_come_in_any_parts():
+    async def body(wire, told, theirs):
+        data = frame(1, b"abc") + frame(2, b"") + frame(3, b"d")
+        for index in range(len(data)):
+            theirs.send(data[index : index + 1])
+            await asyncio.sleep(0)
+        await until(lambda: len(told.frames) == 3)
+        theirs.send(data)
+        await until(lambda: len(told.frames) == 6)
+        assert told.frames == 2 * [(1, b"abc"), (2, b""), (3, b"d")]
+
+    wired(body)
+
+
+def test_a_frame_that_is_too_long_is_a_fault():
+    async def body(wire, told, theirs):
+        theirs.send(PREFIX.pack(MAX_FRAME_BYTES + 1, 1))
+        await until(lambda: told.ends)
+        assert len(told.faults) == 1
+        assert not told.frames
+
+    wired(body)
+
+
+def test_a_frame_that_stays_cut_off_ends_the_connection():
+    async def body(wire, told, theirs):
+        theirs.send(frame(1, b"abc")[:-1])
+        await until(lambda: told.ends)
+        assert theirs.recv(1) == b""
+
+    wired(body, frame_s=0.02)
+
+
+def test_the_clock_of_a_frame_stands_still_while_nobody_reads():
+    async def body(wire, told, theirs):
+        theirs.send(frame(1, b"abc")[:-1])
+        await asyncio.sleep(0.01)
+        wire.read(wanted=False)
+        await asyncio.sleep(0.1)
+        assert wire.is_open
+        wire.read(wanted=True)
+        theirs.send(b"c")
+        await until(lambda: told.frames)
+
+    wired(body, frame_s=0.05)
+
+
+def test_nothing_is_read_while_too_many_answers_wait():
+    async def body(wire, told, theirs):
+        big = bytes(2**20)
+        for _ in range(4):
+            wire.send(big)
+        theirs.send(frame(1, b"abc"))
+        await asyncio.sleep(0.01)
+        assert told.frames == []
+        read = 0
+        while read < 4 * len(big):
+            read += len(await asyncio.to_thread(theirs.recv, 2**20))
+        await until(lambda: told.frames)
+
+    wired(body)
+
+
+def test_who_does_not_read_in_time_is_cut_off():
+    async def body(wire, told, theirs):
+        wire.send(bytes(2**22))
+        await until(lambda: told.ends)
+
+    wired(body, send_s=0.02)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_descriptors_are_closed_whether_they_were_sent_or_not(waits):
+    async def body(wire, told, theirs):
+        reading, writing = os.pipe()
+        if waits:
+            wire.send(bytes(2**22))
+        wire.send(b"take this", [writing])
+        if waits:
+            wire.close()
+        else:
+            data, (received,), _, _ = socket.recv_fds(theirs, 100, 1)
+            assert data == b"take this"
+            os.close(received)
+        # Its last writer is gone.
+        assert os.read(reading, 1) == b""
+        os.close(reading)
+
+    wired(body)
+
+
+def test_descriptors_for_who_has_left_are_closed():
+    async def body(wire, told, theirs):
+        wire.close()
+        reading, writing = os.pipe()
+        wire.send(b"late", [writing])
+        assert os.read(reading, 1) == b""
+        os.close(reading)
+
+    wired(body)
