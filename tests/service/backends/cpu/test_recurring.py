@@ -15,8 +15,6 @@ from tests.service.backends.combinations import KINDS, combinations
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import back, host
 
-from tests.service.backends.combinations import KINDS, combinations
-
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
 
 
