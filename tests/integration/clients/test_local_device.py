@@ -201,10 +201,12 @@ def test_a_place_is_not_used_again_while_a_stream_reads_it(serving, path):
             del y
         others = [client.layer_norm(ones, bias=torch.full((1024,), 9.0, device="cuda")).y for _ in range(3)]
         assert address not in [other.data_ptr() for other in others]
+        arena = client._transport._link._offers._arena
+        assert side.cuda_stream in [stream.cuda_stream for _, stream in arena._dying]
         torch.cuda.synchronize()
         assert (kept == 7).all()
-        others += [client.layer_norm(ones).y for _ in range(3)]
-        assert address in [other.data_ptr() for other in others]
+        client.layer_norm(ones)
+        assert side.cuda_stream not in [stream.cuda_stream for _, stream in arena._dying]
 
 
 def test_the_asynchronous_client(serving, path, http):
