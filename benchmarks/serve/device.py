@@ -105,12 +105,16 @@ def _passes(client: Client) -> dict[str, Call]:
     shape = (_MODULE_ROWS, _MODULE_COLS)
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     there = LayerNorm(_MODULE_COLS, client=client, **like)
+    for parameter in there.parameters():
+        place = client.empty(parameter.shape, torch.bfloat16, device="cuda")
+        parameter.data = place.copy_(parameter.data)
+    elsewhere = LayerNorm(_MODULE_COLS, client=client, **like)
     own = fusednorm.LayerNorm(_MODULE_COLS, **like)
     of_torch = nn.LayerNorm(_MODULE_COLS, **like)
     x, dy = (client.empty(shape, torch.bfloat16, device="cuda").normal_() for _ in range(2))
     steps = {
         "device memory": _step(there, x, dy),
-        "device memory, x elsewhere": _step(there, x.clone(), dy.clone()),
+        "device memory, tensors elsewhere": _step(elsewhere, x.clone(), dy.clone()),
         "fusednorm in process": _step(own, x.clone(), dy.clone()),
         "torch in process": _step(of_torch, x.clone(), dy.clone()),
     }

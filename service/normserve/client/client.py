@@ -1,5 +1,6 @@
 """The blocking client."""
 
+import contextlib
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from normserve.client.calls import administration, arrays, operations
 from normserve.client.calls.call import Call
 from normserve.client.connecting import Server, transport_to
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ClientError
+from normserve.client.errors import ClientError, ConnectionFailedError
 from normserve.client.local.blocking import LocalTransport
 from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
@@ -26,6 +27,9 @@ R = TypeVar("R")
 
 def _operation(build: Callable[P, Call[R]]) -> "Callable[Concatenate[Client, P], R]":
     def operation(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        x = args[0] if args else kwargs.get("x")
+        if getattr(x, "is_cuda", False) and isinstance(self._transport, LocalTransport):
+            return self._run_on_device(self._transport, build, args, kwargs)
         return self._run(build(*args, **kwargs))
 
     adopt(operation, build)
@@ -126,6 +130,24 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _run_on_device(
+        self, transport: LocalTransport, build: Callable[..., Call[R]], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> R:
+        """What was asked before with tensors at the same places is not made anew."""
+        deadline = Deadline(self._server.timeout_s)
+        recurring = transport.recurring()
+        key = None if recurring is None else recurring.key(build, args, kwargs)
+        if recurring is None or key is None:
+            return self._run(build(*args, **kwargs))
+        with contextlib.suppress(ConnectionFailedError):
+            known: R | None = transport.ask_again(recurring, key, deadline)
+            if known is not None:
+                return known
+        call = build(*args, **kwargs)
+        result = self._run(call)
+        recurring.learn(key, call, result)
+        return result
 
     def _run(self, call: Call[R]) -> R:
         deadline = Deadline(self._server.timeout_s)

@@ -101,7 +101,8 @@ class DeviceArenas:
             if not isinstance(error, DeviceMemoryError):
                 raise
             if not isinstance(error, DeviceMemoryFullError):
-                log.error("device memory cannot be lent: %s", error)
+                # The text alone: an error's frames hold the segment.
+                log.error("device memory cannot be lent: %s", str(error))
             raise self._accounts.exhausted(nbytes) from None
         segment.uid, segment.home = peer.uid, self._accounts.returned
         return descriptor, segment

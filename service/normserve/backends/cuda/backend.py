@@ -161,9 +161,7 @@ class TritonBackend:
 
     def _run_on_device(self, batch: Batch) -> InFlight:
         """A job alone, from where its tensors lie to where its results go: nothing is copied."""
-        began = time.perf_counter()
         work = device_work(batch.jobs[0], fusednorm, self._replays)
-        prepared_s = time.perf_counter() - began
         # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
         pipeline = self._pipelines[Lane.SMALL]
         flight = pipeline.start_one(DeviceWork.compute, work)
@@ -172,7 +170,7 @@ class TritonBackend:
             pipeline.aside(work.capture)
 
         def execution(took: StageSeconds) -> Execution:
-            return Execution((work.results,), (work.kernel_bytes,), prepared_s, took.compute, 0.0, are_placed=True)
+            return Execution((work.results,), (work.kernel_bytes,), 0.0, took.compute, 0.0, are_placed=True)
 
         return _OnTheDevice(flight, execution)
 

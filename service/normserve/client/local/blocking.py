@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any, Literal, TypeVar
@@ -28,6 +28,7 @@ from normserve.client.local.device_messages import (
 )
 from normserve.client.local.messages import Needs, growth, prepare, refusal_of, required, taken, understood
 from normserve.client.local.offers import Offers
+from normserve.client.local.recurring import Recurring
 from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
@@ -61,6 +62,16 @@ class LocalTransport:
             return understood_on_device(link.ask(there.message, deadline, there), arena, there.results)
         prepared = link.filled(prepare(call, link.arena), deadline)
         return understood(link.ask(prepared.message, deadline, prepared), prepared.results)
+
+    def recurring(self) -> Recurring | None:
+        """What is known of calls on the device's memory; None before there was one, or over this connection."""
+        link = self._link
+        return link.recurring if link is not None and link.is_usable else None
+
+    def ask_again(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+        """The result of a call that was answered before; None where that is not known."""
+        link = self._link
+        return None if link is None or link.recurring is not recurring else recurring.ask(key, link, deadline)
 
     def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Bytes of the arena, which are the caller's until the last view of them is gone.
@@ -115,6 +126,9 @@ class Link:
     """One connection, its arena, and the threads that wait for answers on it.
 
     Of the threads that wait one receives, for all of them.
+
+    Attributes:
+        recurring: calls on the device's memory; None until there was one.
     """
 
     def __init__(self, path: str, api_key: str | None, deadline: Deadline) -> None:
@@ -124,6 +138,7 @@ class Link:
             ClientError: the server is not there, or does not want this client.
         """
         self.arena = Arena()
+        self.recurring: Recurring | None = None
         self._is_open = True
         self._pid = os.getpid()
         self._tags = itertools.count(1)
@@ -191,7 +206,10 @@ class Link:
         offers = self._offers
         if not offers.is_known:
             self._greet(deadline)
-        return offers.arena(index)
+        arena = offers.arena(index)
+        if arena is not None and self.recurring is None:
+            self.recurring = Recurring(arena)
+        return arena
 
     def filled_on_device(self, needs: DeviceNeeds[_R], arena: DeviceArena, deadline: Deadline) -> _R:
         """What needs memory of the device, once it has it, and the device has done what it waits for."""

@@ -1,7 +1,7 @@
 """The memory of a device that a client shares with the server, divided into blocks by the client alone.
 
-A block returns with the last view of it, and not before the device is done with what was put on the stream that was
-current then: until that, kernels may still read or write there.
+A block returns with the last view of it, and not before the stream that was current then has been found idle: until
+that, kernels may still read or write there.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from normserve.client.local.arena import Arena, Part
@@ -71,9 +71,9 @@ class DeviceArena(Arena):
         self._device = device
         self.ordinal = device.ordinal
         self._name = f"cuda:{device.ordinal}"
-        # Blocks that nobody looks at, each with an event that comes once the device does not, either.
+        # Blocks that nobody looks at, each with the stream that may use it still.
         self._dying: deque[tuple[Place, Any]] = deque()
-        self._spare: list[Any] = []
+        self._streams: dict[tuple[int, int, int], Any] = {}
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
         """Take in what the server has made.
@@ -127,57 +127,73 @@ class DeviceArena(Arena):
         Raises:
             RuntimeError: the stream is being captured: the server is not a part of any graph.
         """
-        cuda = self._torch.cuda
-        if cuda.is_current_stream_capturing():
+        stream = self._current_stream()
+        if stream is None:
             raise RuntimeError("a call of the service cannot be captured in a CUDA graph")
-        stream = cuda.current_stream(self.ordinal)
-        return None if stream.query() else Busy(cuda, stream)
+        with self._lock:
+            # Those alone are sure to come before what is asked now: threads share streams.
+            dying = self._take_dying()
+            is_idle = stream.query()
+            self._sort(dying, {stream: is_idle})
+        return None if is_idle else Busy(self._torch.cuda, stream)
 
     def note_return(self, place: Place) -> None:
         try:
-            event = self._event()
-            if event is not None and self._on_empty is not None:
-                event.synchronize()
-                event = None
+            stream = self._current_stream()
+            if stream is None:
+                # Whoever replays the graph that is being captured uses what lies there.
+                return
+            if self._on_empty is None:
+                self._dying.append((place, stream))
+                return
+            stream.synchronize()
         except Exception:
             # The process ends, or the device has failed: who knows what uses it still.
             return
-        if event is None:
-            super().note_return(place)
-        else:
-            self._dying.append((place, event))
+        super().note_return(place)
 
     def once_empty(self, then: Callable[[], None]) -> None:
         with self._lock:
-            for _, event in self._dying:
-                event.synchronize()
+            dying = self._take_dying()
+            for stream in {stream for _, stream in dying}:
+                stream.synchronize()
+            self._returned.extend(place for place, _ in dying)
         super().once_empty(then)
 
     def unmap(self) -> None:
         """Let go of all segments, which nobody has a block of."""
         self._parts.clear()
 
-    def _event(self) -> Any:
-        """What comes once the current stream is done with what it has; None if it is."""
-        cuda = self._torch.cuda
-        if cuda.is_current_stream_capturing():
-            raise RuntimeError("whoever replays the graph uses what lies there")
-        stream = cuda.current_stream(self.ordinal)
-        if stream.query():
-            return None
-        event = self._spare.pop() if self._spare else cuda.Event()
-        event.record(stream)
-        return event
-
     def _collect(self) -> None:
-        for _ in range(len(self._dying)):
-            place, event = self._dying.popleft()
-            if event.query():
-                self._spare.append(event)
+        if self._dying:
+            dying = self._take_dying()
+            self._sort(dying, {stream: stream.query() for stream in {stream for _, stream in dying}})
+        super()._collect()
+
+    def _take_dying(self) -> list[tuple[Place, Any]]:
+        return [self._dying.popleft() for _ in range(len(self._dying))]
+
+    def _sort(self, dying: list[tuple[Place, Any]], are_idle: Mapping[Any, bool]) -> None:
+        """Places whose streams are idle have returned; the others go on waiting."""
+        for place, stream in dying:
+            if are_idle.get(stream):
                 self._returned.append(place)
             else:
-                self._dying.append((place, event))
-        super()._collect()
+                self._dying.append((place, stream))
+
+    def _current_stream(self) -> Any:
+        """This thread's; None while it is captured."""
+        inside = self._torch._C
+        if inside._cuda_isCurrentStreamCapturing():
+            return None
+        # What torch.cuda.current_stream does, which makes a new object each time.
+        told = inside._cuda_getCurrentStream(self.ordinal)
+        stream = self._streams.get(told)
+        if stream is None:
+            number, index, kind = told
+            stream = self._torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+            self._streams[told] = stream
+        return stream
 
 
 class Busy:

@@ -14,6 +14,10 @@ class FakeStream:
         self.is_captured = False
         self.waits = 0
 
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.is_busy = False
+
     def query(self) -> bool:
         assert not self.is_captured, "the capture would be lost"
         return not self.is_busy
@@ -43,12 +47,19 @@ class FakeTorch:
     def __init__(self) -> None:
         self.stream = FakeStream()
         self.synchronised = 0
+        self.streams: dict[int, FakeStream] = {}
         self.cuda = SimpleNamespace(
             Event=FakeEvent,
-            current_stream=lambda ordinal: self.stream,
-            is_current_stream_capturing=lambda: self.stream.is_captured,
+            Stream=lambda stream_id, device_index, device_type: self.streams[stream_id],
             synchronize=self._synchronize,
         )
+        self._C = SimpleNamespace(
+            _cuda_getCurrentStream=self._current, _cuda_isCurrentStreamCapturing=lambda: self.stream.is_captured
+        )
+
+    def _current(self, ordinal: int) -> tuple[int, int, int]:
+        self.streams[id(self.stream)] = self.stream
+        return id(self.stream), ordinal, 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -100,6 +100,25 @@ def test_a_place_that_died_in_a_capture_is_never_used_again(arena, fake):
     assert arena.take_block(1) is None
 
 
+def test_what_another_thread_puts_on_the_stream_meanwhile_is_not_taken_for_done(arena, fake):
+    early, late = taken(arena, GRANULARITY // 2), taken(arena, GRANULARITY // 2)
+    del early
+    held = [late]
+    query = fake.stream.query
+
+    def interrupted():
+        is_idle = query()
+        held.clear()
+        return is_idle
+
+    del late
+    fake.stream.query = interrupted
+    assert arena.busy_stream() is None
+    fake.stream.query = query
+    assert arena._returned
+    assert len(arena._dying) == 1
+
+
 def test_a_call_is_not_captured(arena, fake):
     fake.stream.is_captured = True
     with pytest.raises(RuntimeError, match="captured"):

@@ -1,0 +1,150 @@
+"""Calls that come again on the device's memory: the same message and the same results, and nothing is kept."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from normserve.client.calls import operations
+from normserve.client.calls.on_device import OnDevice
+from normserve.client.deadlines import Deadline
+from normserve.client.local import device
+from normserve.client.local.device import DeviceArena
+from normserve.client.local.recurring import Recurring
+from normserve.client.results import ForwardResult, Timing
+from normserve.codec import local_frames as frames
+from normserve.memory.device_segments import Device
+from normserve.memory.host_tensors import DType
+
+from tests.service.client.local.fake_cuda import FakeTorch
+from tests.service.client.local.test_device import grow
+from tests.service.memory.fake_driver import FakeDriver
+
+
+class Shown(torch.Tensor):
+    """A tensor of the host that says it is on the device."""
+
+    is_cuda = True
+
+
+class FakeLink:
+    """Answers with the results where they are wanted, as `shape` says."""
+
+    def __init__(self) -> None:
+        self.asked: list[frames.Compute] = []
+        self.status, self.shape = 200, (4, 256)
+
+    def ask(self, message, deadline, used=None):
+        asked = msgspec.json.decode(bytes(message), type=frames.Compute)
+        self.asked.append(asked)
+        place = asked.results["y"]
+        found = {"y": frames.Located(place.segment, place.offset, "float32", self.shape)}
+        return frames.Answer(self.status, "id", results=found, stages_ms={"kernel": 1.0}, kernel_bytes=7)
+
+
+@pytest.fixture
+def arena(monkeypatch):
+    fake = FakeTorch()
+    monkeypatch.setattr(device.importlib, "import_module", lambda name: fake)
+    made = DeviceArena(Device(0, FakeDriver()))
+    grow(made, Device(0, FakeDriver()), 3)
+    return made
+
+
+@pytest.fixture
+def recurring(arena):
+    made = Recurring(arena)
+    made._types = frozenset([Shown])
+    return made
+
+
+def shown(arena) -> Shown:
+    block = arena.take_block(4096)
+    return arena.tensor(block, DType.FLOAT32, (4, 256)).as_subclass(Shown)
+
+
+def learnt(recurring, arena, x, **options):
+    key = recurring.key(operations.layer_norm, (x,), options)
+    call = operations.layer_norm(x.as_subclass(torch.Tensor), **options)
+    object.__setattr__(call, "tensors", {"x": OnDevice(DType.FLOAT32, x)})
+    y = arena.tensor(arena.take_block(4096), DType.FLOAT32, (4, 256))
+    recurring.learn(key, call, ForwardResult(y, None, None, None, Timing()))
+    return key
+
+
+def test_what_is_asked_again_is_the_same_message(recurring, arena):
+    x = shown(arena)
+    key = learnt(recurring, arena, x, eps=0.5)
+    link = FakeLink()
+    result = recurring.ask(key, link, Deadline(10))
+    (asked,) = link.asked
+    assert (asked.op, asked.direction, asked.query) == ("layer_norm", "forward", "eps=0.5")
+    assert asked.tensors == {"x": frames.Located(3, 0, "float32", (4, 256))}
+    assert arena.locate_tensor(result.y) == (3, asked.results["y"].offset)
+    assert (result.mean, result.timing.kernel_bytes) == (None, 7)
+    other = recurring.ask(key, link, Deadline(10))
+    assert other.y.data_ptr() != result.y.data_ptr()
+    assert link.asked[1].results != asked.results
+
+
+def test_calls_differ_by_all_that_they_say(recurring, arena):
+    x, y = shown(arena), shown(arena)
+
+    def key(*arguments, **named):
+        return recurring.key(operations.layer_norm, arguments, named)
+
+    keys = [
+        key(x),
+        key(y),
+        key(x[:2]),
+        key(x, eps=1.0),
+        key(x, eps=1),
+        key(x, stats=True),
+        key(x, y),
+        key(x, bias=y),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key(x, bias=None) == key(x)
+    assert recurring.key(operations.rms_norm, (x,), {}) != key(x)
+
+
+@pytest.mark.parametrize("strange", [torch.ones(4), [1], object(), SimpleNamespace(is_cuda=True)])
+def test_calls_with_anything_else_are_not_known(recurring, arena, strange):
+    x = shown(arena)
+    assert recurring.key(operations.layer_norm, (x,), {"bias": strange}) is None
+    assert recurring.key(operations.layer_norm, (x[:, 1:],), {}) is None
+
+
+def test_answers_that_changed_are_asked_for_anew(recurring, arena):
+    key = learnt(recurring, arena, shown(arena))
+    for changes in ({"status": 429}, {"shape": (4, 255)}):
+        key = learnt(recurring, arena, shown(arena))
+        link = FakeLink()
+        vars(link).update(changes)
+        assert recurring.ask(key, link, Deadline(10)) is None
+        assert recurring.ask(key, FakeLink(), Deadline(10)) is None
+
+
+def test_no_tensor_is_kept(recurring, arena):
+    x = shown(arena)
+    alive = weakref.ref(x)
+    key = learnt(recurring, arena, x)
+    del x
+    gc.collect()
+    assert alive() is None
+    assert recurring.ask(key, FakeLink(), Deadline(10)) is not None
+    arena.busy_stream()
+    gc.collect()
+    assert arena.take_block(2**21) is not None
+
+
+def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
+    key = learnt(recurring, arena, shown(arena))
+    gc.collect()
+    kept = arena.take_block(2**21 - 2048)
+    assert kept is not None
+    assert recurring.ask(key, FakeLink(), Deadline(10)) is None
+    del kept
+    assert recurring.ask(key, FakeLink(), Deadline(10)) is not None

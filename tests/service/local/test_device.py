@@ -1,0 +1,151 @@
+"""Whose device memory there is: charged until its process has ended, whatever the client says or does before."""
+
+import asyncio
+import gc
+import os
+
+import pytest
+from normserve.errors import InvalidParameterError, OverloadedError, TooLargeError
+from normserve.local.device import DeviceArenas
+from normserve.local.memory import Leftovers, give_back
+from normserve.local.peer import Peer
+from normserve.memory.device_segments import Device, DeviceSegment
+
+from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
+
+PEER = Peer(os.getpid(), 7)
+
+
+class Lender:
+    """Arenas of three segments, and a client that asks for them."""
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver()
+        self.device = Device(0, self.driver)
+        self.arenas = DeviceArenas(3 * GRANULARITY, lambda: self.device)
+        self.spent, self.leftovers = [], Leftovers()
+
+    async def lend(self, nbytes: int = 1, peer: Peer = PEER):
+        descriptor, segment = await self.arenas.lend(peer, nbytes, self.spent, self.leftovers)
+        os.close(descriptor)
+        return segment
+
+    async def end_of_process(self) -> None:
+        """What `Leftovers` does when a process has ended."""
+        give_back([*self.spent])
+        self.spent.clear()
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().run_in_executor(None, gc.collect)
+
+
+@pytest.fixture
+def lender():
+    return Lender()
+
+
+def test_a_user_is_charged_until_the_process_has_ended(lender):
+    async def check():
+        held = [await lender.lend(), await lender.lend(2 * GRANULARITY)]
+        with pytest.raises(OverloadedError, match="local_device_bytes"):
+            await lender.lend()
+        other = await lender.lend(peer=Peer(1, 8))
+        assert lender.arenas.nbytes == 4 * GRANULARITY
+        # Given back, but perhaps still mapped.
+        lender.spent += held
+        held.clear()
+        gc.collect()
+        assert lender.arenas.nbytes == 4 * GRANULARITY
+        await lender.end_of_process()
+        assert lender.arenas.nbytes == GRANULARITY
+        assert other.uid == 8
+        await lender.lend(3 * GRANULARITY)
+
+    asyncio.run(check())
+
+
+def test_what_was_given_back_is_lent_again_to_the_same_process_cleared(lender):
+    async def check():
+        large, small = await lender.lend(2 * GRANULARITY), await lender.lend()
+        for segment in (large, small):
+            lender.driver.content(segment.address)[:4] = b"kept"
+        lender.spent += [large, small]
+        again = await lender.lend()
+        assert again is small
+        assert lender.driver.content(small.address)[:4] == bytes(4)
+        assert await lender.lend() is large
+        assert lender.arenas.nbytes == 3 * GRANULARITY
+        assert not lender.spent
+
+    asyncio.run(check())
+
+
+def test_neither_another_process_nor_another_user_gets_it(lender):
+    async def check():
+        watch = os.pidfd_open(os.getpid())
+        lender.leftovers.keep(PEER.pid, watch, [await lender.lend(3 * GRANULARITY)])
+        with pytest.raises(OverloadedError):
+            await lender.lend(peer=Peer(PEER.pid + 1, PEER.uid))
+        stranger = await lender.lend(peer=Peer(PEER.pid, 8))
+        assert len(stranger) == GRANULARITY
+        nameless = Peer(0, PEER.uid)
+        with pytest.raises(OverloadedError):
+            await lender.lend(peer=nameless)
+        assert len(await lender.lend()) == 3 * GRANULARITY
+        lender.leftovers.close()
+
+    asyncio.run(check())
+
+
+def test_a_launch_that_runs_keeps_the_memory(lender):
+    async def check():
+        view = (await lender.lend()).whole()[:64]
+        gc.collect()
+        assert lender.driver.mappings
+        assert lender.arenas.nbytes == GRANULARITY
+        del view
+        # The thread that made it lets go of it a moment later.
+        while lender.driver.mappings:
+            await asyncio.sleep(0.001)
+        assert lender.arenas.nbytes == 0
+
+    asyncio.run(check())
+
+
+def test_what_can_never_be_lent_is_told_apart(lender):
+    for nbytes in (3 * GRANULARITY + 1, 2**63 - 1):
+        with pytest.raises(TooLargeError, match="local_device_bytes"):
+            asyncio.run(lender.lend(nbytes))
+
+
+@pytest.mark.parametrize("name", ["cuMemCreate", "cuMemMap", "cuMemExportToShareableHandle"])
+@pytest.mark.parametrize("code", [2, 999])
+def test_what_fails_is_not_charged(lender, name, code):
+    lender.driver.refusals[name] = code
+    for _ in range(4):
+        with pytest.raises(OverloadedError, match="no device memory"):
+            asyncio.run(lender.lend())
+        gc.collect()
+    assert lender.arenas.nbytes == 0
+    assert not lender.driver.mappings
+
+
+def test_what_cannot_be_lent_again_stays_charged(lender):
+    async def check():
+        lender.spent.append(await lender.lend(3 * GRANULARITY))
+        lender.driver.refusals["cuMemsetD8"] = 1
+        with pytest.raises(OverloadedError):
+            await lender.lend()
+        assert lender.arenas.nbytes == 3 * GRANULARITY
+        assert lender.spent
+
+    asyncio.run(check())
+
+
+def test_servers_that_lend_none(lender):
+    for most_bytes, device in ((0, lender.device), (GRANULARITY, None)):
+        arenas = DeviceArenas(most_bytes, lambda device=device: device)
+        assert arenas.offer() is None
+        with pytest.raises(InvalidParameterError, match="memory must be host"):
+            asyncio.run(arenas.lend(PEER, 1, [], Leftovers()))
+    assert lender.arenas.offer() == {"uuid": lender.device.uuid, "bytes": 3 * GRANULARITY}
+    assert isinstance(asyncio.run(lender.lend()), DeviceSegment)
