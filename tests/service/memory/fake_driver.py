@@ -38,10 +38,12 @@ class Memory:
 
     of_inode: ClassVar["dict[int, Memory]"] = {}
 
-    def __init__(self, nbytes: int) -> None:
-        self.descriptor = os.memfd_create("device")
-        # Memory comes as it was left.
-        os.write(self.descriptor, b"\xa5" * nbytes)
+    def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
+        """Args: descriptor: of what another process has allocated."""
+        self.descriptor = os.memfd_create("device") if descriptor is None else os.dup(descriptor)
+        if descriptor is None:
+            # Memory comes as it was left.
+            os.write(self.descriptor, b"\xa5" * nbytes)
         self.nbytes = nbytes
         self.users = 0
         self.of_inode[os.fstat(self.descriptor).st_ino] = self
@@ -142,8 +144,11 @@ class FakeDriver:
         return 0, os.dup(self.handles[handle].descriptor)
 
     def cuMemImportFromShareableHandle(self, descriptor, kind):  # noqa: N802
-        memory = Memory.of_inode.get(os.fstat(descriptor).st_ino)
-        return (999, None) if memory is None else (0, self._handle(memory))
+        told = os.fstat(descriptor)
+        memory = Memory.of_inode.get(told.st_ino)
+        if memory is None and (not told.st_size or told.st_size % GRANULARITY):
+            return 999, None
+        return 0, self._handle(memory or Memory(told.st_size, descriptor))
 
     def cuMemAddressReserve(self, nbytes, alignment, address, flags):  # noqa: N802
         found = _map(None, nbytes, None)

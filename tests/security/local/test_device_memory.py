@@ -1,0 +1,232 @@
+"""References into a device's memory that lie, and more of it than there is; here that memory is the host's."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from normserve.codec import local_frames as frames
+from normserve.memory.device_segments import Device, DeviceSegment
+
+from tests.integration.local_wire import LocalConnection
+from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
+
+SCRIPT = str(Path(__file__).parents[2] / "integration" / "device_server.py")
+ROOT = Path(__file__).parents[3]
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
+QUOTA = 6 * GRANULARITY
+
+
+class Wire(LocalConnection):
+    """With segments of the device's memory."""
+
+    def __init__(self, path) -> None:
+        self.driver = FakeDriver()
+        self.mapped: dict[int, DeviceSegment] = {}
+        super().__init__(path)
+
+    def grow_device(self, nbytes: int = 1) -> int:
+        answer = self.ask(frames.Grow(nbytes, "device"))
+        assert answer.status == 200, answer
+        descriptor = self._descriptors.pop()
+        device = Device.find(answer.device, self.driver)
+        self.mapped[answer.segment] = device.open(descriptor, answer.nbytes, DeviceSegment)
+        os.close(descriptor)
+        return answer.segment
+
+    def view(self, number: int) -> np.ndarray:
+        return np.frombuffer(self.driver.content(self.mapped[number].address), np.float32)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("device") / "normserve.sock"
+
+
+@pytest.fixture(scope="module")
+def serving(launched, path):
+    options = ("--local", str(path), "--local-device-bytes", str(QUOTA))
+    return launched(*options, script=SCRIPT, env={"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+
+
+@pytest.fixture
+def wire(serving, path):
+    with Wire(path) as wire:
+        yield wire
+        # Whatever came before.
+        number = wire.grow_device()
+        wire.view(number)[:24] = X.flatten()
+        assert wire.ask(forward(number)).status == 200
+        np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(X), atol=1e-5)
+
+
+def normalised(x):
+    return (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+
+
+def forward(segment, *, x=0, y=4096, of_y=None, shape=(2, 12), nbytes=96):
+    return frames.Compute(
+        op="layer_norm",
+        tensors={"x": frames.Located(segment, x, "float32", shape)},
+        results={"y": frames.Place(segment if of_y is None else of_y, y, nbytes)},
+    )
+
+
+def device_bytes(serving) -> float:
+    text = httpx.get(serving.url + "/metrics").text
+    (line,) = [line for line in text.splitlines() if line.startswith("normserve_local_device_bytes ")]
+    return float(line.split()[1])
+
+
+END = GRANULARITY
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": END - 80},
+        {"x": 2**62},
+        {"x": 2**63 - 16},
+        {"x": 8},
+        {"y": END - 80},
+        {"y": 2**63 - 16},
+        {"y": 4104},
+        {"y": 16},
+        {"nbytes": 95},
+        {"nbytes": 2**63 - 1},
+        {"shape": (2**40, 2**22)},
+        {"shape": (2**62, 2**62)},
+        {"of_y": 99},
+    ],
+)
+def test_references_that_lie(wire, changes):
+    number = wire.grow_device()
+    assert len(wire.mapped[number]) == END
+    answer = wire.ask(forward(number, **changes))
+    assert 400 <= answer.status < 500
+    assert str(wire.mapped[number].address) not in str(answer.problem)
+    assert not wire.view(number).any()
+
+
+def test_the_memories_do_not_mix(wire):
+    device, host = wire.grow_device(), wire.grow()
+    for places in ({"segment": device, "of_y": host}, {"segment": host, "of_y": device}):
+        answer = wire.ask(forward(**places))
+        assert answer.status == 422
+        assert "all in the device's" in answer.problem["detail"]
+    put = frames.PutLayer("l", "op=layer_norm", {"weight": frames.Located(device, 0, "float32", (12,))})
+    answer = wire.ask(put)
+    assert answer.status == 422
+    assert "in the host's memory" in answer.problem["detail"]
+
+
+def test_anothers_segment_is_not_there(wire, path):
+    numbers = [wire.grow_device(), wire.grow_device()]
+    with Wire(path) as other:
+        own = other.grow_device()
+        for number in numbers:
+            if number != own:
+                assert other.ask(forward(number)).status == 422
+                assert other.ask(forward(own, of_y=number)).status == 422
+
+
+def test_what_is_given_back_is_of_no_use_and_comes_again_cleared(wire):
+    number = wire.grow_device()
+    wire.view(number)[:] = 5
+    assert wire.ask(forward(number)).status == 200
+    wire.send(frames.Free(number))
+    wire.send(frames.Free(number))
+    assert wire.ask(forward(number)).status == 422
+    again = wire.grow_device()
+    assert again != number
+    assert not wire.view(again).any()
+
+
+def test_requests_come_again_and_see_what_changed(wire):
+    number = wire.grow_device()
+    for factor in (1, 3, -2):
+        wire.view(number)[:24] = factor * X.flatten()
+        assert wire.ask(forward(number)).status == 200
+        np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(factor * X), atol=1e-5)
+    assert wire.ask(forward(number, y=0)).status == 200
+    np.testing.assert_allclose(wire.view(number)[:24].reshape(2, 12), normalised(-2 * X), atol=1e-5)
+
+
+def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
+    held = []
+    for _ in range(8):
+        with Wire(path) as wire:
+            number = wire.grow_device(QUOTA // 2)
+            held.append(wire.mapped[number])
+            wire.view(number)[:] = 1
+            if len(held) % 2:
+                # Said to be given back, and still mapped.
+                wire.send(frames.Free(number))
+            wire.segments.clear()
+        assert device_bytes(serving) <= QUOTA
+    with Wire(path) as wire:
+        assert wire.ask(frames.Grow(QUOTA + 1, "device")).status == 413
+        kept = 0
+        while (answer := wire.ask(frames.Grow(GRANULARITY, "device"))).status == 200:
+            kept += 1
+        assert answer.status == 429
+        assert kept <= QUOTA // GRANULARITY
+        for descriptor in wire._descriptors:
+            os.close(descriptor)
+    gc.collect()
+
+
+CLIENT = """
+    import sys
+    from normserve.codec import local_frames as frames
+    from tests.integration.local_wire import LocalConnection
+    from tests.security.local.test_device_memory import Wire, forward
+    wire = Wire(sys.argv[1])
+    number = wire.grow_device(2 ** 22)
+    print("ready", flush=True)
+    while True:
+        wire.send(forward(number), 7)
+        wire.receive()
+"""
+
+
+def test_a_process_that_is_killed_gives_its_memory_back(launched, tmp_path, until):
+    path = tmp_path / "own.sock"
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    options = ("--local", str(path), "--local-device-bytes", str(QUOTA))
+    serving = launched(*options, script=SCRIPT, env=environment)
+    for _ in range(2):
+        command = [sys.executable, "-c", textwrap.dedent(CLIENT), str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **environment}) as client:
+            assert client.stdout is not None
+            assert client.stdout.readline() == b"ready\n"
+            assert device_bytes(serving) == 2**22
+            client.send_signal(signal.SIGKILL)
+        until(lambda: device_bytes(serving) == 0)
+    with Wire(path) as wire:
+        number = wire.grow_device()
+        wire.send(frames.Free(number))
+        assert wire.ask(forward(number)).status == 422
+        # It is mapped still, whatever was said.
+        assert [device_bytes(serving) for _ in range(10)] == [GRANULARITY] * 10
+
+
+def test_a_server_without_a_device_lends_none(launched, tmp_path):
+    path = tmp_path / "plain.sock"
+    serving = launched("--local", str(path))
+    with LocalConnection(path, greet=False) as connection:
+        greeting = connection.ask(frames.Hello(frames.VERSION))
+        assert greeting.document["device"] is None
+        answer = connection.ask(frames.Grow(1, "device"))
+        assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
+        elsewhere = b'{"do":"grow","nbytes":1,"memory":"elsewhere"}'
+        connection.socket.sendall(frames.PREFIX.pack(len(elsewhere), 9) + elsewhere)
+        assert connection.receive()[1].status == 400
+        assert connection.layer_norm(X).status == 200
+    assert httpx.get(serving.url + "/v1/info").json()["local"]["device"] is None
