@@ -227,8 +227,8 @@ def read_answer(content: bytes) -> Answer:
         raise MalformedPayloadError(f"the frame is no answer: {_quoted(str(error))}") from None
 
 
-def write(tag: int, message: Message | Answer | Done | Sequence[Message]) -> bytes:
-    """A whole frame."""
+def write(tag: int, message: Message | Answer | Done | msgspec.Raw | Sequence[Message]) -> bytes:
+    """A whole frame; of a `msgspec.Raw`, which is encoded already, as of anything else."""
     content = _encode(message)
     return PREFIX.pack(len(content), tag) + content
 

@@ -161,6 +161,21 @@ def test_nothing_is_copied_of_what_lies_there(serving, local):
     assert arena._find(1) is not None
 
 
+@pytest.mark.parametrize("rows", [1, 2048])
+def test_what_comes_often_is_replayed_on_what_lies_there_then(http, local, rows):
+    x, dy = (local.empty((rows, 1024), torch.float32, device="cuda") for _ in range(2))
+    weight = local.empty((1024,), device="cuda")
+    # Until a call is captured it takes two hundred of each place of its results.
+    for number in range(7):
+        for tensor in (x, dy, weight):
+            tensor.copy_(random(*tensor.shape, seed=number))
+        for _ in range(100):
+            y = local.layer_norm(x, weight).y
+            gradients = local.layer_norm_backward(dy, x, weight)
+        assert torch.equal(y, http.layer_norm(x, weight).y)
+        assert_same(gradients, http.layer_norm_backward(dy, x, weight))
+
+
 def test_a_view_with_strides_is_copied_once(http, local):
     x = random(64, 2, 512)[:, 1]
     assert not x.is_contiguous()

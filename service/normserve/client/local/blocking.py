@@ -12,6 +12,8 @@ from contextlib import suppress
 from math import prod
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from normserve.client.answers.answer import Answer
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
@@ -174,10 +176,19 @@ class Link:
         """Whether it is open, and this process's own: one that was forked has its parent's socket, and no other."""
         return self._is_open and self._pid == os.getpid()
 
-    def ask(self, message: Message, deadline: Deadline, used: object = None) -> frames.Answer:
+    def ask(
+        self,
+        message: Message | msgspec.Raw,
+        deadline: Deadline,
+        used: object = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> frames.Answer:
         """Send a message and wait for its answer.
 
-        Args: used: kept until there is an answer, also if nobody waits for it any more.
+        Args:
+            message: a `msgspec.Raw` is encoded already.
+            used: kept until there is an answer, also if nobody waits for it any more.
+            meanwhile: called while the server is at it.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
@@ -187,6 +198,8 @@ class Link:
         self._used[tag] = used
         try:
             self._send(frames.write(tag, message), deadline)
+            if meanwhile is not None:
+                self._do(meanwhile, tag)
             return self._wait_for(tag, deadline)
         except TimeoutError:
             self._give_up(tag)
@@ -241,6 +254,14 @@ class Link:
         if answer.status >= 400 and sizes[1] < sizes[0]:
             answer = self.ask(frames.Grow(sizes[1], memory), deadline)
         required(answer)
+
+    def _do(self, meanwhile: Callable[[], None], tag: int) -> None:
+        """Call it; if that goes wrong nobody waits for the answer."""
+        try:
+            meanwhile()
+        except BaseException:
+            self._give_up(tag)
+            raise
 
     def _give_up(self, tag: int) -> None:
         """Nobody waits for this answer any more."""

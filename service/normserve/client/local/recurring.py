@@ -24,7 +24,9 @@ _MOST_CALLS, _MOST_PLACES = 256, 16
 class Link(Protocol):
     """What calls go over."""
 
-    def ask(self, message: Any, deadline: Deadline, used: object = None) -> frames.Answer:
+    def ask(
+        self, message: msgspec.Raw, deadline: Deadline, used: object, meanwhile: Callable[[], None]
+    ) -> frames.Answer:
         """Send a message and wait for its answer."""
 
 
@@ -91,15 +93,17 @@ class Recurring:
             if block is None:
                 return None
             blocks.append(block)
-        told = link.ask(known.content(blocks), deadline, blocks)
+        found: dict[str, Any] = {}
+
+        def make_results() -> None:
+            for (name, _, dtype, shape), block in zip(known.results, blocks, strict=True):
+                found[name] = arena.tensor(block, dtype, shape)
+
+        told = link.ask(known.content(blocks), deadline, blocks, make_results)
         if told.status != 200 or not _are_as_known(told.results, known):
             # Whoever asks anew hears what is wrong.
             self._known.pop(key, None)
             return None
-        found = {
-            name: arena.tensor(block, dtype, shape)
-            for (name, _, dtype, shape), block in zip(known.results, blocks, strict=True)
-        }
         return known.make(**found, timing=understood(told, {}).timing())
 
     def learn(self, key: Hashable, call: Call[Any], result: Any) -> None:

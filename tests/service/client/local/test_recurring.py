@@ -36,9 +36,10 @@ class FakeLink:
         self.asked: list[frames.Compute] = []
         self.status, self.shape = 200, (4, 256)
 
-    def ask(self, message, deadline, used=None):
+    def ask(self, message, deadline, used, meanwhile):
         asked = msgspec.json.decode(bytes(message), type=frames.Compute)
         self.asked.append(asked)
+        meanwhile()
         place = asked.results["y"]
         found = {"y": frames.Located(place.segment, place.offset, "float32", self.shape)}
         return frames.Answer(self.status, "id", results=found, stages_ms={"kernel": 1.0}, kernel_bytes=7)
