@@ -75,7 +75,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
             with results.part(f"{count} clients"):
                 _together(results, local, (count, size, device), asked)
         with results.part("copies"):
-            _time(results, "copies both ways, 64 MiB", 2**27, {"pinned memory": _copies(2**26)}, asked)
+            _time(results, "copies both ways, 64 MiB", 2**26, {"pinned memory": _copies(2**26)}, asked)
 
 
 def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
