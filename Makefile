@@ -29,7 +29,7 @@ serve: .venv/.server
 # What tests start, some fifty interpreters, would otherwise compile all of its modules each time.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -1,7 +1,6 @@
 """Bodies that come, stall, are cut off, are left alone and are computed: permits and memory all come home."""
 
 import asyncio
-import gc
 from types import SimpleNamespace
 
 from hypothesis import settings
@@ -157,8 +156,9 @@ class Machine(RuleBasedStateMachine):
         assert all(client.task.done() for client in self.clients)
         outcomes = {client.task.result() for client in self.clients if not client.task.cancelled()}
         assert outcomes <= {"computed", "overloaded", "request_timeout", "client_left", "too_large"}
-        self.clients.clear()
-        gc.collect()  # A cancelled task, its error, the frame in that and the client are a cycle.
+        while self.clients:
+            # A cancelled task, its error, the frame in that and the client are a cycle.
+            del self.clients.pop().task
         assert (self.limits.requests, self.limits.bytes, self.slabs.used_bytes) == (0, 0, 0)
         assert not self.limits._receiving
         self.loop.close()
