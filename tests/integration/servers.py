@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -18,7 +19,11 @@ import pytest
 from tests.integration.preloaded import PreloadedProcess
 from tests.integration.stage import Stage, stage_on
 
+T = TypeVar("T")
+
 _START_S = 60
+# Readings 10 ms and more apart that agree: a server that still ends connections changes within that.
+_SAME_READINGS = 8
 _LISTENING = re.compile(r'ready on (https?://[^\s"]+)')
 
 
@@ -190,6 +195,23 @@ def until() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def settled(until) -> Callable[[Callable[[], T]], T]:
+    """What a reading is once it stays the same: what earlier tests left behind may still be on its way home."""
+
+    def value(read: Callable[[], T]) -> T:
+        readings: list[T] = []
+
+        def is_the_same() -> bool:
+            readings.append(read())
+            return len(readings) >= _SAME_READINGS and readings[-_SAME_READINGS:] == [readings[-1]] * _SAME_READINGS
+
+        until(is_the_same)
+        return readings[-1]
+
+    return value
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Every test here may attack a real server process."""
 
-from tests.integration.servers import api, launched, server, stage_of, start_server, until
+from tests.integration.servers import api, launched, server, settled, stage_of, start_server, until
 from tests.security.tls.encrypted import impatient, mutual, ours, secure, theirs, uds
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "ours",
     "secure",
     "server",
+    "settled",
     "stage_of",
     "start_server",
     "theirs",

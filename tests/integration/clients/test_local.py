@@ -236,16 +236,8 @@ def test_results_outlive_the_client(serving, path):
     assert (dropped == 4).all()
 
 
-def test_a_closed_client_gives_its_memory_back(serving, path, http, until):
-    readings = []
-
-    def is_settled() -> bool:
-        # What clients before this one had may be on its way home.
-        readings.append(shared_bytes(serving))
-        return readings[-5:] == 5 * readings[-1:]
-
-    until(is_settled)
-    before = readings[-1]
+def test_a_closed_client_gives_its_memory_back(serving, path, http, until, settled):
+    before = settled(lambda: shared_bytes(serving))
     client = Client(f"unix://{path}")
     y = client.layer_norm(np.ones((2**14, 1024), np.float32)).y
     assert shared_bytes(serving) >= before + 2**27
@@ -307,8 +299,8 @@ def test_a_client_that_another_event_loop_used_connects_again(serving, path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
-def test_processes_that_share_neither_processes_nor_ipc(serving, path, until):
-    before = shared_bytes(serving)
+def test_processes_that_share_neither_processes_nor_ipc(serving, path, until, settled):
+    before = settled(lambda: shared_bytes(serving))
     program = (
         "import os, numpy as np; from normserve.client import Client\n"
         f"client = Client('unix://{path}'); x = client.empty((4, 8)); x[:] = 1\n"

@@ -287,11 +287,11 @@ CLIENT = """
 """
 
 
-def test_a_client_that_is_killed_leaves_nothing_behind(serving, path, local, until):
+def test_a_client_that_is_killed_leaves_nothing_behind(serving, path, local, until, settled):
     x = random(64, 1024)
     right = local.layer_norm(x).y.clone()
     gc.collect()
-    before = metric(serving, "local_device_bytes")
+    before = settled(lambda: metric(serving, "local_device_bytes"))
     for _ in range(2):
         command = [sys.executable, "-c", textwrap.dedent(CLIENT), str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:

@@ -93,8 +93,8 @@ CLOSED = "client.send([request((64, 1024))] * 60, 1); client.socket.close()\n" +
 
 
 @pytest.mark.parametrize("body", [BEFORE, BUSY, AFTER, CLOSED], ids=["before", "during", "after", "closed"])
-def test_a_client_that_is_killed_leaves_nothing(local, path, until, body):
-    before = held(local)
+def test_a_client_that_is_killed_leaves_nothing(local, path, until, settled, body):
+    before = settled(lambda: held(local))
     with LocalConnection(path) as other:
         assert other.layer_norm(X).status == 200
         with OtherProcess(path, body) as client:
@@ -104,10 +104,10 @@ def test_a_client_that_is_killed_leaves_nothing(local, path, until, body):
     until(lambda: held(local) == before)
 
 
-def test_what_a_killed_client_had_queued_is_not_run(stage, until):
+def test_what_a_killed_client_had_queued_is_not_run(stage, until, settled):
     waiting = f"client.send(request((1, {WAITS})), 1); client.send(request((5, 77)), 2)\n" + BEFORE
     stage.wait_for_queue(0)
-    before = held(stage.server)
+    before = settled(lambda: held(stage.server))
     with OtherProcess(stage.path, waiting) as client:
         assert client.said() == "there"
         stage.wait_for_queue(1)
@@ -168,7 +168,7 @@ def test_a_client_that_is_stopped_while_results_are_owed(stage):
         client.process.send_signal(signal.SIGCONT)
 
 
-def test_many_connections_leave_nothing(local, path, until):
+def test_many_connections_leave_nothing(local, path, until, settled):
     def come_and_go(count):
         for number in range(count):
             with LocalConnection(path, greet=number % 3 > 0) as client:
@@ -176,7 +176,7 @@ def test_many_connections_leave_nothing(local, path, until):
                     client.layer_norm(X)
 
     come_and_go(20)
-    before, resident = held(local), local.resident_bytes()
+    before, resident = settled(lambda: held(local)), local.resident_bytes()
     threads = [threading.Thread(target=come_and_go, args=(100,)) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -103,8 +103,8 @@ def test_a_frame_of_single_bytes(connection):
     assert (tag, answer.status) == (9, 200)
 
 
-def test_a_frame_that_is_cut_off_leaves_nothing(connection, path, until, local):
-    before = descriptors(local)
+def test_a_frame_that_is_cut_off_leaves_nothing(connection, path, until, settled, local):
+    before = settled(lambda: descriptors(local))
     with LocalConnection(path) as other:
         other.socket.sendall(frames.write(1, request(X.shape))[:-5])
     until(lambda: descriptors(local) == before)

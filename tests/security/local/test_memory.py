@@ -127,8 +127,8 @@ def test_a_segment_of_another_connection_is_nobodys(connection, path):
         assert other.ask(request((2, 12), segment=1)).status == 200
 
 
-def test_segments_that_are_given_back_are_gone(connection, until, local):
-    before = shared_bytes(local)
+def test_segments_that_are_given_back_are_gone(connection, until, settled, local):
+    before = settled(lambda: shared_bytes(local))
     number = connection.grow()
     kept = connection.array(number, 0, (4,))
     kept[:] = 3
@@ -140,8 +140,8 @@ def test_segments_that_are_given_back_are_gone(connection, until, local):
     until(lambda: (kept == 0).all())
 
 
-def test_descriptors_that_nobody_asked_for_are_not_taken(connection, local):
-    before = descriptors(local)
+def test_descriptors_that_nobody_asked_for_are_not_taken(connection, settled, local):
+    before = settled(lambda: descriptors(local))
     for _ in range(100):
         sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
         connection.socket.sendmsg([frames.write(1, frames.Cancel(0))], sent)
@@ -162,7 +162,7 @@ def test_a_segment_cannot_be_shrunk_or_grown(connection):
         os.close(descriptor)
 
 
-def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection, path, local, until):
+def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection, path, local, until, settled):
     program = (
         "import sys\n"
         "from normserve.codec import local_frames as frames\n"
@@ -176,7 +176,7 @@ def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection
         "print(*statuses, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    before = shared_bytes(local)
+    before = settled(lambda: shared_bytes(local))
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
