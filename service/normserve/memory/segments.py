@@ -1,8 +1,8 @@
 """Memory that two processes share: a sealed file without a name, whose descriptor is handed over.
 
-Nobody can shrink it, so that no access to what was mapped ever faults; all of its pages are there from the
-beginning, so that none waits for one.  What a process has mapped nobody can take back, but `Segment.discard` takes
-back the content.
+Nobody can shrink it, so that no access to what was mapped ever faults.  Its pages are there from the beginning, so
+that none waits for one, unless it is to be as lazy as other memory.  What a process has mapped nobody can take
+back, but `Segment.discard` takes back the content.
 """
 
 import contextlib
@@ -36,12 +36,13 @@ class Segment(mmap.mmap):
             self.madvise(mmap.MADV_REMOVE)
 
 
-def make_segment(nbytes: int, kind: type[_S]) -> tuple[int, _S]:
+def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) -> tuple[int, _S]:
     """New shared memory of zeros: the descriptor to hand over, which is the caller's to close, and its mapping.
 
     Args:
         nbytes: rounded up to whole pages.
         kind: what maps it: `Segment`, or what is made of that.
+        is_there_at_once: all of its pages are; else each comes when it is first written to, as with any memory.
 
     Raises:
         MemoryError: there is no more.
@@ -52,9 +53,12 @@ def make_segment(nbytes: int, kind: type[_S]) -> tuple[int, _S]:
         raise MemoryError(f"there is no shared memory of {nbytes} bytes")
     descriptor = _memory_file()
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        if is_there_at_once:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        else:
+            os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return descriptor, _mapped(descriptor, nbytes, kind)
+        return descriptor, _mapped(descriptor, nbytes, kind, is_there_at_once=is_there_at_once)
     except OSError as error:
         os.close(descriptor)
         raise MemoryError(f"there is no shared memory of {nbytes} bytes: {error.strerror}") from None
@@ -63,8 +67,10 @@ def make_segment(nbytes: int, kind: type[_S]) -> tuple[int, _S]:
         raise
 
 
-def map_segment(descriptor: int) -> Segment:
+def map_segment(descriptor: int, *, is_there_at_once: bool = True) -> Segment:
     """Map what another process made; the descriptor stays the caller's.
+
+    Args: is_there_at_once: as in `make_segment`.
 
     Raises:
         ValueError: it is no memory that keeps its size, or it is empty.
@@ -73,7 +79,7 @@ def map_segment(descriptor: int) -> Segment:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         nbytes = os.fstat(descriptor).st_size
         if seals & fcntl.F_SEAL_SHRINK and nbytes:
-            return _mapped(descriptor, nbytes, Segment)
+            return _mapped(descriptor, nbytes, Segment, is_there_at_once=is_there_at_once)
     except OSError as error:
         raise ValueError(f"the descriptor is of no shared memory: {error.strerror}") from None
     raise ValueError("shared memory must be sealed against shrinking, this is not")
@@ -94,5 +100,6 @@ def _memory_file() -> int:
     return os.memfd_create("normserve", flags)
 
 
-def _mapped(descriptor: int, nbytes: int, kind: type[_S]) -> _S:
-    return kind(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
+def _mapped(descriptor: int, nbytes: int, kind: type[_S], *, is_there_at_once: bool) -> _S:
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_there_at_once else 0)
+    return kind(descriptor, nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)

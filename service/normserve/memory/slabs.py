@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from normserve.memory.segments import Segment
+
 Bytes = NDArray[np.uint8]
 
 _SMALLEST_BYTES = 64 * 1024
@@ -48,11 +50,13 @@ class Source:
         allocate: makes it, or raises MemoryError.
         steps: in how many sizes to each power of two.
         is_slow: it takes so long that whoever must not wait has it made elsewhere.
+        segments: what other processes map as well, which the memory is to lie in; None where nobody does.
     """
 
     allocate: Callable[[int], Bytes]
     steps: int
     is_slow: bool
+    segments: Callable[[int], Segment] | None = None
 
 
 # In four steps at most a fifth of a slab lies idle, and the next body of about the same length finds it.
@@ -66,17 +70,17 @@ class SlabPool:
     borrow and give back.
 
     Attributes:
-        source: of new slabs; a device's driver may know a better one than `PLAIN`.
+        source: of new slabs; a device's driver may know a better one.
     """
 
-    def __init__(self, *, max_idle_bytes: int) -> None:
+    def __init__(self, *, max_idle_bytes: int, source: Source = PLAIN) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
         self._returned: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         self._idle: dict[int, deque[Bytes]] = {}  # by size, in order of last use
         self._idle_bytes = 0
         self._used_bytes = 0
-        self.source = PLAIN
+        self.source = source
 
     def take(self, nbytes: int) -> memoryview:
         """Borrow a slab of at least `nbytes`; it is lent until the last view of it is gone.

@@ -20,7 +20,7 @@ from normserve.backends.cuda.device_work import DeviceWork, device_work, shareab
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of, written
-from normserve.backends.cuda.pinned import pinned_memory, registered
+from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.cuda.streams import Flight, Pipeline, StageSeconds
 from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
@@ -87,8 +87,10 @@ class TritonBackend:
     def start(self) -> DeviceInfo:
         # Samples of several clients share launches.
         fusednorm.require_batch_invariance(True)
+        segments = self._slabs.source.segments
         # torch pins powers of two, whatever it is asked for.
-        self._slabs.source = Source(pinned_memory, steps=1, is_slow=True)
+        allocate, steps = (pinned_memory, 1) if segments is None else (pinned_segments(segments), 4)
+        self._slabs.source = Source(allocate, steps=steps, is_slow=True, segments=segments)
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {

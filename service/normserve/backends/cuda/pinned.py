@@ -5,6 +5,7 @@ of the device may be made of it, and a kernel takes it like any other.
 """
 
 import logging
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normserve.memory.segments import Segment
 from normserve.memory.slabs import Bytes
 
 log = logging.getLogger(__name__)
@@ -23,10 +25,12 @@ class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     Attributes:
         on_device: the same bytes as a tensor of the device, for as long as the memory is there.
         calls: launches on parts of that tensor, for whoever makes the same ones again; they go with the memory.
+        registration: what has the driver know it, of memory that the driver did not make.
     """
 
     on_device: Tensor
     calls: dict[Any, Any]
+    registration: "RegisteredMemory | None" = None
 
     def piece(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor of the device from byte `start` on."""
@@ -47,6 +51,27 @@ def pinned_memory(nbytes: int) -> Bytes:
     # Whoever asks for it may do without autograd for the moment; the memory outlives that.
     with torch.inference_mode(False):
         return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
+
+
+def pinned_segments(segment: Callable[[int], Segment]) -> Callable[[int], Bytes]:
+    """What makes memory for a slab that other processes map as well, seen by the current device.
+
+    Args: segment: makes the memory that is shared.
+    """
+
+    def allocate(nbytes: int) -> Bytes:
+        memory = memoryview(segment(nbytes))[:nbytes]
+        try:
+            registration = RegisteredMemory(memory)
+        except RuntimeError as error:
+            raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
+        host = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            pinned = with_device_view(host, torch.as_tensor(_DeviceArray(host), device="cuda"))
+        pinned.registration = registration
+        return pinned
+
+    return allocate
 
 
 def registered(memory: memoryview) -> "RegisteredMemory | None":

@@ -1,0 +1,118 @@
+"""Slabs that other processes of the server map: each is a segment of its own, known by a number.
+
+The processes that speak HTTP receive bodies straight into them and send results straight from them.
+"""
+
+import bisect
+import itertools
+import os
+import queue
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from normserve.memory.segments import Segment, make_segment
+from normserve.memory.slabs import Bytes, Source
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """One slab's memory, as other processes come to it.
+
+    Attributes:
+        number: names it; no other ever has the same.
+        descriptor: of its file; open as long as the memory is there.
+        address, nbytes: where it lies in this process.
+    """
+
+    number: int
+    descriptor: int
+    address: int
+    nbytes: int
+
+
+class Located(NamedTuple):
+    """Where bytes lie: in which memory, from which of its bytes on."""
+
+    memory: SharedMemory
+    offset: int
+
+
+class SharedSlabs:
+    """Makes such memory, and finds what lies in it.  Memory may come and go on any thread."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._addresses: list[int] = []
+        self._live: dict[int, SharedMemory] = {}  # by address
+        # Reentrant, unlike the lock: memory ends within any allocation of any thread.
+        self._ended: queue.SimpleQueue[SharedMemory] = queue.SimpleQueue()
+        self._untold: list[int] = []
+
+    def source(self) -> Source:
+        """Of slabs, until a device's driver knows a better one."""
+        return Source(self.allocate, steps=4, is_slow=False, segments=self.segment)
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """New memory for a slab.
+
+        Raises:
+            MemoryError: there is no more.
+        """
+        return np.frombuffer(self.segment(nbytes), np.uint8)[:nbytes]
+
+    def segment(self, nbytes: int) -> Segment:
+        """New memory of at least so many bytes; it ends with its last view.
+
+        Raises:
+            MemoryError: there is no more.
+        """
+        descriptor, segment = make_segment(nbytes, Segment, is_there_at_once=False)
+        memory = SharedMemory(next(self._numbers), descriptor, _address(memoryview(segment)), len(segment))
+        weakref.finalize(segment, self._end, memory)
+        with self._lock:
+            # What lay at this address before has ended, or it would not be free.
+            self._collect()
+            bisect.insort(self._addresses, memory.address)
+            self._live[memory.address] = memory
+        return segment
+
+    def locate(self, view: memoryview) -> Located | None:
+        """Where a view's bytes lie; None if it is not in such memory."""
+        address = _address(view)
+        with self._lock:
+            self._collect()
+            index = bisect.bisect_right(self._addresses, address) - 1
+            if index < 0:
+                return None
+            memory = self._live[self._addresses[index]]
+        offset = address - memory.address
+        return Located(memory, offset) if offset + view.nbytes <= memory.nbytes else None
+
+    def ended(self) -> list[int]:
+        """The numbers of the memory that has ended since this was asked last."""
+        with self._lock:
+            self._collect()
+            untold, self._untold = self._untold, []
+        return untold
+
+    def _end(self, memory: SharedMemory) -> None:
+        os.close(memory.descriptor)
+        self._ended.put(memory)
+
+    def _collect(self) -> None:
+        while not self._ended.empty():
+            memory = self._ended.get()
+            del self._live[memory.address]
+            self._addresses.remove(memory.address)
+            self._untold.append(memory.number)
+
+
+def _address(view: memoryview) -> int:
+    """Where a view begins in this process."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
