@@ -22,6 +22,7 @@ _EXAMPLES = """examples:
   normserve serve --port 9000 --backend torch          on the CPU, another port
   normserve serve --checkpoint model.safetensors       with a model's norm layers registered
   normserve serve --devices 0,1                        a process on each of two GPUs, behind one port
+  normserve serve --frontends 4                        four processes that speak HTTP for the one with the GPU
 """
 
 _ENVIRONMENT = (
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     # Until the server handles it: as a container's first process this one has no default for SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    if settings.devices:
+    if settings.devices or settings.frontend_count:
         return serve_fleet(settings)
     # Late, because it takes a second to load what `version` and `--help` do without.
     from normserve.process.serving import serve

@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _HOST = r"([A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?)"
+_CORES_FOR_FRONTENDS, _MOST_AUTOMATIC = 4, 8
 _ORIGIN = r"https?://[^/?#@*,\s]+"
 
 
@@ -58,6 +59,12 @@ class Settings(BaseSettings):
         "",
         pattern=r"^((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?$",
         description="CUDA devices by number, or cpu, as in 0,1: a process for each behind one port.",
+    )
+    frontends: str = Field(
+        "0",
+        pattern=r"^(auto|\d{1,3})$",
+        description="Processes that speak HTTP for those that own a device; 0 for none, auto for as many as suit"
+        " the cores.",
     )
     checkpoint: Path | None = Field(
         None, description="A .safetensors file whose norm layers are registered before the server is ready."
@@ -160,6 +167,15 @@ class Settings(BaseSettings):
             raise ValueError("--api-key and --api-keys-file must not be given together")
         return self
 
+    @property
+    def frontend_count(self) -> int:
+        """How many processes speak HTTP for those that own a device."""
+        if self.frontends != "auto":
+            return int(self.frontends)
+        cores = len(os.sched_getaffinity(0))
+        # Of fewer cores the process with the device needs what there is.
+        return 0 if cores < _CORES_FOR_FRONTENDS else min(cores // 2, _MOST_AUTOMATIC)
+
     def shown(self) -> dict[str, Any]:
         """Every setting as JSON has it, secrets masked."""
         return self.model_dump(mode="json")
@@ -173,7 +189,9 @@ class Settings(BaseSettings):
 
 
 def environment_of(device: str) -> dict[str, str]:
-    """The environment of a process that owns a device of `--devices`: it sees no other."""
+    """The environment of a process that owns a device of `--devices`: it sees no other.  "" is all there are."""
+    if not device:
+        return dict(os.environ)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device == "cpu":
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

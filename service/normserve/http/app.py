@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import AsyncIterator, Callable
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -29,6 +29,8 @@ from normserve.http.access_log import AccessLog
 from normserve.http.authorisation import Authorisation
 from normserve.http.middleware import Edge
 from normserve.http.origins import Origins, hosts_of
+from normserve.http.relay.direct import Direct, Parts
+from normserve.http.relay.owner import Relays
 from normserve.http.routes.body import BodyReader
 from normserve.http.routes.direct import DirectPaths
 from normserve.http.routes.docs import describe
@@ -41,7 +43,8 @@ from normserve.layers.changes import FleetLayerChanges, LayerChanges
 from normserve.layers.checkpoint import register_checkpoint
 from normserve.layers.registry import LayerRegistry
 from normserve.logs import audit
-from normserve.memory.slabs import SlabPool
+from normserve.memory.shared_slabs import SharedSlabs
+from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.peers.siblings import Siblings
 from normserve.requests.admission import Admission
@@ -71,7 +74,10 @@ class Service:
             on_revoked=self.metrics.observe_revocation,
         )
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
-        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
+        # What front ends receive into and send from.
+        self.shared = SharedSlabs()
+        source = self.shared.source() if settings.frontend_count else PLAIN
+        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
         self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
@@ -163,27 +169,49 @@ def create_app(
         },
     )
     app.state.service = service
-    status = _status(service)
+    relays = app.state.relays = Relays(service.shared, service.slabs, service.metrics)
+    status = _status(service, relays)
     app.state.describe = status.describe
-    routers = _routers(service, status)
+    bodies, admission = _bodies(service), Admission(service.engine, settings.max_inflight_bytes)
+    operations = Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms)
+    layers = Layers(service.engine, service.layers, service.changes, bodies, admission)
+    page = Page(service.keys is not None, settings.tls_client_ca is not None)
+    routers = [operations.router(), layers.router(), status.router(), page.router()]
     app.state.routes = [route for router in routers for route in router.routes]
     # Included routers are matched twice for each request, and FastAPI's own pages before them.
     app.router.routes[:0] = app.state.routes
     scopes = RouteScopes(app.router.routes, metrics_are_public=settings.api_keys_file is None)
     app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
     cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
+    origins = Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins)
     app.state.entrance = Edge(
         DirectPaths(app, app.state.routes),
         service.metrics,
         service.stalls.requests,
-        Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins),
+        origins,
         None if service.keys is None else Authorisation(service.keys, scopes),
         AccessLog(scopes) if settings.access_log else None,
     )
+    # The access log has a line of the application's for each request.
+    relays.relay_to(app.state.entrance, None if settings.access_log else _direct(service, operations, origins))
     return app
 
 
-def _status(service: Service) -> Status:
+def _direct(service: Service, operations: Operations, origins: Origins) -> Direct:
+    return Direct(
+        Parts(
+            operations.by_path(),
+            origins,
+            service.keys,
+            service.limits,
+            service.engine,
+            service.metrics,
+            service.stalls.requests,
+        )
+    )
+
+
+def _status(service: Service, relays: Relays) -> Status:
     settings = service.settings
     limits = settings.model_dump(
         include={
@@ -207,14 +235,23 @@ def _status(service: Service) -> Status:
             "max_device_bytes": settings.local_device_bytes,
         }
     stalls = service.stalls
-    status = Status(service.engine, service.layers, service.metrics, service.siblings, stalls, limits, local)
+    status = Status(
+        service.engine,
+        service.layers,
+        service.metrics,
+        service.siblings,
+        stalls,
+        limits,
+        local,
+        relays.described,
+    )
     status.answer_siblings()
     return status
 
 
-def _routers(service: Service, status: Status) -> list[APIRouter]:
+def _bodies(service: Service) -> BodyReader:
     settings = service.settings
-    bodies = BodyReader(
+    return BodyReader(
         service.limits,
         service.slabs,
         max_body_bytes=settings.max_body_bytes,
@@ -223,13 +260,6 @@ def _routers(service: Service, status: Status) -> list[APIRouter]:
         min_bytes_per_s=settings.min_body_bytes_per_s,
         grace_s=settings.body_grace_s,
     )
-    admission = Admission(service.engine, settings.max_inflight_bytes)
-    return [
-        Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms).router(),
-        Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
-        status.router(),
-        Page(service.keys is not None, settings.tls_client_ca is not None).router(),
-    ]
 
 
 @contextlib.asynccontextmanager

@@ -83,7 +83,7 @@ class Edge:
             outgoing.shared, preflight = self._origins.admit(scope, headers)
             if preflight is None:
                 if self._authorisation is not None:
-                    self._authorisation.admit(scope, _bearer_token(headers), exchange)
+                    self._authorisation.admit(scope, bearer_token(headers), exchange)
                 await self._app(scope, incoming.receive, outgoing.send)
             else:
                 exchange.record.op = "preflight"
@@ -222,7 +222,7 @@ class _Outgoing:
         await self._send({**message, "headers": headers})
 
 
-def _bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
+def bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
     """What the request gives as `Authorization: Bearer TOKEN`; None where it gives nothing of the kind."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
@@ -235,10 +235,11 @@ def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     transport = "unix" if client is None else "tcp"
     caller = Caller("unix" if client is None else client[0])
     record = RequestRecord(transport=transport, began=reception.began)
-    return Exchange(_request_id(headers), headers, caller, record, reception, sending)
+    return Exchange(request_id_of(headers), headers, caller, record, reception, sending)
 
 
-def _request_id(headers: dict[bytes, bytes]) -> str:
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
+    """What names a request: the client's own name for it, if that is a sane one."""
     given = headers.get(b"x-request-id", b"")
     if given and _SANE_ID.fullmatch(given):
         return given.decode()

@@ -47,6 +47,7 @@ class Place:
         device: what it owns, as `--devices` names it.
         restarts: how often one in this place has ended before it was to.
         folder: of the fleet's sockets and registered layers.
+        is_shown: clients see which process is which.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Place:
     device: str
     restarts: int
     folder: Path
+    is_shown: bool = True
 
     def socket_of(self, index: int) -> Path:
         """Where the sibling of that index listens."""
@@ -110,7 +112,7 @@ class Siblings:
 
     def __init__(self, place: Place | None) -> None:
         self.place = place
-        self.process: str | None = None if place is None else str(place.index)
+        self.process: str | None = str(place.index) if place is not None and place.is_shown else None
         self.handlers: dict[str, Handler] = {}
         self._served: set[asyncio.Task[None]] = set()
 
@@ -146,7 +148,7 @@ class Siblings:
 
     async def exposition(self, own: bytes) -> bytes:
         """The metrics' text that answers a scrape: of every process."""
-        if self.place is None:
+        if self.place is None or not self.place.is_shown:
             return own
         texts = {str(index): text for index, text in (await self.ask("metrics")).items()}
         return merged({str(self.place.index): own} | texts, [str(index) for index in range(self.place.count)])

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from normserve.logs.configuration import Throttled
-from normserve.process.handover import BEAT_S, NOT_READY, READY, REFUSED, Reports, receive
+from normserve.process.handover import BEAT_S, LINK, NOT_READY, READY, REFUSED, Reports, receive
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +24,14 @@ class Channel:
         is_stalled: Callable[[], bool],
         on_connection: Callable[[socket.socket, Callable[[], None]], None],
         on_refused: Callable[[str], None],
+        on_link: Callable[[socket.socket], None],
         on_closed: Callable[[], None],
     ) -> None:
         """Args:
         is_stalled: whether this process finishes nothing, however ready it is.
         on_connection: serves a connection; calls what it is given with it when the connection has ended.
         on_refused: the other process refused one; the argument names the setting.
+        on_link: takes one end of the way between a front end and a process that owns a device.
         on_closed: the other process is gone.
         """
         self._channel = channel
@@ -37,6 +39,7 @@ class Channel:
         self._is_stalled = is_stalled
         self._on_connection = on_connection
         self._on_refused = on_refused
+        self._on_link = on_link
         self._on_closed = on_closed
         self._is_ready = False
         self._lost_log = Throttled(log)
@@ -65,10 +68,14 @@ class Channel:
             self._on_refused(reason)
         elif not descriptors:
             self._lost_log.warning("a connection was lost: no descriptor is free")
-            self._reports.send(number)
+            if number != LINK:
+                self._reports.send(number)
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
             connection.setblocking(False)
+            if number == LINK:
+                self._on_link(connection)
+                continue
             self._on_connection(connection, functools.partial(self._reports.send, number))
 
     def _beat(self) -> None:

@@ -24,6 +24,10 @@ REFUSED = {
 """The process that accepts has refused a connection: the others have the metrics."""
 
 
+LINK = 2**64 - 6
+"""What comes along is no connection of a client's, but the way from a front end to a process that owns a device."""
+
+
 class Reports:
     """Messages of a process that serves, in order, none of them lost while the other side is busy."""
 

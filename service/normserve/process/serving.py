@@ -4,21 +4,19 @@ import contextlib
 import logging
 import socket
 import sys
-from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 
 from normserve import __version__
 from normserve.errors import NormserveError
 from normserve.http.app import Service, create_app
-from normserve.http.problems import NO_SNIFFING, render
-from normserve.http.transport import Manners, Patience, listen
+from normserve.http.problems import render
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
 from normserve.problems import status_of
+from normserve.process.http_server import http_config
 from normserve.process.listeners import listening, listening_locally
-from normserve.process.server import CLOSE_S, Server
+from normserve.process.server import Server
 from normserve.process.tls import TlsContext, TlsFiles
 from normserve.settings import Settings
 
@@ -42,29 +40,12 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
         return render(error)
 
-    patience = Patience(
-        header_s=settings.header_timeout_s,
-        send_s=settings.send_timeout_s,
-        transfer_s=settings.transfer_timeout_s,
-        min_bytes_per_s=settings.min_body_bytes_per_s,
-        grace_s=settings.body_grace_s,
-    )
-    http: Any = listen(Manners(patience, refuse, service.metrics.observe_late_departure))
-    config = uvicorn.Config(
+    config = http_config(
+        settings,
         app.state.entrance,
-        host=settings.host,
-        port=settings.port,
-        loop="uvloop",
-        http=http,
-        ws="none",
         lifespan="on",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        headers=[(name.decode(), value.decode()) for name, value in (NO_SNIFFING,)],
-        proxy_headers=False,
-        timeout_keep_alive=max(1, round(settings.keep_alive_s)),
-        timeout_graceful_shutdown=CLOSE_S,
+        refuse=refuse,
+        on_late_departure=service.metrics.observe_late_departure,
     )
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,9 @@
-"""`--devices`: a process for each device, behind one port.
+"""`--devices` and `--frontends`: several processes behind one port.
 
 This process owns the listening sockets and no device.  It accepts connections and hands each to the next process
 that is ready, so that connections are spread evenly, none is lost with a process that dies before it had any, and
-one that starts gets none until it can serve.  What a connection says is between its client and that process.
+one that starts gets none until it can serve.  What a connection says is between its client and that process: one
+that owns a device or, where there are front ends, one of those, each of which is linked to every owner.
 """
 
 import asyncio
@@ -17,17 +18,21 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from normserve.peers.siblings import Place
+from normserve.process.announcement import announce
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
-from normserve.process.handover import BEAT_S, NOT_READY, READY, REFUSED, Heard, hand_over
+from normserve.process.handover import BEAT_S, LINK, NOT_READY, READY, REFUSED, Heard, hand_over
 from normserve.process.listeners import listening, listening_locally, url_of
 from normserve.process.local_clients import local_limits
 from normserve.settings import Settings, environment_of
 
 log = logging.getLogger(__name__)
+
+OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end"
 
 # Who has given no sign for so long gets no new connections.
 _QUIET_S = 3.0
@@ -39,9 +44,16 @@ _STEADY_S = 60.0
 class Process:
     """One place of the fleet, and the process that is in it now."""
 
-    def __init__(self, settings: Settings, index: int, devices: list[str], folder: Path) -> None:
-        self._settings = _settings_of(settings, devices[index], len(devices))
-        self._index, self._devices, self._folder = index, devices, folder
+    def __init__(self, name: str, command: str, say: Callable[[int], object], device: str, hang_s: float) -> None:
+        """Args:
+        name: what the log calls it.
+        command: the module that it runs, which is given its channel.
+        say: what it is told, given how often one in this place has ended before it was to.
+        device: as `--devices` names it, what it sees.
+        hang_s: one that gives no sign for so long is killed.
+        """
+        self.name = name
+        self._command, self._say, self._device, self._hang_s = command, say, device, hang_s
         # Of the connections that the process has, by their numbers, who is told of their end.
         self._held: dict[int, Callable[[], None]] = {}
         self._channel: socket.socket | None = None
@@ -50,6 +62,7 @@ class Process:
         self._minds_signals = self._reloads_late = False
         self.restarts = 0
         self.was_ready = asyncio.Event()
+        self.on_start: Callable[[], None] = lambda: None
         self._says_ready = False
         # Whether this one, of all that have been in this place, has been ready.
         self._has_served = False
@@ -69,13 +82,12 @@ class Process:
         """Start the process and wait for its end; its exit code."""
         here, there = socket.socketpair()
         here.setblocking(False)
-        place = Place(self._index, len(self._devices), self._devices[self._index], self.restarts, self._folder)
         with there:
             self._running = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "normserve.process.worker", str(there.fileno())),
+                *(sys.executable, "-m", self._command, str(there.fileno())),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=[there.fileno()],
-                env=environment_of(place.device),
+                env=environment_of(self._device),
                 # A terminal's interrupt is for this process, which tells the others.
                 start_new_session=True,
             )
@@ -83,8 +95,9 @@ class Process:
         loop = asyncio.get_running_loop()
         loop.add_reader(here, self._hear, here, Heard())
         assert self._running.stdin is not None
-        self._running.stdin.write(pickle.dumps((self._settings, place)))
+        self._running.stdin.write(pickle.dumps(self._say(self.restarts)))
         self._running.stdin.close()
+        self.on_start()
         try:
             return await self._running.wait()
         finally:
@@ -105,9 +118,9 @@ class Process:
         self._held[number] = on_end
         return True
 
-    def tell(self, number: int) -> bool:
-        """Give it a message; whether it took it."""
-        return self._channel is not None and hand_over(self._channel, number)
+    def tell(self, number: int, along: socket.socket | None = None) -> bool:
+        """Give it a message, and a socket with it; whether it took it."""
+        return self._channel is not None and hand_over(self._channel, number, along)
 
     def signal(self) -> None:
         """Have it drain, or stop at once if it does."""
@@ -128,9 +141,9 @@ class Process:
             return
         before, self._silence_s = self._silence_s, self._silence_s + seconds
         if before < _QUIET_S <= self._silence_s:
-            log.warning("process %d gives no sign and gets no new connections", self._index)
-        if before < self._settings.hang_s <= self._silence_s:
-            log.error("process %d has given no sign for %.1f s and is killed", self._index, self._silence_s)
+            log.warning("%s gives no sign and gets no new connections", self.name)
+        if before < self._hang_s <= self._silence_s:
+            log.error("%s has given no sign for %.1f s and is killed", self.name, self._silence_s)
             self._running.kill()
 
     def _hear(self, channel: socket.socket, heard: Heard) -> None:
@@ -147,7 +160,7 @@ class Process:
             self._reloads_late = False
             self.reload()
         if self._silence_s >= _QUIET_S:
-            log.info("process %d gives signs again", self._index)
+            log.info("%s gives signs again", self.name)
         self._silence_s = 0.0
         for number in heard.feed(said):
             if (on_end := self._held.pop(number, None)) is not None:
@@ -164,16 +177,19 @@ class Fleet:
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
-        devices = settings.devices.split(",")
         self._limits = ConnectionLimits(
             max_all=connections_for_descriptors(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
             on_refused=self._count_refused,
         )
         self._local_limits = local_limits(settings, self._count_refused)
-        self._processes = [Process(settings, index, devices, folder) for index in range(len(devices))]
+        self._owners = _owners(settings, folder)
+        self._front_ends = _front_ends(settings)
+        self._processes = [*self._owners, *self._front_ends]
+        for process in self._processes:
+            process.on_start = functools.partial(self._link, process)
         self._numbers = itertools.count()
-        self._turns = itertools.cycle(range(len(devices)))
+        self._turns = itertools.count()
         self._ending = asyncio.Event()
         self._exit_code = 0
 
@@ -182,10 +198,11 @@ class Fleet:
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as stack:
             listeners = stack.enter_context(listening(self._settings))
-            accepted = [self._limits.accept(each, self._hand_over_from(self._limits)) for each in listeners]
+            takers = self._front_ends or self._owners
+            accepted = [self._limits.accept(each, self._hand_over_from(self._limits, takers)) for each in listeners]
             if self._settings.local is not None:
                 listener = stack.enter_context(listening_locally(self._settings))
-                hand_over = self._hand_over_from(self._local_limits)
+                hand_over = self._hand_over_from(self._local_limits, self._owners)
                 accepted.append(self._local_limits.accept(listener, hand_over))
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._end)
@@ -193,7 +210,12 @@ class Fleet:
                 loop.add_signal_handler(signal.SIGHUP, self._reload)
             beside = [asyncio.create_task(work) for work in (self._announce(listeners[0]), self._watch())]
             accepting = [asyncio.create_task(each) for each in accepted]
-            await asyncio.gather(*(self._keep(process) for process in self._processes))
+            serving = [asyncio.create_task(self._keep(process)) for process in self._front_ends]
+            await asyncio.gather(*(self._keep(process) for process in self._owners))
+            # What the owners had admitted has been answered by way of these.
+            for process in self._front_ends:
+                process.signal()
+            await asyncio.gather(*serving)
             for task in (*beside, *accepting):
                 task.cancel()
         return self._exit_code
@@ -208,12 +230,12 @@ class Fleet:
                 # What cannot even start will not the next time; the others are not kept for it.
                 self._exit_code = self._exit_code or int(code != 0)
                 if not self._ending.is_set():
-                    log.critical("a process ended with %d before it was ready", code)
+                    log.critical("%s ended with %d before it was ready", process.name, code)
                     self._end()
                 return
             process.restarts += 1
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
-            log.error("a process ended with %d and is started again in %.1f s", code, pause)
+            log.error("%s ended with %d and is started again in %.1f s", process.name, code, pause)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
 
@@ -229,57 +251,103 @@ class Fleet:
                 process.note_silence(BEAT_S)
 
     def _end(self) -> None:
+        # At the second signal nobody is waited for.
+        processes = self._processes if self._ending.is_set() else self._owners
         self._ending.set()
-        for process in self._processes:
+        for process in processes:
             process.signal()
 
+    def _link(self, process: Process) -> None:
+        """Connect one that has started with those of the other kind that are there."""
+        if process in self._front_ends:
+            pairs = [(process, owner) for owner in self._owners]
+        else:
+            pairs = [(front_end, process) for front_end in self._front_ends]
+        for front_end, owner in pairs:
+            if front_end.is_there and owner.is_there:
+                here, there = socket.socketpair()
+                with here, there:
+                    front_end.tell(LINK, here)
+                    owner.tell(LINK, there)
+
     def _reload(self) -> None:
-        for process in self._processes:
+        for process in self._front_ends or self._owners:
             process.reload()
 
     def _hand_over_from(
-        self, limits: ConnectionLimits
+        self, limits: ConnectionLimits, takers: Sequence[Process]
     ) -> Callable[[socket.socket, str], Coroutine[None, None, None]]:
         """What takes the connections that these limits admit."""
 
         async def hand_over(connection: socket.socket, address: str) -> None:
-            await self._hand_over(connection, functools.partial(limits.release, address))
+            await self._hand_over(connection, takers, functools.partial(limits.release, address))
 
         return hand_over
 
-    async def _hand_over(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+    async def _hand_over(
+        self, connection: socket.socket, takers: Sequence[Process], on_end: Callable[[], None]
+    ) -> None:
         """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
         number = next(self._numbers)
         with connection:
             while True:
-                in_turn = [self._processes[next(self._turns)] for _ in self._processes]
-                next(self._turns)
+                first = next(self._turns) % len(takers)
+                in_turn = [*takers[first:], *takers[:first]]
                 willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
                 if any(process.take(connection, number, on_end) for process in willing):
                     return
                 await asyncio.sleep(0.05)
 
     def _count_refused(self, reason: str) -> None:
-        any(process.tell(REFUSED[reason]) for process in self._processes)
+        any(process.tell(REFUSED[reason]) for process in self._owners)
 
     async def _announce(self, listener: socket.socket) -> None:
         for process in self._processes:
             await process.was_ready.wait()
         url = url_of(listener, encrypted=self._settings.tls_cert is not None)
-        log.info("%d processes on %s are ready on %s", len(self._processes), self._settings.devices, url)
-        if self._settings.log_format == "text":
-            print(f"\nPOST a tensor to {url}/v1/layer_norm\n", flush=True)
+        with_device = f"{len(self._owners)} with a device" if self._front_ends else f"on {self._settings.devices}"
+        log.info("%d processes %s are ready on %s", len(self._processes), with_device, url)
+        announce(self._settings, url)
+
+
+def _owners(settings: Settings, folder: Path) -> list[Process]:
+    """A place for each device."""
+    # Without a choice of devices there is one process, which sees all and takes what a single one would.
+    devices = settings.devices.split(",") if settings.devices else [""]
+
+    def said(index: int, restarts: int) -> object:
+        place = Place(index, len(devices), devices[index], restarts, folder, is_shown=bool(settings.devices))
+        return _settings_of(settings, devices[index], len(devices)), place
+
+    return [
+        Process(f"process {index}", OWNER, functools.partial(said, index), devices[index], settings.hang_s)
+        for index in range(len(devices))
+    ]
+
+
+def _front_ends(settings: Settings) -> list[Process]:
+    """A place for each process that speaks HTTP in the others' stead."""
+    return [
+        Process(f"front end {index}", FRONT_END, functools.partial(_told, settings, index), "cpu", settings.hang_s)
+        for index in range(settings.frontend_count)
+    ]
+
+
+def _told(settings: Settings, index: int, restarts: int) -> object:
+    return settings, index
 
 
 def _settings_of(settings: Settings, device: str, count: int) -> Settings:
-    """What one process is told."""
+    """What one process with a device is told."""
     threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
-    own = {"backend": "torch" if device == "cpu" else "triton", "cpu_threads": threads, "uds": None, "devices": ""}
+    own: dict[str, Any] = {"uds": None, "devices": ""}
+    if device:
+        own |= {"backend": "torch" if device == "cpu" else "triton", "cpu_threads": threads}
     return settings.model_copy(update=own)
 
 
 def serve_fleet(settings: Settings) -> int:
-    """Run a process for each of `settings.devices` until told to stop; the exit code."""
+    """Run what `settings.devices` and `settings.frontends` ask for until told to stop; the exit code."""
     with tempfile.TemporaryDirectory(prefix="normserve-") as folder:
 
         async def run() -> int:

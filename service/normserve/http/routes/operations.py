@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from normserve.admission.permits import Permit
 from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine.engine import Engine
@@ -18,11 +19,13 @@ from normserve.http.routes.direct import DirectRoute
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
 from normserve.http.routes.responses import BuffersResponse
 from normserve.http.routes.tensors import describe_tensors
+from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType
+from normserve.metrics.requests import RequestRecord
 from normserve.requests.admission import Admission
 from normserve.requests.parameters import (
     describe,
@@ -52,23 +55,30 @@ class Operations:
     def router(self) -> APIRouter:
         """Every operation in both directions."""
         router = APIRouter(tags=["operations"], route_class=DirectRoute)
-        for op in Op:
-            for direction in Pass:
-                path = f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
-                router.add_api_route(
-                    path,
-                    _Handler(self, op, direction).handle,
-                    methods=["POST"],
-                    name=f"{op.value} {direction.value}",
-                    summary=f"{op.value}, {direction.value}",
-                    description="Tensors in the body, everything else in the query.",
-                    openapi_extra=_description(op, direction),
-                )
+        for path, operation in self.by_path().items():
+            op, direction = operation.op, operation.direction
+            router.add_api_route(
+                path,
+                operation.handle,
+                methods=["POST"],
+                name=f"{op.value} {direction.value}",
+                summary=f"{op.value}, {direction.value}",
+                description="Tensors in the body, everything else in the query.",
+                openapi_extra=_description(op, direction),
+            )
         return router
+
+    def by_path(self) -> "dict[str, Operation]":
+        """Every operation in both directions, by where it is asked for."""
+        return {_path(op, direction): Operation(self, op, direction) for op in Op for direction in Pass}
+
+
+def _path(op: Op, direction: Pass) -> str:
+    return f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
 
 
 @dataclass(frozen=True, slots=True)
-class _Handler:
+class Operation:
     """One operation in one direction."""
 
     service: Operations
@@ -80,24 +90,53 @@ class _Handler:
         exchange: Exchange = request.scope["state"]["exchange"]
         record = exchange.record
         record.op, record.direction = self.op.label, self.direction.label
-        head = self._read_head(request.scope["query_string"], exchange.headers)
-        layer = None if head.layer is None else self.service.layers.get(head.layer)
-        self.service.engine.require_ready()
+        head = self.read_head(request.scope["query_string"], exchange.headers)
+        layer = self.require_takeable(head)
         body = await self.service.bodies.read(exchange)
         exchange.begin_work()
-        parsing = time.perf_counter()
         record.stages["recv"] = exchange.reception.seconds
+        job, answer_format = self.make_job(head, layer, body, exchange.permit, record)
+        result = await self._run(exchange, job, self.deadline(head, record))
+        return BuffersResponse(*answer(record, answer_format, result))
+
+    def require_takeable(self, head: "Head") -> Layer | None:
+        """What can be refused before the body is there; the layer that the request names.
+
+        Raises:
+            UnknownLayerError, NotReadyError, DrainingError.
+        """
+        layer = None if head.layer is None else self.service.layers.get(head.layer)
+        self.service.engine.require_ready()
+        return layer
+
+    def make_job(
+        self, head: "Head", layer: Layer | None, body: memoryview, permit: Permit | None, record: RequestRecord
+    ) -> tuple[NormJob, str]:
+        """The job that a whole request asks for, granted; and the format of its answer.
+
+        Raises:
+            NormserveError: by what is wrong with it, or too much for the moment.
+        """
+        parsing = time.perf_counter()
         record.waiting_in = "parse"
         job, cost, answer_format = head.with_body(body, layer)
-        self.service.admission.charge(exchange.permit, job, cost, len(body))
+        self.service.admission.charge(permit, job, cost, len(body))
         record.dtype = job.x.dtype.label
         record.stages["parse"] = time.perf_counter() - parsing
         record.waiting_in = "queue"
-        timeout_ms = self.service.timeout_ms if head.timeout_ms is None else head.timeout_ms
-        result = await self._run(exchange, job, record.began + timeout_ms / 1000)
-        return _answer(exchange, answer_format, result)
+        return job, answer_format
 
-    def _read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "_Head":
+    def deadline(self, head: "Head", record: RequestRecord) -> float:
+        """When its execution must have begun, by `time.perf_counter`."""
+        timeout_ms = self.service.timeout_ms if head.timeout_ms is None else head.timeout_ms
+        return record.began + timeout_ms / 1000
+
+    def read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "Head":
+        """What a request's head says.
+
+        Raises:
+            NormserveError: by what is wrong with it.
+        """
         said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
         is_kept = sum(map(len, said)) <= _LONGEST_KEPT
         return (_known_head if is_kept else _head)(self.op, self.direction, *said)
@@ -113,7 +152,7 @@ class _Handler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class Head:
     """What a request's head says, checked as far as it can be without the body.
 
     Attributes:
@@ -140,9 +179,9 @@ class _Head:
 
 def _head(
     op: Op, direction: Pass, query: bytes, content_type: bytes, content_encoding: bytes, accept: bytes
-) -> _Head:
+) -> Head:
     values = parse_query(query, operation_parameters(op, direction))
-    return _Head(
+    return Head(
         spec=make_spec(op, direction, values),
         layer=values.get("layer"),
         body_format=declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
@@ -164,8 +203,8 @@ def _require_expressible(answer_format: str, job: NormJob) -> None:
         )
 
 
-def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> BuffersResponse:
-    record = exchange.record
+def answer(record: RequestRecord, answer_format: str, result: NormResult) -> tuple[Buffers, bytes, Headers]:
+    """A result as a response has it: the body in pieces, its media type, and headers besides."""
     began = time.perf_counter()
     if answer_format == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
@@ -184,10 +223,9 @@ def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> Buffe
         (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
         (b"x-batch-size", b"%d" % result.batch_size),
     ]
-    response = BuffersResponse(buffers, answer_format.encode(), headers)
     record.stages["serialize"] = time.perf_counter() - began
     record.waiting_in = "send"
-    return response
+    return buffers, answer_format.encode(), headers
 
 
 def _description(op: Op, direction: Pass) -> dict[str, Any]:

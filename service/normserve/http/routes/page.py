@@ -14,8 +14,8 @@ from fastapi import APIRouter, Request, Response
 from swagger_ui_bundle import swagger_ui_path
 
 from normserve.errors import NotFoundError
+from normserve.http.curl import curl_command, curl_line
 from normserve.http.exchange import Exchange
-from normserve.http.routes.status import curl_command, curl_line
 
 _READS = ["GET", "HEAD"]
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

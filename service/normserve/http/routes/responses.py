@@ -7,6 +7,11 @@ from normserve.http.exchange import Exchange
 from normserve.http.transport import Buffers, Headers
 
 
+def headers_of(nbytes: int, media_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
+    """All headers of a response of so many bytes, but those that every response carries."""
+    return [(b"content-type", media_type), (b"content-length", b"%d" % nbytes), *headers]
+
+
 class BuffersResponse(Response):
     """A body in pieces, sent as they are; complete when the kernel has taken the last of them.
 
@@ -18,7 +23,7 @@ class BuffersResponse(Response):
         self.background = None
         self._buffers = buffers
         self._nbytes = sum(map(len, buffers))
-        self.raw_headers = [(b"content-type", media_type), (b"content-length", b"%d" % self._nbytes), *headers]
+        self.raw_headers = headers_of(self._nbytes, media_type, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["state"]["exchange"]

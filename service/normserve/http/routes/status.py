@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Status:
         stalls: whether anything is still finished.
         limits: what `/v1/info` tells about them.
         local: what it tells about clients on the same host; None where they cannot share memory.
+        front_ends: the processes that speak HTTP for this one.
     """
 
     engine: Engine
@@ -43,6 +45,7 @@ class Status:
     stalls: StallWatch
     limits: dict[str, Any]
     local: dict[str, Any] | None = None
+    front_ends: Callable[[], list[dict[str, int]]] = list
 
     def router(self) -> APIRouter:
         """Probes, metrics and information."""
@@ -106,6 +109,7 @@ class Status:
             "media_types": [SAFETENSORS, NPY],
             "local": self._local(),
             **({} if processes is None else {"processes": processes}),
+            **({"front_ends": front_ends} if (front_ends := self.front_ends()) else {}),
         }
 
     def _local(self) -> dict[str, Any] | None:
@@ -119,7 +123,7 @@ class Status:
     async def _processes(self) -> list[dict[str, Any]] | None:
         """Every process of the fleet, by its index; None where there is no fleet."""
         place = self.siblings.place
-        if place is None:
+        if place is None or not place.is_shown:
             return None
         answers = await self.siblings.ask("info")
         known = {place.index: self._process()} | {index: json.loads(answer) for index, answer in answers.items()}
@@ -146,20 +150,6 @@ class Status:
             values[index] = float((index * 7) % 11 - 5)
         tensor = HostTensor(DType.FLOAT32, _SAMPLE_SHAPE, values.cast("B"))
         return Response(b"".join(npy.encode(tensor)), media_type=NPY)
-
-
-def curl_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
-    """A line that normalises the sample with nothing but curl and a shell."""
-    curl = curl_command(url, with_certificate=with_certificate)
-    key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
-    return f"{curl} {url}/sample.npy | {curl}{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
-
-
-def curl_command(url: str, *, with_certificate: bool) -> str:
-    """curl with the files that TLS needs: of the server's authority, and a client's certificate with its key."""
-    if not url.startswith("https:"):
-        return "curl -s"
-    return "curl -s --cacert ca.pem" + (" --cert client.pem" if with_certificate else "")
 
 
 def _note(request: Request, route: str) -> None:

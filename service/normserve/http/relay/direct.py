@@ -1,0 +1,223 @@
+"""Operations whose body came with the header are answered from the engine's own callback.
+
+They are most of what a busy front end relays.  What the application's layers do for one, each with objects of its
+own, takes longer than everything else that is done for it here; what is decided by the header alone is decided
+once.  Whatever is not as plain as that goes the application's way.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Scope
+
+from normserve.admission.callers import Caller
+from normserve.admission.keys import Keyring, KeyScope
+from normserve.admission.permits import Limits, Permit
+from normserve.engine.engine import Engine
+from normserve.engine.progress import Progress
+from normserve.errors import NormserveError
+from normserve.http.middleware import bearer_token, request_id_of
+from normserve.http.origins import Origins
+from normserve.http.problems import problem
+from normserve.http.relay import messages
+from normserve.http.relay.exchange import FrontEnd
+from normserve.http.routes.operations import Head, Operation, answer
+from normserve.http.routes.responses import headers_of
+from normserve.http.transport import Headers
+from normserve.jobs.job import NormJob, NormResult
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
+from normserve.problems import unexpected
+
+log = logging.getLogger(__name__)
+
+_INFER = frozenset([KeyScope.INFER])
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a header says of all the requests that have it.
+
+    Attributes:
+        shared: headers of the response, for the page that sent the request.
+        token: the API key that it brings.
+        headers: its own.
+    """
+
+    operation: Operation
+    head: Head
+    shared: Headers
+    token: bytes | None
+    headers: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What these requests are answered with."""
+
+    operations: Mapping[str, Operation]
+    origins: Origins
+    keys: Keyring | None
+    limits: Limits
+    engine: Engine
+    metrics: Metrics
+    progress: Progress
+
+
+class DirectRequest:
+    """One request under way, until its response has been sent."""
+
+    def __init__(
+        self, parts: Parts, front_end: FrontEnd, request: messages.Request, prepared: Prepared, caller: Caller
+    ) -> None:
+        self._parts = parts
+        self._front_end = front_end
+        self._number = request.number
+        self._prepared = prepared
+        self._caller = caller
+        self._record = RequestRecord(
+            op=prepared.operation.op.label,
+            direction=prepared.operation.direction.label,
+            transport="unix" if request.client is None else "tcp",
+            key=caller.key,
+            began=request.began,
+        )
+        self._request_id = request_id_of(prepared.headers)
+        self._permit: Permit | None = None
+        self._job: NormJob | None = None
+
+    def begin(self, body: memoryview) -> None:
+        """Have it computed; it is answered then, or at once if something is wrong with it."""
+        prepared, record, parts = self._prepared, self._record, self._parts
+        operation = prepared.operation
+        try:
+            layer = operation.require_takeable(prepared.head)
+            caller = self._caller
+            self._permit = parts.limits.acquire(len(body), caller.tenant, caller.quota)
+            record.received, record.stages["recv"] = len(body), 0.0
+            job, answer_format = operation.make_job(prepared.head, layer, body, self._permit, record)
+            reply = parts.engine.begin(job, operation.deadline(prepared.head, record))
+        except Exception as error:
+            self._refuse(error)
+            return
+        self._job = job
+        parts.progress.begin()
+        reply.add_done_callback(functools.partial(self._conclude, answer_format))
+
+    def on_message(self, message: Any) -> None:
+        """What the front end says about it."""
+        match message:
+            case messages.Sent():
+                self._end(message)
+            case messages.Left() if self._job is not None:
+                self._parts.engine.abandon(self._job)
+
+    def on_progress(self, nbytes: int) -> None:
+        """Its body has come: there is none to tell."""
+
+    def on_lost(self) -> None:
+        """The front end is gone, and its clients with it."""
+        if self._job is not None:
+            self._parts.engine.abandon(self._job)
+        self._end(messages.Sent(self._number, 0.0, is_delivered=False))
+
+    def _end(self, sent: messages.Sent) -> None:
+        """The response has been sent, or never will be."""
+        record = self._record
+        if "kernel" in record.stages:
+            record.stages["send"] = sent.seconds
+        if not sent.is_delivered:
+            record.status = CLIENT_LEFT
+        if self._permit is not None:
+            self._permit.release()
+        self._parts.metrics.observe_request(record)
+        self._front_end.end(self._number)
+
+    def _conclude(self, answer_format: str, reply: asyncio.Future[NormResult]) -> None:
+        assert self._job is not None
+        self._parts.engine.end(self._job)
+        self._parts.progress.end()
+        self._job = None
+        # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
+        failure = reply.exception()
+        if failure is not None:
+            self._refuse(failure)
+            return
+        try:
+            buffers, media_type, headers = answer(self._record, answer_format, reply.result())
+            nbytes = sum(map(len, buffers))
+            named = [
+                *headers_of(nbytes, media_type, headers),
+                *self._prepared.shared,
+                (b"x-request-id", self._request_id.encode()),
+            ]
+            self._record.status, self._record.sent = 200, nbytes
+            body: list[bytes | messages.Part] = [b"".join(buffers)]
+            self._front_end.send(messages.Respond(self._number, 200, named, body, nbytes))
+        except Exception as error:
+            self._refuse(error)
+
+    def _refuse(self, error: BaseException) -> None:
+        if isinstance(error, NormserveError):
+            known = error
+        else:
+            fields = {"request_id": self._request_id, "key": self._caller.key}
+            log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
+            known = unexpected(error)
+        status, headers, body = problem(known, self._request_id)
+        self._record.status, self._record.error, self._record.sent = status, known.code, len(body)
+        named = [*headers, *self._prepared.shared, (b"x-request-id", self._request_id.encode())]
+        self._front_end.send(messages.Send(self._number, status, named, body, more=False))
+
+
+class Direct:
+    """Finds out which requests can be answered so."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._callers: dict[str, Caller] = {}
+
+    def prepare(self, scope: Scope) -> Prepared | None:
+        """What a header says; None where it is for the application."""
+        operation = self._parts.operations.get(scope["path"])
+        if operation is None or scope["method"] != "POST":
+            return None
+        headers = dict(scope["headers"])
+        try:
+            shared, preflight = self._parts.origins.admit(scope, headers)
+            head = operation.read_head(scope["query_string"], headers)
+        except NormserveError:
+            return None
+        if preflight is not None:
+            return None
+        return Prepared(operation, head, shared, bearer_token(headers), headers)
+
+    def begin(self, front_end: FrontEnd, request: messages.Request, prepared: Prepared) -> DirectRequest | None:
+        """Begin a request whose body is there; None where the application must say why it may not."""
+        address = "unix" if request.client is None else request.client[0]
+        caller = self._caller(address, prepared.token)
+        if caller is None:
+            return None
+        direct = DirectRequest(self._parts, front_end, request, prepared, caller)
+        assert request.body is not None
+        direct.begin(memoryview(request.body))
+        return direct
+
+    def _caller(self, address: str, token: bytes | None) -> Caller | None:
+        keys = self._parts.keys
+        if keys is None:
+            return Caller(address)
+        grant = None if token is None else keys.find(token)
+        if grant is None:
+            return None
+        try:
+            grant.require_scope(_INFER, time.time())
+            grant.take_request()
+        except NormserveError:
+            return None
+        return grant.caller(address)

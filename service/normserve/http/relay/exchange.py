@@ -1,0 +1,262 @@
+"""One relayed request as the application sees it, in the process that owns the device."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from starlette.types import Message
+
+from normserve.errors import ClientLeftError, NormserveError
+from normserve.http.relay import messages
+from normserve.http.relay.messages import Part
+from normserve.http.transport import Buffers, Departure, Headers, Reception
+from normserve.memory.shared_slabs import Located
+from normserve.memory.slabs import SlabPool
+
+# Shorter pieces of a response go along with the message.
+_INLINE_BYTES = 16 * 1024
+# To copy more would hold up the event loop for longer than a small request does.
+_COPIED_HERE_BYTES = 256 * 1024
+
+
+class FrontEnd(Protocol):
+    """Where a request came from.
+
+    Attributes:
+        slabs: memory that can be shared with it.
+    """
+
+    slabs: SlabPool
+
+    def end(self, number: int) -> None:
+        """Nothing more is said about a request."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Say something to it."""
+
+    def locate(self, view: memoryview) -> Located | None:
+        """Where bytes lie, if it can reach them; it has that memory mapped from now on."""
+
+
+class RelayedReception(Reception):
+    """A request's body, which a front end receives."""
+
+    def __init__(self, front_end: FrontEnd, request: messages.Request) -> None:
+        super().__init__(request.announced, self._let_come)
+        self._front_end = front_end
+        self._number = request.number
+        self._early = request.body or bytearray()
+        # What the front end writes to: nobody else's before it says that it does not any more.
+        self._lent: memoryview | None = None
+        self._is_coming = False
+        self._piece: asyncio.Future[messages.Piece] | None = None
+        self._has_left = False
+        if request.body is not None or request.announced == 0:
+            self.complete()
+        self.began = self._ended = request.began
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the front end may write to the body's memory."""
+        return self._lent is not None
+
+    async def into(self, make_room: Callable[[int], memoryview], **limits: float) -> memoryview:
+        def make(nbytes: int) -> memoryview:
+            room = make_room(nbytes)
+            if self.announced is not None:
+                self._lend(room)
+            return room
+
+        return await super().into(make, **limits)
+
+    async def receive(self) -> Message:
+        """The next message, for whoever asks the ASGI way."""
+        if self.is_complete and self._early:
+            body, self._early = bytes(self._early), bytearray()
+            return {"type": "http.request", "body": body, "more_body": False}
+        self._piece = asyncio.get_running_loop().create_future()
+        if self._has_left:
+            return {"type": "http.disconnect"}
+        self._front_end.send(messages.Pull(self._number, all=False))
+        try:
+            piece = await self._piece
+        except ClientLeftError:
+            return {"type": "http.disconnect"}
+        except asyncio.CancelledError:
+            self._front_end.send(messages.Stop(self._number))
+            raise
+        finally:
+            self._piece = None
+        if not piece.more:
+            self.complete()
+        return {"type": "http.request", "body": piece.data, "more_body": piece.more}
+
+    def fail(self, error: NormserveError) -> None:
+        super().fail(error)
+        if self._is_coming:
+            self._is_coming = False
+            self._front_end.send(messages.Stop(self._number))
+
+    def on_progress(self, nbytes: int) -> None:
+        """So many bytes have come to their place."""
+        if self.is_filling:
+            self.received = nbytes
+
+    def on_received(self, message: messages.Received) -> None:
+        """All of them have."""
+        self._is_coming, self._lent = False, None
+        if self.is_filling:
+            self.received = message.nbytes
+            self.complete()
+            self._ended = message.ended
+
+    def on_piece(self, piece: messages.Piece) -> None:
+        """The next of a body that has no place."""
+        if self._piece is not None:
+            if not self._piece.done():
+                self._piece.set_result(piece)
+        elif self.is_filling:
+            if piece.data:
+                self.append(piece.data)
+            if not piece.more:
+                self._is_coming = False
+                self.complete()
+
+    def on_ended(self, *, left: bool) -> None:
+        """The rest will not come, and the place is not written to any more."""
+        self._is_coming, self._lent = False, None
+        if left:
+            self.on_left()
+
+    def on_left(self) -> None:
+        """The client has gone."""
+        self._has_left = True
+        if self._piece is not None and not self._piece.done():
+            self._piece.set_exception(ClientLeftError("the client left"))
+        if not self.is_complete:
+            self.fail(ClientLeftError("the client left while its body was received"))
+
+    def _let_come(self) -> bytearray:
+        """A route wants the body; what came already."""
+        if not self.is_complete and self.announced is None:
+            self._is_coming = True
+            self._front_end.send(messages.Pull(self._number, all=True))
+        early, self._early = self._early, bytearray()
+        return early
+
+    def _lend(self, room: memoryview) -> None:
+        """Have the body received there."""
+        assert self.announced is not None
+        self._is_coming = True
+        located = self._front_end.locate(room)
+        if located is None:
+            self._front_end.send(messages.Pull(self._number, all=True))
+            return
+        self._lent = room
+        place = located.memory.number, located.offset
+        self._front_end.send(messages.Receive(self._number, *place, self.announced))
+
+
+class RelayedDeparture(Departure):
+    """A response, which a front end sends.
+
+    Attributes:
+        is_answered: it has all of it.
+    """
+
+    def __init__(self, front_end: FrontEnd, number: int) -> None:
+        super().__init__()
+        self._front_end = front_end
+        self._number = number
+        self._start: Message | None = None
+        self._sent: asyncio.Future[messages.Sent] | None = None
+        self._seconds = 0.0
+        self.is_answered = False
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
+    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        if self.is_delivered is not None:
+            return
+        # What is not shared is copied; that and the buffers live until they are sent.
+        parts, held = [], []
+        for buffer in buffers:
+            part, view = await self._part(buffer)
+            parts.append(part)
+            held.append(view)
+        told = messages.Respond(self._number, status, list(headers), parts, nbytes)
+        self.is_answered = True
+        self._conclude(await self._say(told))
+
+    async def send(self, message: Message) -> None:
+        """The next message, of an application that answers the ASGI way."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self.is_delivered is not None:
+            return
+        start, self._start = self._start, None
+        status, headers = (0, []) if start is None else (start["status"], list(start["headers"]))
+        data, more = message.get("body", b""), message.get("more_body", False)
+        self.is_answered = not more
+        sent = await self._say(messages.Send(self._number, status, headers, data, more))
+        if not more:
+            self._conclude(sent)
+
+    def on_sent(self, sent: messages.Sent) -> None:
+        """What was said last has been taken by the kernel, or never will be."""
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(sent)
+
+    def on_left(self) -> None:
+        """The client has gone."""
+        if self.is_delivered is None:
+            self.is_delivered = False
+            if self.on_departure is not None:
+                self.on_departure()
+
+    def on_front_end_lost(self) -> None:
+        """Nobody sends it any more."""
+        self.on_left()
+        self.on_sent(messages.Sent(self._number, self._seconds, is_delivered=False))
+
+    async def _say(self, message: msgspec.Struct) -> messages.Sent:
+        self._sent = asyncio.get_running_loop().create_future()
+        self._front_end.send(message)
+        try:
+            return await self._sent
+        finally:
+            self._sent = None
+
+    def _conclude(self, sent: messages.Sent) -> None:
+        self._seconds = sent.seconds
+        if self.is_delivered is None:
+            self.is_delivered = sent.is_delivered
+
+    async def _part(self, buffer: bytes | memoryview) -> tuple[bytes | Part, object]:
+        """A piece of a response as it is told; with it what must live until it has been sent."""
+        if len(buffer) <= _INLINE_BYTES:
+            return bytes(buffer), None
+        view = memoryview(buffer)
+        located = self._front_end.locate(view)
+        if located is None:
+            copied = self._front_end.slabs.take(len(view))[: len(view)]
+            if len(view) > _COPIED_HERE_BYTES:
+                await asyncio.to_thread(_copy, view, copied)
+            else:
+                _copy(view, copied)
+            view = copied
+            located = self._front_end.locate(view)
+        if located is None:
+            # Memory that cannot be shared came of the pool: a driver's.
+            return bytes(view), None
+        return Part(located.memory.number, located.offset, len(view)), view
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # Unlike a memoryview's own, this copy leaves Python's lock to others.
+    np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)

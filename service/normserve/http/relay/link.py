@@ -1,0 +1,163 @@
+"""One end of the socket between a front end and the process that owns a device: messages in both directions."""
+
+import array
+import asyncio
+import itertools
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from normserve.http.relay.messages import LENGTH, encode
+
+_READ_BYTES = 256 * 1024
+_MOST_DESCRIPTORS = 64
+_RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_BUFFER_BYTES = 4 * 2**20
+
+
+class Link:
+    """A connected Unix socket.  What is said in one turn of the event loop leaves together, at its end."""
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        decoder: "msgspec.msgpack.Decoder[Any]",
+        on_message: Callable[[Any], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Args:
+        on_message: is given each message as it comes.
+        on_end: told once that the other process is gone.
+        """
+        connected.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connected.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        self._connected = connected
+        self._decode = decoder.decode
+        self._on_message = on_message
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._rest = b""
+        self._descriptors: deque[int] = deque()
+        # Each with the descriptor that goes along, which is closed then.
+        self._unsent: deque[tuple[bytes | memoryview, int | None]] = deque()
+        self._is_flushing = False
+        self._drained: asyncio.Future[None] | None = None
+        self.is_open = True
+        self._loop.add_reader(connected, self._receive)
+
+    def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
+        """Say something; nothing happens once the other is gone.
+
+        Args: descriptor: comes along; it stays the caller's.
+        """
+        if not self.is_open:
+            return
+        content = encode(message)
+        # Until the kernel has taken it nobody else may close it.
+        kept = None if descriptor is None else os.dup(descriptor)
+        self._unsent.append((LENGTH.pack(len(content)) + content, kept))
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    async def drained(self) -> None:
+        """Over once all that was said has been taken by the kernel, or the other is gone."""
+        if self._is_flushing and self.is_open:
+            if self._drained is None:
+                self._drained = self._loop.create_future()
+            await asyncio.shield(self._drained)
+
+    def take_descriptor(self) -> int:
+        """The next descriptor that came; the caller's from now on."""
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        """End it from this side."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._loop.remove_reader(self._connected)
+        self._loop.remove_writer(self._connected)
+        self._connected.close()
+        for descriptor in (*self._descriptors, *[kept for _, kept in self._unsent if kept is not None]):
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._unsent.clear()
+        self._settle()
+        self._on_end()
+
+    def _receive(self) -> None:
+        try:
+            data, ancillary, _, _ = self._connected.recvmsg(_READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, ancillary = b"", []
+        for _, _, rights in ancillary:
+            self._descriptors += array.array("i", rights)
+        if not data:
+            self.close()
+            return
+        if self._rest:
+            data = self._rest + data
+        position, end = 0, len(data)
+        while end - position >= LENGTH.size:
+            begin = position + LENGTH.size
+            following = begin + LENGTH.unpack_from(data, position)[0]
+            if following > end:
+                break
+            position = following
+            self._on_message(self._decode(memoryview(data)[begin:following]))
+            if not self.is_open:
+                return
+        self._rest = data[position:]
+
+    def _flush(self) -> None:
+        """Send what is unsent, as much of it as the kernel takes."""
+        if not self.is_open:
+            return
+        try:
+            while self._unsent:
+                self._send_next()
+        except (BlockingIOError, InterruptedError):
+            self._loop.add_writer(self._connected, self._flush)
+            return
+        except OSError:
+            self.close()
+            return
+        self._loop.remove_writer(self._connected)
+        self._is_flushing = False
+        self._settle()
+
+    def _send_next(self) -> None:
+        """Send the next message that has a descriptor, or all until then."""
+        unsent = self._unsent
+        data, descriptor = unsent[0]
+        if descriptor is not None:
+            sent = socket.send_fds(self._connected, [data], [descriptor])
+            os.close(descriptor)
+            count = 1
+        else:
+            plain = list(itertools.takewhile(_is_plain, unsent))
+            count = len(plain)
+            if count > 1:
+                data = b"".join([each for each, _ in plain])
+            sent = self._connected.send(data)
+        for _ in range(count):
+            unsent.popleft()
+        if sent < len(data):
+            unsent.appendleft((memoryview(data)[sent:], None))
+
+    def _settle(self) -> None:
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
+
+
+def _is_plain(unsent: tuple[bytes | memoryview, int | None]) -> bool:
+    return unsent[1] is None

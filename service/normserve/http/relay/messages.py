@@ -1,0 +1,208 @@
+"""What a front end and the process that owns a device say to each other, in MessagePack.
+
+Both are processes of one server, of the same code: what comes is what the other meant.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+"""Before each message: its bytes."""
+
+
+class Head(msgspec.Struct, array_like=True, gc=False):
+    """What a request's header says, beside what its connection says of it: the same for many requests."""
+
+    method: str
+    path: str
+    raw_path: bytes
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    http_version: str
+    scheme: str
+    server: tuple[str, int | None] | None
+
+
+class Request(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """A request whose header is complete.
+
+    Attributes:
+        number: of all that this front end sends, this one's.
+        head: a `Head` in MessagePack.
+        client: address and port; None on a Unix socket.
+        announced: bytes of its body; None where it is chunked.
+        body: if it came whole with the header.
+        began: when the header was complete, by `time.perf_counter`.
+    """
+
+    number: int
+    head: bytes
+    client: tuple[str, int] | None
+    announced: int | None
+    body: bytearray | None
+    began: float
+
+
+class Received(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """A body is whole, in the place that it was given; `ended` is when, by `time.perf_counter`."""
+
+    number: int
+    nbytes: int
+    ended: float
+
+
+class Progress(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """How many bytes have come of bodies that take their time, by their requests."""
+
+    received: dict[int, int]
+
+
+class Piece(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """The next of a body that has no place, as ASGI hands it out."""
+
+    number: int
+    data: bytes
+    more: bool
+
+
+class Ended(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """A body that was to be received will not be; nothing is written to its place any more.
+
+    Attributes: left: the client has gone.
+    """
+
+    number: int
+    left: bool
+
+
+class Left(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """The client has gone before its response was complete."""
+
+    number: int
+
+
+class Sent(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """What was given to be sent has been taken by the kernel, or never will be.
+
+    Attributes:
+        seconds: since the response's first byte.
+        is_delivered: the client was there when the last byte was taken.
+    """
+
+    number: int
+    seconds: float
+    is_delivered: bool
+
+
+class Refused(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """So many times a front end has answered with an error what never became a request here."""
+
+    status: int
+    code: str
+    count: int
+
+
+class LeftLate(msgspec.Struct, array_like=True, tag=8, gc=False):
+    """A client left with a response that the kernel had taken and that it had not read."""
+
+
+class Connections(msgspec.Struct, array_like=True, tag=9, gc=False):
+    """How many clients are connected now."""
+
+    count: int
+
+
+class Hello(msgspec.Struct, array_like=True, tag=10, gc=False):
+    """The first message: which front end this is, and its process."""
+
+    index: int
+    pid: int
+
+
+FromFrontEnd = (
+    Hello | Request | Received | Progress | Piece | Ended | Left | Sent | Refused | LeftLate | Connections
+)
+
+
+class Readiness(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """Whether the process takes work."""
+
+    is_ready: bool
+
+
+class Memory(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """Memory to be mapped, known by its number from now on; its descriptor comes along."""
+
+    number: int
+
+
+class Forget(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """Memory of which nothing will be said any more."""
+
+    numbers: list[int]
+
+
+class Receive(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """Let a body of announced length come, into its place."""
+
+    number: int
+    memory: int
+    offset: int
+    nbytes: int
+
+
+class Pull(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """Let a body come in pieces: the next one, or all."""
+
+    number: int
+    all: bool
+
+
+class Stop(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """The rest of a body is not wanted.  Where it had a place, `Ended` answers this, unless `Received` was sent."""
+
+    number: int
+
+
+class Part(msgspec.Struct, array_like=True, gc=False):
+    """Bytes that lie in shared memory."""
+
+    memory: int
+    offset: int
+    nbytes: int
+
+
+class Respond(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """A whole response; its body in pieces, of which short ones are here."""
+
+    number: int
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: list[bytes | Part]
+    nbytes: int
+
+
+class Send(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """A piece of a response, as ASGI has it; with the first come status and headers, else the status is 0."""
+
+    number: int
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    data: bytes
+    more: bool
+
+
+class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
+    """The application has nothing more to say to a request, though its response is not complete."""
+
+    number: int
+
+
+FromOwner = Readiness | Memory | Forget | Receive | Pull | Stop | Respond | Send | Done
+
+encode = msgspec.msgpack.Encoder().encode
+read_head = msgspec.msgpack.Decoder(Head).decode
+from_front_end: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFrontEnd)
+from_owner: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromOwner)

@@ -1,0 +1,225 @@
+"""The end of the process that owns the device: relayed requests are answered by the application as any others."""
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.types import ASGIApp, Scope
+
+from normserve.http.relay import messages
+from normserve.http.relay.direct import Direct, DirectRequest, Prepared
+from normserve.http.relay.link import Link
+from normserve.http.relay.messages import Readiness
+from normserve.http.relay.relayed import Relayed
+from normserve.memory.shared_slabs import Located, SharedSlabs
+from normserve.memory.slabs import SlabPool
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import RequestRecord
+
+# Heads that are remembered: clients send the like again and again.
+_MOST_KNOWN, _LONGEST_KNOWN = 1024, 2048
+_POLL_S = 0.02
+# How often front ends are given a sign, and told of memory that the pool has let go.
+_BEAT_S = 0.5
+
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+
+class Relays:
+    """Serves the front ends of this process.  Belongs to the event loop's thread."""
+
+    def __init__(self, shared: SharedSlabs, slabs: SlabPool, metrics: Metrics) -> None:
+        """Args: slabs: whose memory is of `shared`."""
+        self._shared = shared
+        self._slabs = slabs
+        self._metrics = metrics
+        self._entrance: ASGIApp | None = None
+        self._direct: Direct | None = None
+        self._known: dict[tuple[bytes, bool], _Known] = {}
+        self._front_ends: set[_FrontEnd] = set()
+        self._is_ready = False
+        self._beating: asyncio.TimerHandle | None = None
+
+    def relay_to(self, entrance: ASGIApp, direct: Direct | None) -> None:
+        """Have requests answered, before there are any.
+
+        Args:
+            entrance: the application.
+            direct: what answers plain requests; None where the application shall answer all.
+        """
+        self._entrance, self._direct = entrance, direct
+
+    @property
+    def connections(self) -> int:
+        """Clients that are connected to front ends."""
+        return sum([each.connections for each in self._front_ends])
+
+    def described(self) -> list[dict[str, int]]:
+        """Those that are there, by their index."""
+        there = sorted((each.hello.index, each.hello.pid) for each in self._front_ends)
+        return [{"index": index, "pid": pid} for index, pid in there]
+
+    def serve(self, connected: socket.socket) -> None:
+        """A front end is there."""
+        front_end = _FrontEnd(connected, self._shared, self._slabs, self._metrics, self._begin)
+        front_end.on_gone = functools.partial(self._front_ends.discard, front_end)
+        self._front_ends.add(front_end)
+        front_end.send(Readiness(self._is_ready))
+        if self._beating is None:
+            self._beat()
+
+    def tell(self, *, ready: bool) -> None:
+        """Let front ends know whether this process takes work."""
+        self._is_ready = ready
+        for each in self._front_ends:
+            each.send(Readiness(ready))
+
+    async def close(self, within_s: float) -> None:
+        """Let what is under way be answered, then end all links."""
+        give_up = asyncio.get_running_loop().time() + within_s
+        while any(each.is_busy for each in self._front_ends) and asyncio.get_running_loop().time() < give_up:
+            await asyncio.sleep(_POLL_S)
+        for each in tuple(self._front_ends):
+            each.close()
+        if self._beating is not None:
+            self._beating.cancel()
+
+    def _beat(self) -> None:
+        numbers = self._shared.ended()
+        for each in self._front_ends:
+            each.forget(numbers)
+            each.send(Readiness(self._is_ready))
+        self._beating = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+
+    def _begin(self, front_end: "_FrontEnd", request: messages.Request) -> DirectRequest | Relayed:
+        known = self._known_head(request)
+        if known.prepared is not None and request.body is not None and self._direct is not None:
+            direct = self._direct.begin(front_end, request, known.prepared)
+            if direct is not None:
+                return direct
+        assert self._entrance is not None
+        return Relayed(front_end, request, known.scope, self._entrance)
+
+    def _known_head(self, request: messages.Request) -> "_Known":
+        """What a head says, as ASGI has it, for many requests."""
+        # By which socket a request came decides as well.
+        key = request.head, request.client is None
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        head = messages.read_head(request.head)
+        scope = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": head.http_version,
+            "server": head.server,
+            "scheme": head.scheme,
+            "method": head.method,
+            "root_path": "",
+            "path": head.path,
+            "raw_path": head.raw_path,
+            "query_string": head.query,
+            "headers": head.headers,
+            "client": request.client,
+        }
+        known = _Known(scope, None if self._direct is None else self._direct.prepare(scope))
+        if len(request.head) <= _LONGEST_KNOWN:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+
+class _Known(NamedTuple):
+    """What a header says: a scope but for what its connection says, and what there is to know of plain requests."""
+
+    scope: Scope
+    prepared: Prepared | None
+
+
+class _FrontEnd:
+    """One front end, and the requests of it that are under way.
+
+    Attributes:
+        hello: which one it is.
+        connections: clients that are connected to it.
+        on_gone: told that it is gone.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        shared: SharedSlabs,
+        slabs: SlabPool,
+        metrics: Metrics,
+        begin: Callable[["_FrontEnd", messages.Request], DirectRequest | Relayed],
+    ) -> None:
+        self.slabs = slabs
+        self.hello = messages.Hello(-1, 0)
+        self.connections = 0
+        self.on_gone: Callable[[], None] = lambda: None
+        self._shared = shared
+        self._metrics = metrics
+        self._begin = begin
+        self._mapped: set[int] = set()
+        self._under_way: dict[int, DirectRequest | Relayed] = {}
+        self._link = Link(connected, messages.from_front_end, self._on_message, self._on_end)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests of it are under way."""
+        return bool(self._under_way)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._link.send(message)
+
+    def close(self) -> None:
+        """End the link."""
+        self._link.close()
+
+    def locate(self, view: memoryview) -> Located | None:
+        located = self._shared.locate(view)
+        if located is not None and located.memory.number not in self._mapped:
+            self._mapped.add(located.memory.number)
+            self._link.send(messages.Memory(located.memory.number), located.memory.descriptor)
+        return located
+
+    def forget(self, numbers: list[int]) -> None:
+        """Memory of these numbers is no more."""
+        mapped = self._mapped.intersection(numbers)
+        if mapped:
+            self._mapped -= mapped
+            self._link.send(messages.Forget(list(mapped)))
+
+    def end(self, number: int) -> None:
+        """Nothing more is said about a request."""
+        self._under_way.pop(number, None)
+
+    def _on_message(self, message: Any) -> None:
+        kind = type(message)
+        if kind is messages.Request:
+            self._under_way[message.number] = self._begin(self, message)
+        elif kind is messages.Hello:
+            self.hello = message
+        elif kind is messages.Connections:
+            self.connections = message.count
+        elif kind is messages.Refused:
+            for _ in range(message.count):
+                self._metrics.observe_request(RequestRecord(status=message.status, error=message.code))
+        elif kind is messages.LeftLate:
+            self._metrics.observe_late_departure()
+        elif kind is messages.Progress:
+            for number, nbytes in message.received.items():
+                if (request := self._under_way.get(number)) is not None:
+                    request.on_progress(nbytes)
+        elif (request := self._under_way.get(message.number)) is not None:
+            request.on_message(message)
+
+    def _on_end(self) -> None:
+        for request in tuple(self._under_way.values()):
+            request.on_lost()
+        self._under_way.clear()
+        self.on_gone()

@@ -1,0 +1,13 @@
+"""What a server says once it can be used."""
+
+from normserve.http.curl import curl_line
+from normserve.settings import Settings
+
+
+def announce(settings: Settings, url: str) -> None:
+    """Print where to POST, with a line to try; nothing to those who read lines of JSON."""
+    if settings.log_format == "json":
+        return
+    with_key = settings.api_key is not None or settings.api_keys_file is not None
+    example = curl_line(url, with_key=with_key, with_certificate=settings.tls_client_ca is not None)
+    print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)

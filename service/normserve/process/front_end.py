@@ -1,0 +1,101 @@
+"""A front end: `python -m normserve.process.front_end CHANNEL`, which only `supervisor` starts.
+
+It speaks HTTP and owns no device: the application runs in the processes that do, to which it relays every request.
+Its settings come pickled on standard input; connections, and links to those processes, come over the channel.
+"""
+
+import asyncio
+import functools
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import uvicorn
+
+from normserve.errors import NormserveError
+from normserve.http.problems import render
+from normserve.http.relay.front_end import FrontEnd
+from normserve.logs.configuration import configure_logging
+from normserve.process.channel import Channel
+from normserve.process.http_server import CLOSE_S, HttpServer, http_config
+from normserve.process.tls import TlsContext, TlsFiles
+from normserve.settings import Settings
+
+_POLL_S = 0.02
+
+
+class FrontEndServer(HttpServer):
+    """Serves the connections that come over a channel."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        settings: Settings,
+        tls: TlsContext | None,
+        channel: socket.socket,
+        front_end: FrontEnd,
+    ) -> None:
+        super().__init__(config, settings, tls)
+        self._front_end = front_end
+        self._channel = Channel(
+            channel,
+            is_stalled=lambda: False,
+            on_connection=self._take_connection,
+            on_refused=lambda reason: None,
+            on_link=front_end.connect,
+            on_closed=self._drain_once,
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._channel.open()
+        self._channel.tell(ready=True)
+
+    def _take_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+        self._front_end.count_connections(1)
+        self._spawn(self._serve_connection(connection, functools.partial(self._end_connection, on_end)))
+
+    def _end_connection(self, on_end: Callable[[], None]) -> None:
+        self._front_end.count_connections(-1)
+        on_end()
+
+    def _begin_drain(self) -> None:
+        self._channel.tell(ready=False)
+
+    async def _drain(self) -> None:
+        give_up = time.monotonic() + CLOSE_S
+        while self._front_end.is_busy and time.monotonic() < give_up:
+            await asyncio.sleep(_POLL_S)
+        self.should_exit = True
+
+
+def main() -> int:
+    """Serve; the exit code."""
+    settings, index = pickle.load(sys.stdin.buffer)
+    configure_logging(settings.log_level, settings.log_format, f"front end {index}")
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.setblocking(False)
+    return _serve(settings, index, channel)
+
+
+def _serve(settings: Settings, index: int, channel: socket.socket) -> int:
+    front_end = FrontEnd(index)
+
+    def refuse(error: NormserveError) -> bytes:
+        front_end.count_refusal(error)
+        return render(error)
+
+    config = http_config(
+        settings, front_end, lifespan="off", refuse=refuse, on_late_departure=front_end.count_late_departure
+    )
+    files = TlsFiles.of(settings)
+    tls = None if files is None else TlsContext(files)
+    server = FrontEndServer(config, settings, tls, channel, front_end)
+    server.run()
+    return server.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""A server that speaks HTTP on connections which others accept, and drains before it ends."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+
+from normserve.errors import NormserveError
+from normserve.http.problems import NO_SNIFFING
+from normserve.http.transport import Connection, Manners, Patience, listen
+from normserve.process.tls import TlsContext, TlsFileError
+from normserve.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# Once admitted work is drained, connections have this long to close.
+CLOSE_S = 3
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server without listeners of its own."""
+
+    def __init__(self, config: uvicorn.Config, settings: Settings, tls: TlsContext | None) -> None:
+        super().__init__(config)
+        self._settings = settings
+        self._tls = tls
+        self._background: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self.exit_code = 0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain on the first signal, stop at once on the second."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        if self._tls is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._read_certificate_again)
+        yield
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+    @abstractmethod
+    async def _drain(self) -> None:
+        """Finish what was admitted, then have the server end."""
+
+    def _begin_drain(self) -> None:
+        """What is to be done at once."""
+
+    def _on_signal(self) -> None:
+        if self._draining:
+            self.exit_code = 1
+            self.should_exit = self.force_exit = True
+            return
+        self._drain_once()
+
+    def _drain_once(self) -> None:
+        """Begin to drain, unless that has begun."""
+        if self._draining:
+            return
+        self._draining = True
+        self._begin_drain()
+        self._spawn(self._drain())
+
+    def _read_certificate_again(self) -> None:
+        assert self._tls is not None
+        try:
+            self._tls.reload()
+        except TlsFileError as error:
+            log.error("the TLS files stay as they were read before: %s", error)
+        else:
+            log.info("the TLS files are read again: new connections use them")
+
+    async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+        factory: Any = self.config.http_protocol_class
+        protocol: Connection = factory(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        protocol.on_lost = on_end
+        handshake = {} if connection.family == socket.AF_UNIX else self._handshake()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
+        except OSError:
+            # Gone before it was a connection, or without a handshake, of which TLS has told it why.
+            connection.close()
+            on_end()
+
+    def _handshake(self) -> dict[str, Any]:
+        """What the event loop is told about TLS; nothing where there is none."""
+        if self._tls is None:
+            return {}
+        return {
+            "ssl": self._tls,
+            "ssl_handshake_timeout": self._settings.header_timeout_s,
+            # The rest of a response may leave until then.
+            "ssl_shutdown_timeout": self._settings.send_timeout_s,
+        }
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def http_config(
+    settings: Settings,
+    entrance: Callable[..., Any],
+    *,
+    lifespan: str,
+    refuse: Callable[[NormserveError], bytes],
+    on_late_departure: Callable[[], None],
+) -> uvicorn.Config:
+    """How uvicorn is to speak HTTP.
+
+    Args:
+        entrance: the ASGI application.
+        refuse, on_late_departure: as in `Manners`.
+    """
+    patience = Patience(
+        header_s=settings.header_timeout_s,
+        send_s=settings.send_timeout_s,
+        transfer_s=settings.transfer_timeout_s,
+        min_bytes_per_s=settings.min_body_bytes_per_s,
+        grace_s=settings.body_grace_s,
+    )
+    http: Any = listen(Manners(patience, refuse, on_late_departure))
+    return uvicorn.Config(
+        entrance,
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http=http,
+        ws="none",
+        lifespan=lifespan,  # type: ignore[arg-type]
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        headers=[(name.decode(), value.decode()) for name, value in (NO_SNIFFING,)],
+        proxy_headers=False,
+        timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+        timeout_graceful_shutdown=CLOSE_S,
+    )
