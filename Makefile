@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test check test-frontends test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -57,6 +57,11 @@ test-gpu:
 
 # Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
 # nobody else's, which root may make.
+# The tests of HTTP once more, with processes that speak it for the one with the device.
+test-frontends: .venv/.dev
+	FRONTENDS=2 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/integration/api tests/integration/connections \
+		tests/integration/keys tests/integration/process tests/integration/clients tests/security
+
 test-ray: .venv/ray/.done
 	unshare --net --pid --fork --mount-proc --kill-child sh -c 'ip link set lo up && exec "$$@"' sh \
 		.venv/ray/bin/python -m pytest tests/integration/fleet/test_ray.py

@@ -21,6 +21,7 @@ import normload.clients.worker  # noqa: F401
 import normserve.backends.cpu.backend
 import normserve.cli
 import normserve.http.app
+import normserve.process.front_end
 import normserve.process.serving
 import normserve.process.supervisor
 import normserve.process.worker  # noqa: F401

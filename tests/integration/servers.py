@@ -24,6 +24,12 @@ T = TypeVar("T")
 _START_S = 60
 # Readings 10 ms and more apart that agree: a server that still ends connections changes within that.
 _SAME_READINGS = 8
+# Every server here may have others speak HTTP for it: `make test-frontends` runs these tests so.
+_FRONTENDS = ["--frontends", os.environ["FRONTENDS"]] if "FRONTENDS" in os.environ else []
+HTTP_PROCESSES = int(os.environ.get("FRONTENDS", "1"))
+
+#: Of what is the end of a server only where that is one process.
+of_one_process = pytest.mark.skipif(bool(_FRONTENDS), reason="the process with the device is started again")
 _LISTENING = re.compile(r'ready on (https?://[^\s"]+)')
 
 
@@ -107,7 +113,7 @@ def launch_server(
     Unless it is `preloaded` it is the command as users start it, which shares nothing with any other process.
     """
     program = [script] if script else ["-m", "normserve"]
-    arguments = [*program, "serve", "--port", "0", "--backend", "torch", *options]
+    arguments = [*program, "serve", "--port", "0", "--backend", "torch", *_FRONTENDS, *options]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NORMSERVE_")}
     if preloaded:
         return ServerProcess(PreloadedProcess(arguments, {**clean, **environment}))

@@ -7,6 +7,7 @@ import httpx
 
 from tests.integration.misbehaving_server import FAILS
 from tests.integration.raw import Connection
+from tests.integration.servers import of_one_process
 from tests.integration.stage import SCRIPT
 from tests.integration.wire import X, assert_alive, assert_problem, npy
 
@@ -64,6 +65,7 @@ def test_second_signal_stops_at_once(stage_of):
     assert not answered_well(running)
 
 
+@of_one_process
 def test_device_failure_ends_the_process(stage_of):
     stage = stage_of()
     running, doomed = stage.occupy_device(), stage.post_later(FAILS)

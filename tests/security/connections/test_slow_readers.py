@@ -44,7 +44,7 @@ def nothing_is_held(api) -> bool:
     return all(now[name] == 0 for name in names)
 
 
-OPTIONS = ("--min-body-bytes-per-s", str(RATE), "--body-grace-s", "1", "--max-inflight-requests", str(READERS))
+OPTIONS = ("--min-body-bytes-per-s", str(RATE), "--body-grace-s", "2", "--max-inflight-requests", str(READERS))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from normserve.codec import local_frames as frames
 from tests.chaos.local import churn
 from tests.integration.local_wire import LocalConnection, request
 from tests.integration.misbehaving_server import WAITS
+from tests.integration.servers import of_one_process
 from tests.integration.stage import SCRIPT, stage_on
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
@@ -206,6 +207,7 @@ def test_the_servers_end_is_one_clear_error_and_results_stay(launched, tmp_path)
         assert (x == X).all()
 
 
+@of_one_process
 def test_a_call_that_the_server_died_over_is_one_clear_error(launched, tmp_path, until):
     path = tmp_path / "killed.sock"
     server = launched("--local", str(path), env={"GATE": str(tmp_path / "gate")}, script=SCRIPT)

@@ -1,0 +1,281 @@
+"""Processes that speak HTTP for the one with the device: one server to its clients, whoever of them dies."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.fleets import WEIGHT, clients, layers, on_each, put
+from tests.integration.raw import Connection, head
+from tests.integration.stage import stage_on
+from tests.integration.wire import assert_alive, assert_problem, from_npy, npy, post
+
+HANG_S = 4
+X = np.linspace(-3, 3, 64 * 1024, dtype=np.float32).reshape(64, 1024) ** 3
+Y = torch.nn.functional.layer_norm(torch.from_numpy(X), (1024,)).numpy()
+
+
+@pytest.fixture(scope="module")
+def served(launched):
+    """As users start it: processes of other servers here are forked."""
+    return launched("--frontends", "2", preloaded=False)
+
+
+@pytest.fixture(scope="module")
+def mortal(launched):
+    return launched("--frontends", "2", "--hang-s", str(HANG_S))
+
+
+@pytest.fixture
+def stage(launched, tmp_path, until):
+    def start(**how):
+        return launched("--frontends", "2", "--max-inflight-requests", "8", **how)
+
+    with stage_on(start, tmp_path / "gate", until) as stage:
+        yield stage
+
+
+def front_ends(api) -> list[dict]:
+    return api.get("/v1/info").json()["front_ends"]
+
+
+def owner_of(server) -> int:
+    """The process with the device: the child of the server that is no front end."""
+    with server.client() as api:
+        known = {each["pid"] for each in front_ends(api)}
+    supervisor = server.process.pid
+    with open(f"/proc/{supervisor}/task/{supervisor}/children", encoding="ascii") as children:  # noqa: PTH123
+        (owner,) = {int(pid) for pid in children.read().split()} - known
+    return owner
+
+
+def samples(api) -> dict[str, float]:
+    lines = [line for line in api.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def nothing_is_held(api) -> bool:
+    read = samples(api)
+    gauges = ("inflight_requests", "inflight_bytes", "queue_requests", 'slab_bytes{state="used"}')
+    return all(read[f"normserve_{gauge}"] == 0 for gauge in gauges)
+
+
+class Load:
+    """Clients that normalise on connections of their own until it is enough."""
+
+    def __init__(self, url: str, count: int = 4) -> None:
+        self._url = url
+        self._enough = threading.Event()
+        self.wrong: list[str] = []
+        self.right, self.broken, self.not_ready = [0] * count, [0] * count, [0] * count
+        self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(count)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, index: int) -> None:
+        body = npy(X)
+        while not self._enough.is_set():
+            with httpx.Client(base_url=self._url, timeout=60, verify=False) as api:
+                try:
+                    while not self._enough.is_set():
+                        self._judge(index, api.post("/v1/layer_norm", content=body))
+                except httpx.TransportError:
+                    self.broken[index] += 1
+
+    def _judge(self, index: int, answer: httpx.Response) -> None:
+        if answer.status_code == 503 and answer.json()["code"] == "not_ready":
+            assert int(answer.headers["retry-after"]) >= 1
+            self.not_ready[index] += 1
+        elif answer.status_code == 200 and np.allclose(from_npy(answer.content), Y, atol=1e-5):
+            self.right[index] += 1
+        else:
+            self.wrong.append(answer.text[:200])
+
+
+def test_all_of_them_are_one_server(served):
+    def answers(api) -> int:
+        assert_alive(api)
+        large = np.repeat(X, 16, 0)
+        answer = api.post("/v1/layer_norm", content=npy(large))
+        np.testing.assert_allclose(from_npy(answer.content), np.repeat(Y, 16, 0), atol=1e-5)
+        return len(front_ends(api))
+
+    with served.client() as api:
+        name = 'normserve_requests_total{op="layer_norm",pass="forward",dtype="float32",transport="tcp",code="200"}'
+        before = samples(api).get(name, 0)
+        assert on_each(served.url, answers, 4) == [2] * 4
+        read = samples(api)
+        assert read[name] == before + 8
+        assert read["normserve_ready"] == 1
+        assert not [series for series in read if "process=" in series]
+        assert "processes" not in api.get("/v1/info").json()
+
+
+def test_connections_are_spread_and_counted(served, until):
+    with served.client() as api, clients(served.url, 6) as others:
+        pids = {each["pid"] for each in front_ends(api)}
+        for other in others:
+            assert_alive(other)
+        until(lambda: samples(api)["normserve_connections"] >= 7)
+        for pid in pids:
+            opened = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH115, PTH208
+            # Its channel, its link and what its event loop has beside three connections or more.
+            assert len([each for each in opened if each.startswith("socket:")]) >= 5
+    with served.client() as api:
+        until(lambda: samples(api)["normserve_connections"] == 1)
+
+
+def test_layers_are_everywhere_at_once(served):
+    with clients(served.url, 4) as apis:
+        assert put(apis[0], "shared").status_code == 201
+        for api in apis:
+            assert [each["name"] for each in layers(api)] == ["shared"]
+        assert apis[1].delete("/v1/layers/shared").status_code == 204
+        assert all(layers(api) == [] for api in apis)
+
+
+def test_idle_ones_take_no_time(served):
+    with served.client() as api:
+        pids = [each["pid"] for each in front_ends(api)]
+
+    def seconds(pid: int) -> float:
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:  # noqa: PTH123
+            return int(file.read().split()[0]) / 1e9
+
+    before = [seconds(pid) for pid in pids]
+    time.sleep(1)
+    assert all(seconds(pid) - was < 0.1 for pid, was in zip(pids, before, strict=True))
+
+
+def test_limits_are_of_all_together(stage):
+    running = stage.occupy_device()
+    waiting = [stage.post_later(8) for _ in range(7)]
+    stage.wait_for_queue(7)
+    with clients(stage.server.url, 4) as apis:
+        for api in apis:
+            refused = post(api)
+            assert_problem(refused, 429, "overloaded")
+            assert int(refused.headers["retry-after"]) >= 1
+    stage.open_gate()
+    assert [each.result().status_code for each in (running, *waiting)] == [200] * 8
+
+
+def test_rows_from_several_share_a_launch(stage):
+    running = stage.occupy_device()
+    with clients(stage.server.url, 4) as apis, ThreadPoolExecutor(4) as pool:
+        row = npy(np.ones((1, 77), np.float32))
+        answers = [pool.submit(api.post, "/v1/layer_norm", content=row) for api in apis]
+        stage.wait_for_queue(4)
+        stage.open_gate()
+        assert [int(each.result().headers["x-batch-size"]) for each in answers] == [4] * 4
+    assert running.result().status_code == 200
+
+
+def test_what_a_client_that_left_had_queued_is_not_run(stage, until):
+    stage.occupy_device()
+    body = npy(np.ones((5, 78), np.float32))
+    with Connection(stage.server.address) as connection:
+        connection.sendall(head("/v1/layer_norm", f"Content-Length: {len(body)}") + body)
+        stage.wait_for_queue(1)
+    stage.wait_for_queue(0)
+    stage.open_gate()
+    assert_alive(stage.http)
+    assert "ran 5x78" not in stage.server.log
+
+
+def test_what_was_admitted_is_answered_before_the_end(stage):
+    running = stage.occupy_device()
+    waiting = stage.post_later(9)
+    stage.wait_for_queue(1)
+    stage.server.terminate()
+    stage.until(lambda: "draining" in stage.server.log)
+    assert_problem(stage.post(8), 503, "draining")
+    stage.open_gate()
+    assert [running.result().status_code, waiting.result().status_code] == [200, 200]
+    assert stage.server.wait() == 0
+
+
+def test_one_that_is_killed_takes_only_its_own_connections_along(mortal, until):
+    with mortal.client() as api:
+        killed = front_ends(api)[0]["pid"]
+        body = npy(np.ones((2**12, 1024), np.float32))
+        with Connection(mortal.address) as one, Connection(mortal.address) as other:
+            # One of them has a body half received.
+            for connection in (one, other):
+                connection.sendall(head("/v1/layer_norm", f"Content-Length: {len(body)}") + body[:100_000])
+            until(lambda: samples(api)["normserve_inflight_requests"] == 2)
+            with Load(mortal.url) as load:
+                until(lambda: min(load.right) > 5)
+                os.kill(killed, signal.SIGKILL)
+                until(lambda: sum(load.broken) > 0)
+                before = list(load.right)
+                until(lambda: all(now > was + 5 for now, was in zip(load.right, before, strict=True)))
+            assert load.wrong == []
+            assert sum(load.not_ready) == 0
+            assert max(load.broken) == 1
+    with mortal.client() as api:
+        until(lambda: nothing_is_held(api))
+        until(lambda: len(front_ends(api)) == 2)
+        assert killed not in {each["pid"] for each in front_ends(api)}
+    on_each(mortal.url, assert_alive, 4)
+
+
+def test_one_that_hangs_is_replaced(mortal, until):
+    with clients(mortal.url, 2) as apis:
+        stopped = front_ends(apis[0])[0]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+
+        def is_replaced() -> bool:
+            with mortal.client() as api:
+                there = front_ends(api)
+            return len(there) == 2 and stopped not in {each["pid"] for each in there}
+
+        until(lambda: "gets no new connections" in mortal.log)
+        until(is_replaced)
+    on_each(mortal.url, assert_alive, 4)
+
+
+def test_the_owner_dies_and_connections_stay(mortal, until):
+    with mortal.client() as api:
+        assert put(api, "kept", WEIGHT).status_code == 201
+        owner = owner_of(mortal)
+        with Load(mortal.url) as load:
+            until(lambda: min(load.right) > 5)
+            os.kill(owner, signal.SIGKILL)
+            until(lambda: min(load.not_ready) > 0)
+            before = list(load.right)
+            until(lambda: all(now > was for now, was in zip(load.right, before, strict=True)))
+        assert load.wrong == []
+        assert sum(load.broken) == 0
+        # On the connection that was there before.
+        assert [each["name"] for each in layers(api)] == ["kept"]
+        until(lambda: nothing_is_held(api))
+        assert len(front_ends(api)) == 2
+
+
+def test_a_server_of_two_devices_and_two_front_ends(launched, until):
+    both = launched("--frontends", "2", "--devices", "cpu,cpu")
+    with clients(both.url, 3) as apis:
+        assert put(apis[0], "twice").status_code == 201
+        for _ in range(3):
+            for api in apis:
+                assert [each["name"] for each in layers(api)] == ["twice"]
+                assert_alive(api)
+        assert [each["index"] for each in apis[0].get("/v1/info").json()["processes"]] == [0, 1]
+        read = samples(apis[0])
+        labels = 'op="layer_norm",pass="forward",dtype="float32",transport="tcp",code="200"'
+        assert all(read[f'normserve_requests_total{{process="{index}",{labels}}}'] > 0 for index in range(2))
