@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from normserve.codec.local_frames import Answer, write
 from normserve.errors import ForbiddenError, NormserveError
-from normserve.local.connection import Connection, Service
+from normserve.local.connection import Connection
 from normserve.local.memory import Lent
 from normserve.local.peer import Peer, Users
+from normserve.local.service import Service
 from normserve.local.wire import Wire
 from normserve.problems import document, status_of
 

@@ -141,7 +141,7 @@ class AsyncLink:
             return False
 
     async def device_arena(self, index: int) -> DeviceArena | None:
-        """As `blocking.Link.device_arena`."""
+        """As `link.Link.device_arena`."""
         offers = self._offers
         if not offers.is_known:
             await self._greet()
