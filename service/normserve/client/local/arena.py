@@ -88,7 +88,7 @@ class Arena:
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
         """The segment and the offset at which these bytes lie; None where they lie elsewhere."""
-        return self._located(_address(data))
+        return self.locate_address(_address(data))
 
     def _add(self, part: Part) -> None:
         with self._lock:
@@ -107,7 +107,8 @@ class Arena:
                     return part, Place(part.number, start, size)
         return None
 
-    def _located(self, address: int) -> tuple[int, int] | None:
+    def locate_address(self, address: int) -> tuple[int, int] | None:
+        """As `locate`, of what begins at an address."""
         for part in self._parts.values():
             if part.address <= address < part.address + part.nbytes:
                 return part.number, address - part.address

@@ -5,10 +5,12 @@ import functools
 import itertools
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from normserve.client.answers.answer import Answer
 from normserve.client.calls.call import Call
@@ -26,6 +28,7 @@ from normserve.client.local.device_messages import (
 )
 from normserve.client.local.messages import Needs, growth, prepare, refusal_of, required, taken, understood
 from normserve.client.local.offers import Offers
+from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
 from normserve.client.local.sockets import Incoming
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
@@ -59,6 +62,30 @@ class AsyncLocalTransport:
                 return understood(await link.ask(prepared.message, prepared), prepared.results)
         except TimeoutError:
             raise deadline.error() from None
+
+    def recurring(self, *, on_device: bool) -> Recurring | None:
+        """As `LocalTransport.recurring`."""
+        link = self._link
+        if link is None or not link.is_usable:
+            return None
+        return link.recurring_on_device if on_device else link.recurring
+
+    async def ask_again(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+        """As `LocalTransport.ask_again`."""
+        link = self._link
+        if link is None or (recurring is not link.recurring and recurring is not link.recurring_on_device):
+            return None
+        try:
+            async with deadline.ends():
+                if busy := recurring.busy(key):
+                    await asyncio.to_thread(busy.wait)
+                again = recurring.begin(key)
+                if again is None:
+                    return None
+                told = await link.ask(again.content, again.blocks, again.make_results)
+        except TimeoutError:
+            raise deadline.error() from None
+        return recurring.end(key, again, told, self._api_key)
 
     async def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """As `LocalTransport.memory`."""
@@ -113,10 +140,16 @@ class AsyncLocalTransport:
 
 
 class AsyncLink:
-    """One connection, its arena, and the tasks that wait for answers on it."""
+    """One connection, its arena, and the tasks that wait for answers on it.
+
+    Attributes:
+        recurring, recurring_on_device: as of `link.Link`.
+    """
 
     def __init__(self) -> None:
         self.arena = Arena()
+        self.recurring = Recurring(HostMemory(self.arena))
+        self.recurring_on_device: Recurring | None = None
         self.is_open = True
         self._loop = asyncio.get_running_loop()
         self._tags = itertools.count(1)
@@ -145,7 +178,10 @@ class AsyncLink:
         offers = self._offers
         if not offers.is_known:
             await self._greet()
-        return offers.arena(index)
+        arena = offers.arena(index)
+        if arena is not None and self.recurring_on_device is None:
+            self.recurring_on_device = Recurring(DeviceMemory(arena))
+        return arena
 
     async def _greet(self) -> None:
         answer = await self.ask(frames.Hello(VERSION, self._api_key))
@@ -170,10 +206,15 @@ class AsyncLink:
             self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
             raise
 
-    async def ask(self, message: Message, used: object = None) -> frames.Answer:
+    async def ask(
+        self,
+        message: Message | msgspec.Raw,
+        used: object = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> frames.Answer:
         """Send a message and wait for its answer.
 
-        Args: used: kept until there is an answer, also if nobody waits for it any more.
+        Args: as `link.Link.ask`.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
@@ -183,8 +224,10 @@ class AsyncLink:
         self._used[tag] = (answer, used)
         self._send(frames.write(tag, message))
         try:
+            if meanwhile is not None:
+                meanwhile()
             return await answer
-        except asyncio.CancelledError:
+        except BaseException:
             if self.is_open:
                 self._send(frames.write(0, frames.Cancel(tag)))
             raise

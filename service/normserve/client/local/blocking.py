@@ -37,15 +37,29 @@ class LocalTransport:
         prepared = link.filled(prepare(call, link.arena), deadline)
         return understood(link.ask(prepared.message, deadline, prepared), prepared.results)
 
-    def recurring(self) -> Recurring | None:
-        """What is known of calls on the device's memory; None before there was one, or over this connection."""
+    def recurring(self, *, on_device: bool) -> Recurring | None:
+        """What is known of calls in memory of that kind; None before there was one, or over this connection."""
         link = self._link
-        return link.recurring if link is not None and link.is_usable else None
+        if link is None or not link.is_usable:
+            return None
+        return link.recurring_on_device if on_device else link.recurring
 
     def ask_again(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
-        """The result of a call that was answered before; None where that is not known."""
+        """The result of a call that was answered before; None where that is not known.
+
+        Raises:
+            ClientError: there is no answer, or it is an error.
+        """
         link = self._link
-        return None if link is None or link.recurring is not recurring else recurring.ask(key, link, deadline)
+        if link is None or (recurring is not link.recurring and recurring is not link.recurring_on_device):
+            return None
+        if busy := recurring.busy(key):
+            busy.wait()
+        again = recurring.begin(key)
+        if again is None:
+            return None
+        told = link.ask(again.content, deadline, again.blocks, again.make_results)
+        return recurring.end(key, again, told, self._api_key)
 
     def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Bytes of the arena, which are the caller's until the last view of them is gone.
