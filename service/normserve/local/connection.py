@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,9 +45,14 @@ class Connection:
         on_gone: told that the connection has ended, and of the segments that the client has not given back.
     """
 
-    def __init__(self, service: Service, peer: Peer, key_name: str | None) -> None:
-        """Args: key_name: of the API key that stands for the peer's user."""
+    def __init__(self, service: Service, peer: Peer, key_name: str | None, watch: Callable[[], int | None]) -> None:
+        """Args:
+        key_name: of the API key that stands for the peer's user.
+        watch: makes a descriptor that can be read once the peer has ended, while the connection is open; None
+            where there is none.
+        """
         self._service = service
+        self._watch = watch
         self.peer = peer
         self.on_gone: Callable[[list[Lent]], None] = give_back
         self._session = Session(peer.uid, key_name, service.keys, service.refusals)
@@ -111,11 +117,16 @@ class Connection:
         self._waiting.clear()
         self._known.clear()
         self._computations.abandon()
+        self.on_gone(self._segments_left())
+
+    def _segments_left(self) -> list[Lent]:
+        """What the client has of all memory; this connection has it no more."""
         segments: list[Lent] = [_lent(memory) for memory in self._arena.segments.values()]
         segments += self._spent
-        self._spent = []
+        # In its place: what is lent again while the connection ends may return there.
+        self._spent.clear()
         self._arena.segments.clear()
-        self.on_gone(segments)
+        return segments
 
     def _begin_waiting(self) -> None:
         while self._waiting and self._has_room:
@@ -208,6 +219,19 @@ class Connection:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
         service = self._service
         service.operations.engine.require_ready()
+        # Of a connection that has ended meanwhile nobody could say any more whose it was.
+        watch = self._watch()
+        try:
+            return await self._grown(message, answer)
+        finally:
+            if self._answers.is_open:
+                if watch is not None:
+                    os.close(watch)
+            else:
+                service.leftovers.keep(self.peer.pid, watch, self._segments_left())
+
+    async def _grown(self, message: frames.Grow, answer: Answer) -> int:
+        service = self._service
         segment: LentSegment | LentDeviceSegment
         if message.memory == "device":
             lend = service.device_memory.lend(self.peer, message.nbytes, self._spent, service.leftovers)
@@ -217,8 +241,6 @@ class Connection:
         else:
             descriptor, segment = await service.memory.lend(self.peer.uid, message.nbytes)
             memory = memoryview(segment)
-        if not self._answers.is_open:
-            service.leftovers.keep(self.peer.pid, self.peer.watch(), [segment])
         answer.segment = self._arena.add(memory)
         return descriptor
 

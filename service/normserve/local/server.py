@@ -50,7 +50,7 @@ class LocalServer:
             connected.close()
             on_end()
             return
-        connection = Connection(self._service, peer, key_name)
+        connection = Connection(self._service, peer, key_name, functools.partial(peer.watch, connected))
         connection.on_gone = functools.partial(self._end, connection, connected, on_end)
         self._connections.add(connection)
         timing = {"frame_s": self._frame_s, "send_s": self._send_s}

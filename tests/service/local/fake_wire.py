@@ -18,9 +18,11 @@ from normserve.local.operations import Operations
 from normserve.local.peer import Peer
 from normserve.local.service import Service
 from normserve.logs.audit import Refusals
+from normserve.memory.device_segments import Device
 from normserve.requests.admission import Admission
 
 from tests.service.engine.fake_engine import Scene, turn
+from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
 
 MIB = 2**20
 
@@ -62,7 +64,8 @@ class Client:
         left: segments of the connection, once it has ended.
     """
 
-    def __init__(self, *, most_requests: int = 1000) -> None:
+    def __init__(self, *, most_requests: int = 1000, pid: int | None = None) -> None:
+        """Args: pid: what the kernel says of the client's process, which is this one."""
         self.scene = Scene()
         self.engine, self.executor = self.scene.engine, self.scene.executor
         self.limits = Limits(max_requests=most_requests, max_bytes=2**40)
@@ -73,6 +76,8 @@ class Client:
         self.progress = self.engine.launches
         self.memory = SharedMemory(64 * MIB)
         self.leftovers = Leftovers()
+        self.driver = FakeDriver()
+        self.device_memory = DeviceArenas(4 * GRANULARITY, lambda: Device(0, self.driver))
         self.service = Service(
             operations,
             LayerMessages(operations, None, self.progress),
@@ -81,13 +86,14 @@ class Client:
             self.scene.metrics,
             self.progress,
             self.memory,
-            DeviceArenas(0, lambda: None),
+            self.device_memory,
             self.leftovers,
             self._describe,
         )
         self.described = asyncio.Event()
         self.left: list | None = None
-        self.connection = Connection(self.service, Peer(os.getpid(), os.geteuid()), None)
+        peer = Peer(os.getpid() if pid is None else pid, os.geteuid())
+        self.connection = Connection(self.service, peer, None, lambda: os.pidfd_open(os.getpid()))
         self.connection.on_gone = self._end
         self.wire = FakeWire(self.connection)
         self._tag = 0

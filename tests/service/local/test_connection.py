@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from normserve.local.connection import MOST_UNDER_WAY
 from tests.service.engine.fake_engine import turn
 from tests.service.jobs.fake_jobs import layer
 from tests.service.local.fake_wire import Client, played
+from tests.service.memory.fake_driver import GRANULARITY
 
 
 def test_an_operation_is_answered_where_its_result_lies():
@@ -299,5 +301,44 @@ def test_a_segment_that_comes_too_late_is_kept_until_the_process_has_ended():
         assert client.wire.sent == []
         assert client.memory.nbytes == 2 * 2**20
         client.leftovers.close()
+
+    played(body)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("pid", [None, 0])
+def test_device_memory_that_the_client_had_stays_charged_when_it_leaves_while_it_is_lent_again(fails, pid):
+    # What its process has mapped it has still, whatever the driver says of lending it again.
+    async def body(client):
+        answer = await client.ask(frames.Grow(1, "device"))
+        client.send(frames.Free(answer.segment))
+        if fails:
+            client.driver.refusals["cuMemsetD8"] = 999
+        client.send(frames.Grow(1, "device"), 7)
+        await asyncio.sleep(0)
+        client.wire.close()
+        while not client.leftovers:
+            await asyncio.sleep(0.001)
+        gc.collect()
+        assert client.device_memory.nbytes == GRANULARITY
+        client.leftovers.close()
+
+    played(body, pid=pid)
+
+
+def descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_growing_leaves_no_descriptor_behind():
+    async def body(client):
+        before = descriptors()
+        for _ in range(3):
+            await client.ask(frames.Grow(1))
+        for _ in range(3):
+            assert (await client.ask(frames.Grow(2**62))).status == 413
+        await turn()
+        # Each mapping has one.
+        assert descriptors() == before + 3
 
     played(body)

@@ -71,7 +71,11 @@ class Arena:
         return list(self._parts)
 
     def add(self, number: int, segment: Segment) -> None:
-        """Take in what the server has made."""
+        """Take in what the server has made.
+
+        Raises:
+            ValueError: there is a segment of that number.
+        """
         memory = np.frombuffer(segment, np.uint8)
         self._add(Part(number, memory, memory.__array_interface__["data"][0], len(segment)))
 
@@ -92,6 +96,8 @@ class Arena:
 
     def _add(self, part: Part) -> None:
         with self._lock:
+            if part.number in self._parts:
+                raise ValueError("a new segment has the number of another")
             self._parts[part.number] = part
             self.nbytes += part.nbytes
 

@@ -79,7 +79,7 @@ class DeviceArena(Arena):
         """Take in what the server has made.
 
         Raises:
-            ValueError: the descriptor is of no such memory.
+            ValueError: the descriptor is of no such memory, or there is a segment of that number.
         """
         try:
             segment = self._device.open(descriptor, nbytes, _Mapping)

@@ -189,7 +189,10 @@ class Link:
                 try:
                     rest = rest[self._socket.send(rest) :]
                 except BlockingIOError:
-                    deadline.check()
+                    if deadline.is_over():
+                        if len(rest) < len(frame):
+                            self._fail(functools.partial(ConnectionFailedError, "a request was cut off"))
+                        raise deadline.error() from None
                 except OSError:
                     # The server may have said why it closed; whoever receives will hear.
                     return
