@@ -56,10 +56,8 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     server_cores, client_cores = asked.cores
     with contextlib.ExitStack() as stack:
         client = ClosedLoop(folder, client_cores)
-        servers = [
-            _server(stack, folder / str(count), server_cores, asked.backend, count)
-            for count in (0, *asked.frontends)
-        ]
+        counts = (0, *asked.frontends)
+        servers = [_server(stack, folder / str(count), server_cores, asked.backend, count) for count in counts]
         for nbytes, connections in _REQUESTS:
             with results.part(f"{nbytes} bytes, {connections} connections"):
                 _measure(results, client, servers, nbytes, connections, asked.rounds, asked.seconds)
@@ -68,7 +66,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """The medians of the rounds in Markdown."""
     lines = [
-        "| x | connections | front ends | requests a second | GB/s in and out | p50, ms | p99, ms | rate over none |",
+        "| bytes of x | connections | front ends | requests/s | GB/s in and out | p50, ms | p99, ms | over none |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     kinds = dict.fromkeys((row["nbytes"], row["connections"], row["front_ends"]) for row in rows)
@@ -90,13 +88,12 @@ def _server(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend:
     options = ("--frontends", str(count))
     served, _ = stack.enter_context(launch.normserve(cores, folder, parameters, backend, options))
     told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
-    pids = {"server": served.pid} | {
-        f"front end {each['index']}": each["pid"] for each in told.get("front_ends", ())
-    }
+    pids = {f"front end {each['index']}": each["pid"] for each in told.get("front_ends", ())}
     if count:
         # What the server has started besides has the device.
         children = Path(f"/proc/{served.pid}/task/{served.pid}/children").read_text(encoding="ascii").split()
-        pids |= {"owner": pid for pid in map(int, children) if pid not in pids.values()}
+        (pids["owner"],) = set(map(int, children)).difference(pids.values())
+    pids["server"] = served.pid
     return _Server(served, pids, count)
 
 
