@@ -27,10 +27,14 @@ from normserve.errors import (
 from normserve.http import error_handlers
 from normserve.http.access_log import AccessLog
 from normserve.http.authorisation import Authorisation
+from normserve.http.body import BodyReader
+from normserve.http.computing import Computing
+from normserve.http.direct import DirectPaths
 from normserve.http.middleware import Edge
+from normserve.http.oip.infer import Infer
+from normserve.http.oip.models import Models
+from normserve.http.oip.statistics import Statistics
 from normserve.http.origins import Origins, hosts_of
-from normserve.http.routes.body import BodyReader
-from normserve.http.routes.direct import DirectPaths
 from normserve.http.routes.docs import describe
 from normserve.http.routes.layers import Layers
 from normserve.http.routes.operations import Operations
@@ -224,8 +228,10 @@ def _routers(service: Service, status: Status) -> list[APIRouter]:
         grace_s=settings.body_grace_s,
     )
     admission = Admission(service.engine, settings.max_inflight_bytes)
+    computing = Computing(service.engine, bodies, admission, settings.timeout_ms)
     return [
-        Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms).router(),
+        Operations(computing, service.layers).router(),
+        Infer(computing, Models(service.layers), service.layers, Statistics()).router(),
         Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
         status.router(),
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from normserve.errors import DeviceOutOfMemoryError, UnknownLayerError
 from normserve.http.app import create_app
-from normserve.http.routes.direct import DirectRoute
+from normserve.http.direct import DirectRoute
 from normserve.http.transport import PlainAsgi
 from normserve.settings import Settings
 

@@ -10,20 +10,18 @@ from fastapi import APIRouter, Request
 
 from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
-from normserve.engine.engine import Engine
 from normserve.errors import NotAcceptableError
+from normserve.http.computing import Computing, note_operation, note_result
+from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
-from normserve.http.routes.body import BodyReader
-from normserve.http.routes.direct import DirectRoute
+from normserve.http.responses import BuffersResponse
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
-from normserve.http.routes.responses import BuffersResponse
 from normserve.http.routes.tensors import describe_tensors
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType
-from normserve.requests.admission import Admission
 from normserve.requests.parameters import (
     describe,
     make_spec,
@@ -36,18 +34,13 @@ _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
 # Longer heads are read anew each time.
 _LONGEST_KEPT = 1024
 
-_TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
-
 
 @dataclass(frozen=True, slots=True)
 class Operations:
     """What the operations' handlers work with."""
 
-    engine: Engine
+    computing: Computing
     layers: LayerRegistry
-    bodies: BodyReader
-    admission: Admission
-    timeout_ms: float
 
     def router(self) -> APIRouter:
         """Every operation in both directions."""
@@ -57,7 +50,7 @@ class Operations:
                 path = f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
                 router.add_api_route(
                     path,
-                    _Handler(self, op, direction).handle,
+                    _Handler(self.computing, self.layers, op, direction).handle,
                     methods=["POST"],
                     name=f"{op.value} {direction.value}",
                     summary=f"{op.value}, {direction.value}",
@@ -71,45 +64,26 @@ class Operations:
 class _Handler:
     """One operation in one direction."""
 
-    service: Operations
+    computing: Computing
+    layers: LayerRegistry
     op: Op
     direction: Pass
 
     async def handle(self, request: Request) -> BuffersResponse:
         """Read what is asked, refuse what can be refused before the body, then receive, compute and answer."""
         exchange: Exchange = request.scope["state"]["exchange"]
-        record = exchange.record
-        record.op, record.direction = self.op.label, self.direction.label
+        note_operation(exchange, self.op, self.direction)
         head = self._read_head(request.scope["query_string"], exchange.headers)
-        layer = None if head.layer is None else self.service.layers.get(head.layer)
-        self.service.engine.require_ready()
-        body = await self.service.bodies.read(exchange)
-        exchange.begin_work()
-        parsing = time.perf_counter()
-        record.stages["recv"] = exchange.reception.seconds
-        record.waiting_in = "parse"
+        layer = None if head.layer is None else self.layers.get(head.layer)
+        body = await self.computing.receive(exchange)
         job, cost, answer_format = head.with_body(body, layer)
-        self.service.admission.charge(exchange.permit, job, cost, len(body))
-        record.dtype = job.x.dtype.label
-        record.stages["parse"] = time.perf_counter() - parsing
-        record.waiting_in = "queue"
-        timeout_ms = self.service.timeout_ms if head.timeout_ms is None else head.timeout_ms
-        result = await self._run(exchange, job, record.began + timeout_ms / 1000)
+        result = await self.computing.run(exchange, job, cost, len(body), head.timeout_ms)
         return _answer(exchange, answer_format, result)
 
     def _read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "_Head":
         said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
         is_kept = sum(map(len, said)) <= _LONGEST_KEPT
         return (_known_head if is_kept else _head)(self.op, self.direction, *said)
-
-    async def _run(self, exchange: Exchange, job: NormJob, deadline: float) -> NormResult:
-        """Compute, unless the client leaves first."""
-        engine = self.service.engine
-        exchange.sending.on_departure = functools.partial(engine.abandon, job)
-        try:
-            return await engine.submit(job, deadline)
-        finally:
-            exchange.sending.on_departure = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,29 +139,12 @@ def _require_expressible(answer_format: str, job: NormJob) -> None:
 
 
 def _answer(exchange: Exchange, answer_format: str, result: NormResult) -> BuffersResponse:
-    record = exchange.record
     began = time.perf_counter()
     if answer_format == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
     else:
         buffers = safetensors.encode(result.tensors)
-    record.stages |= {
-        "queue": result.queue_s,
-        "copy_in": result.copy_in_s,
-        "kernel": result.kernel_s,
-        "copy_out": result.copy_out_s,
-    }
-    timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
-    headers = [
-        (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in timed])),
-        (b"x-kernel-bytes", b"%d" % result.kernel_bytes),
-        (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
-        (b"x-batch-size", b"%d" % result.batch_size),
-    ]
-    response = BuffersResponse(buffers, answer_format.encode(), headers)
-    record.stages["serialize"] = time.perf_counter() - began
-    record.waiting_in = "send"
-    return response
+    return BuffersResponse(buffers, answer_format.encode(), note_result(exchange, result, began))
 
 
 def _description(op: Op, direction: Pass) -> dict[str, Any]:
