@@ -31,8 +31,10 @@ from normserve.http.body import BodyReader
 from normserve.http.computing import Computing
 from normserve.http.direct import DirectPaths
 from normserve.http.middleware import Edge
+from normserve.http.oip.catalogue import Catalogue
 from normserve.http.oip.infer import Infer
 from normserve.http.oip.models import Models
+from normserve.http.oip.repository import Repository
 from normserve.http.oip.statistics import Statistics
 from normserve.http.origins import Origins, hosts_of
 from normserve.http.routes.docs import describe
@@ -229,10 +231,15 @@ def _routers(service: Service, status: Status) -> list[APIRouter]:
     )
     admission = Admission(service.engine, settings.max_inflight_bytes)
     computing = Computing(service.engine, bodies, admission, settings.timeout_ms)
+    models, statistics = Models(service.layers), Statistics()
+    catalogue = Catalogue(service.engine, service.stalls, models, service.layers, statistics, service.siblings)
+    catalogue.answer_siblings()
     return [
         Operations(computing, service.layers).router(),
-        Infer(computing, Models(service.layers), service.layers, Statistics()).router(),
         Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
+        Infer(computing, models, service.layers, statistics).router(),
+        catalogue.router(),
+        Repository(models, service.changes, bodies).router(),
         status.router(),
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]

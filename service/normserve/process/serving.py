@@ -38,9 +38,9 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
     app = app or create_app(settings)
     service: Service = app.state.service
 
-    def refuse(error: NormserveError) -> bytes:
+    def refuse(error: NormserveError, target: str) -> bytes:
         service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
-        return render(error)
+        return render(error, target)
 
     patience = Patience(
         header_s=settings.header_timeout_s,

@@ -15,13 +15,13 @@ from normserve.http.oip.answer import answer, require_possible
 from normserve.http.oip.asked import Asked, ask, ask_raw
 from normserve.http.oip.header import LENGTH, json_bytes, read_header, require_short
 from normserve.http.oip.models import Model, Models
+from normserve.http.oip.notes import TRANSPORT
 from normserve.http.oip.sources import brought_bytes, require_no_regions, tensors_of
 from normserve.http.oip.statistics import Statistics
 from normserve.http.responses import BuffersResponse
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 
-TRANSPORT = "oip"
 # Longer headers are read anew each time.
 _LONGEST_KEPT = 1024
 
