@@ -42,7 +42,7 @@ def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryvi
     count = prod(shape)
     if count > MAX_ELEMENTS:
         raise TooLargeError(
-            f"{name} must have at most {MAX_ELEMENTS} elements as JSON, has {count}; send it as binary"
+            f"{name} must have at most {MAX_ELEMENTS} elements as JSON, has {count}; send binary data"
         )
     values = _values(name, shape, data)
     if values.shape not in ((count,), tuple(shape)):
@@ -81,11 +81,11 @@ def require_few(name: str, count: int) -> None:
 def _values(name: str, shape: Sequence[int], data: bytes | memoryview) -> npt.NDArray[np.float64]:
     try:
         return np.array(_FLAT.decode(data), np.float64)
-    except (msgspec.ValidationError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError):
         pass
     try:
         return np.array(_nested(len(shape)).decode(data), np.float64)
-    except (ValueError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         raise MalformedPayloadError(
             f"{name} must be an array of numbers, flat or nested as its shape {list(shape)} says"
         ) from None

@@ -37,8 +37,7 @@ MAY = {
     | RELOADED
     | SHOWN
     | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info", "/v2")},
-    METRICS: {(method, path) for method in READS for path in ("/metrics", "/v1/info", "/v2")}
-    | COUNTED,
+    METRICS: {(method, path) for method in READS for path in ("/metrics", "/v1/info", "/v2")} | COUNTED,
 }
 
 

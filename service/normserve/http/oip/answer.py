@@ -1,13 +1,13 @@
 """What an inference request gets back: which results, and each of them in the JSON or behind it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import msgspec
 
 from normserve.codec import json_tensors
 from normserve.errors import UnexpectedTensorError
-from normserve.http.oip.asked import Asked, Output
+from normserve.http.oip.asked import Asked, Output, output_names
 from normserve.http.oip.datatypes import NAMES
 from normserve.http.oip.header import LENGTH
 from normserve.http.oip.models import VERSION, Model
@@ -19,20 +19,21 @@ from normserve.memory.host_tensors import HostTensor
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 
 
-def require_possible(asked: Asked, job: NormJob) -> None:
+def require_possible(model: Model, asked: Asked, job: NormJob) -> None:
     """Say before the work, not after it, that an answer cannot be given as it is wanted.
 
     Raises:
-        UnexpectedTensorError: an output is wanted that these inputs do not give.
+        UnexpectedTensorError: these inputs give none of the outputs that are wanted.
         TooLargeError: one is wanted as JSON and too long for it.
     """
     if asked.outputs is None and asked.all_binary:
         return
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = results_of(job.spec, given, job.layer)
-    for each in asked.outputs or _all_of(results, is_binary=False):
-        if each.name not in results:
-            raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and no {each.name}")
+    wanted = _wanted(model, asked, results)
+    if not wanted:
+        raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is asked for")
+    for each in wanted:
         if not each.is_binary and each.region is None:
             json_tensors.require_few(each.name, prod(results[each.name][1]))
 
@@ -45,7 +46,7 @@ def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tup
     """
     described: list[dict[str, object]] = []
     buffers: list[bytes | memoryview] = []
-    for each in asked.outputs or _all_of(results, is_binary=asked.all_binary):
+    for each in _wanted(model, asked, results):
         tensor = results[each.name]
         output: dict[str, object] = {"name": each.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
         if each.is_binary:
@@ -63,5 +64,9 @@ def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tup
     return [text, *buffers], _BINARY, [(LENGTH, b"%d" % len(text))]
 
 
-def _all_of(results: Mapping[str, object], *, is_binary: bool) -> list[Output]:
-    return [Output(name, is_binary) for name in results]
+def _wanted(model: Model, asked: Asked, results: Mapping[str, object]) -> Sequence[Output]:
+    """The outputs that are sent: of those that are asked for, the ones that there are."""
+    if asked.outputs is not None:
+        return [each for each in asked.outputs if each.name in results]
+    names = results if len(results) == 1 else [name for name in output_names(model) if name in results]
+    return [Output(name, asked.all_binary) for name in names]

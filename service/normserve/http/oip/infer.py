@@ -75,7 +75,7 @@ class Infer:
             exchange.permit.grow(brought)
         tensors = tensors_of(asked.inputs, body)
         job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=not body.readonly)
-        require_possible(asked, job)
+        require_possible(model, asked, job)
         result = await self.computing.run(exchange, job, cost, len(body) + brought, asked.timeout_ms)
         began = time.perf_counter()
         buffers, media_type, headers = answer(model, asked, result.tensors)
