@@ -5,7 +5,7 @@ whole calls of tritonclient, arrays in and out, and the C client with the same b
 is measured; the C client on /v1 as well, with npy.  Servers are on one core, if not told otherwise, and the clients
 on another.  In each round each caller has its turn, in an order that changes from round to round, while the other
 server is stopped; ratios are taken within a round, and their median counts.  Answers are compared with torch's
-before anything is timed.  Triton is left out, and said to be, unless `--python` names an interpreter that has pytriton.
+before anything is timed.  Triton is left out unless `--python` names an interpreter that has pytriton.
 """
 
 import argparse
