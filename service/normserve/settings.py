@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     oip_shared_memory: str = Field(
         "",
         pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})?$",
-        description="Clients of /v2 may register shared memory of this host that belongs to the server's user and whose"
-        " name begins so. Empty: none. Who may send requests may read and write all memory of such names.",
+        description="Clients of /v2 may register shared memory of this host that belongs to the server's user and"
+        " whose name begins so. Empty: none. Who may send requests may read and write all memory of such names.",
     )
     oip_shared_memory_bytes: int = Field(
         4 * 2**30, ge=1, description="Bytes of that memory that all clients may have registered at once."

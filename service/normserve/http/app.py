@@ -34,6 +34,11 @@ from normserve.http.middleware import Edge
 from normserve.http.oip.catalogue import Catalogue
 from normserve.http.oip.infer import Infer
 from normserve.http.oip.models import Models
+from normserve.http.oip.regions.folder import Folder
+from normserve.http.oip.regions.registry import Regions
+from normserve.http.oip.regions.transfer import Transfer
+from normserve.http.oip.shared_memory import SharedMemory
+from normserve.http.oip.shared_tensors import SharedTensors
 from normserve.http.oip.repository import Repository
 from normserve.http.oip.statistics import Statistics
 from normserve.http.origins import Origins, hosts_of
@@ -79,6 +84,9 @@ class Service:
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes)
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
+        prefix = settings.oip_shared_memory
+        self.regions = Regions(Folder(prefix) if prefix else None, settings.oip_shared_memory_bytes)
+        self.metrics.watch_regions(lambda: self.regions.open_regions, lambda: self.regions.open_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
         self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
@@ -232,12 +240,16 @@ def _routers(service: Service, status: Status) -> list[APIRouter]:
     admission = Admission(service.engine, settings.max_inflight_bytes)
     computing = Computing(service.engine, bodies, admission, settings.timeout_ms)
     models, statistics = Models(service.layers), Statistics()
-    catalogue = Catalogue(service.engine, service.stalls, models, service.layers, statistics, service.siblings)
+    catalogue = Catalogue(
+        service.engine, service.stalls, models, service.layers, statistics, service.siblings, service.regions.is_on
+    )
     catalogue.answer_siblings()
+    shared = SharedTensors(service.regions, Transfer(service.slabs))
     return [
         Operations(computing, service.layers).router(),
         Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
-        Infer(computing, models, service.layers, statistics).router(),
+        Infer(computing, models, service.layers, statistics, shared).router(),
+        SharedMemory(service.regions, bodies).router(),
         catalogue.router(),
         Repository(models, service.changes, bodies).router(),
         status.router(),

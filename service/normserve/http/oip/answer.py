@@ -49,7 +49,13 @@ def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tup
     for each in _wanted(model, asked, results):
         tensor = results[each.name]
         output: dict[str, object] = {"name": each.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
-        if each.is_binary:
+        if each.region is not None:
+            output["parameters"] = {
+                "shared_memory_region": each.region.name,
+                "shared_memory_offset": each.region.offset,
+                "shared_memory_byte_size": len(tensor.data),
+            }
+        elif each.is_binary:
             output["parameters"] = {"binary_data_size": len(tensor.data)}
             buffers.append(tensor.data)
         else:

@@ -97,6 +97,7 @@ class Asked:
         outputs: None where all are wanted.
         all_binary: how they are sent where nothing is said of one.
         timeout_ms: None where the server's holds.
+        uses_regions: a tensor lies in one, or is to be written there.
     """
 
     spec: NormSpec
@@ -106,6 +107,7 @@ class Asked:
     all_binary: bool
     timeout_ms: float | None
     id: str | None
+    uses_regions: bool = False
 
 
 def ask(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked:
@@ -127,7 +129,8 @@ def ask(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked
         values["stats"] = True
     spec = _spec_of(model, values)
     inputs = _inputs(header.inputs, json_bytes, body_bytes)
-    return Asked(spec, _layer_of(model, values), inputs, outputs, all_binary, timeout_ms, header.id)
+    uses_regions = any(type(each.source) is Region for each in inputs) or any(each.region for each in outputs or ())
+    return Asked(spec, _layer_of(model, values), inputs, outputs, all_binary, timeout_ms, header.id, uses_regions)
 
 
 def ask_raw(model: Model, row_length: int | None, body_bytes: int) -> Asked:

@@ -19,6 +19,7 @@ from normserve.jobs.job import Layer
 from normserve.layers.registry import LayerRegistry
 from normserve.peers.siblings import Question, Siblings
 
+_SHARED_MEMORY = "system_shared_memory"
 EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
 
 _READS = ["GET", "HEAD"]
@@ -27,7 +28,11 @@ _QUESTION = "oip_statistics"
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What these routes work with."""
+    """What these routes work with.
+
+    Attributes:
+        shares_memory: clients may register regions of shared memory.
+    """
 
     engine: Engine
     stalls: StallWatch
@@ -35,6 +40,7 @@ class Catalogue:
     layers: LayerRegistry
     statistics: Statistics
     siblings: Siblings
+    shares_memory: bool = False
 
     def router(self) -> APIRouter:
         """All that is read."""
@@ -62,7 +68,8 @@ class Catalogue:
     async def server(self, request: Request) -> JSONResponse:
         """The server and the extensions of the protocol that it has."""
         note(request, "info")
-        return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": EXTENSIONS})
+        extensions = [*EXTENSIONS, _SHARED_MEMORY] if self.shares_memory else EXTENSIONS
+        return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": extensions})
 
     async def live(self, request: Request) -> JSONResponse:
         """200 while the process is sane."""

@@ -16,7 +16,9 @@ from normserve.http.oip.asked import Asked, ask, ask_raw
 from normserve.http.oip.header import LENGTH, json_bytes, read_header, require_short
 from normserve.http.oip.models import Model, Models
 from normserve.http.oip.notes import TRANSPORT
-from normserve.http.oip.sources import brought_bytes, require_no_regions, tensors_of
+from normserve.http.oip.shared_memory import TRANSPORT_SYSTEM
+from normserve.http.oip.shared_tensors import NONE, SharedTensors, require_room
+from normserve.http.oip.sources import brought_bytes, tensors_of
 from normserve.http.oip.statistics import Statistics
 from normserve.http.responses import BuffersResponse
 from normserve.jobs.validation import costed_job
@@ -34,6 +36,7 @@ class Infer:
     models: Models
     layers: LayerRegistry
     statistics: Statistics
+    shared: SharedTensors
 
     def router(self) -> APIRouter:
         """The two paths, with a version and without."""
@@ -69,15 +72,24 @@ class Infer:
         asked = _read(model, None if layer is None else layer.size, of_json, body)
         if layer is None and asked.layer is not None:
             layer = self.layers.get(asked.layer)
-        require_no_regions(asked.outputs or ())
+        shared = NONE
+        if asked.uses_regions:
+            exchange.record.transport = TRANSPORT_SYSTEM
+            shared = self.shared.find(exchange.caller.key, asked)
         brought = brought_bytes(asked.inputs)
         if brought and exchange.permit is not None:
+            self.computing.bodies.require_short(len(body) + brought)
             exchange.permit.grow(brought)
-        tensors = tensors_of(asked.inputs, body)
+        copies = await self.shared.read(shared) if shared.inputs else {}
+        tensors = tensors_of(asked.inputs, body, copies)
         job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=not body.readonly)
         require_possible(model, asked, job)
+        if shared.outputs:
+            require_room(shared, job)
         result = await self.computing.run(exchange, job, cost, len(body) + brought, asked.timeout_ms)
         began = time.perf_counter()
+        if shared.outputs:
+            await self.shared.write(shared, result.tensors)
         buffers, media_type, headers = answer(model, asked, result.tensors)
         headers = [*headers, *note_result(exchange, result, began)]
         ended = time.perf_counter()

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
+
 from normserve.errors import MalformedPayloadError, TooLargeError, UnusableRegionError
 from normserve.http.body import BodyReader
 from normserve.http.direct import DirectRoute

@@ -50,6 +50,11 @@ def _rows_of_inference_protocol() -> Iterator[tuple[Sequence[str], str, Needed]]
         yield _READS, f"{model}/stats", _INFER | _METRICS
         for told in ("", "/ready", "/config"):
             yield _READS, f"{model}{told}", _INFER | _LAYERS
+    for kind in ("system", "cuda"):
+        for regions in (f"/v2/{kind}sharedmemory", f"/v2/{kind}sharedmemory/region/{{region}}"):
+            yield _READS, f"{regions}/status", _INFER
+            yield ("POST",), f"{regions}/unregister", _INFER
+        yield ("POST",), f"/v2/{kind}sharedmemory/region/{{region}}/register", _INFER
     yield ("POST",), "/v2/repository/index", _INFER | _LAYERS
     for change in ("load", "unload"):
         yield ("POST",), f"/v2/repository/models/{{name}}/{change}", _LAYERS

@@ -10,8 +10,8 @@ from normserve.errors import StorageError, UnusableRegionError
 class RegionFile:
     """A region that is open for as long as anything refers to it: a registration, a request, a thread that reads.
 
-    It is read and written by calls of the system, never mapped: what a client has cut off is an error here, and would
-    be the end of the process there.
+    It is read and written by calls of the system, never mapped: what a client has cut off is an error here, and
+    would be the end of the process there.
 
     Attributes:
         key: as the client gave it.

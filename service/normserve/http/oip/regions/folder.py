@@ -71,13 +71,13 @@ class Folder:
         found = _KEY.fullmatch(key)
         if found is None or not found[1].startswith(self.prefix):
             raise UnusableRegionError(
-                f"a key must begin with {self.prefix!r}, with or without a slash before it, and have up to 250 letters,"
-                " digits and characters of '._-'"
+                f"a key must begin with {self.prefix!r}, with or without a slash before it, and have up to 250"
+                " letters, digits and characters of '._-'"
             )
         return found[1]
 
     def _require_usable(self, status: os.stat_result) -> None:
-        """A file, on the same file system, of this user, and under no other name: a hard link needs no permission."""
+        """A file, on the same file system, of this user, and with no second name, which others could have made."""
         if (
             not stat.S_ISREG(status.st_mode)
             or status.st_dev != self._device

@@ -113,8 +113,8 @@ class Regions:
             )
         if self._open_bytes + region.nbytes > self._max_bytes:
             raise OverloadedError(
-                f"{region.nbytes} more bytes do not fit beside {self._open_bytes} of the regions that are registered:"
-                f" no more than {self._max_bytes} are",
+                f"{region.nbytes} more bytes do not fit beside {self._open_bytes} of the regions that are"
+                f" registered: no more than {self._max_bytes} are",
                 _RETRY_AFTER_S,
             )
         region.home = self._closed

@@ -1,6 +1,7 @@
 """Regions by name, and the files that they are parts of."""
 
 import gc
+import mmap
 import os
 import socket
 import stat
@@ -45,7 +46,7 @@ def read(span) -> bytes:
 
 def descriptors() -> int:
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 @pytest.mark.parametrize("key", [KEY, "/" + KEY])
@@ -145,8 +146,6 @@ def test_nothing_but_a_file_of_this_user_is_opened(regions, path, make):
 
 
 def test_what_this_process_has_mapped_is_not_opened(regions, path):
-    import mmap
-
     with (
         path.open("r+b") as file,
         mmap.mmap(file.fileno(), 0),
