@@ -37,9 +37,9 @@ from normserve.http.oip.models import Models
 from normserve.http.oip.regions.folder import Folder
 from normserve.http.oip.regions.registry import Regions
 from normserve.http.oip.regions.transfer import Transfer
+from normserve.http.oip.repository import Repository
 from normserve.http.oip.shared_memory import SharedMemory
 from normserve.http.oip.shared_tensors import SharedTensors
-from normserve.http.oip.repository import Repository
 from normserve.http.oip.statistics import Statistics
 from normserve.http.origins import Origins, hosts_of
 from normserve.http.routes.docs import describe
