@@ -25,6 +25,13 @@ INFERRED = {("POST", f"{model}/infer") for model in MODELS}
 COUNTED = {(method, f"{model}/stats") for model in ("/v2/models", *MODELS) for method in READS}
 SHOWN = {(method, f"{model}{told}") for model in MODELS for told in ("", "/ready", "/config") for method in READS}
 SHOWN |= {("POST", "/v2/repository/index")}
+SHARED = {
+    (method, f"/v2/{kind}sharedmemory{place}/{what}")
+    for kind in ("system", "cuda")
+    for place in ("", "/region/{region}")
+    for method, what in (("GET", "status"), ("HEAD", "status"), ("POST", "unregister"), ("POST", "register"))
+    if place or what != "register"
+}
 RELOADED = {("POST", f"/v2/repository/models/{{name}}/{change}") for change in ("load", "unload")}
 OPERATIONS = {f"/v1/{op.value}{way}" for op in Op for way in ("", "/backward")}
 MAY = {
@@ -32,6 +39,7 @@ MAY = {
     | INFERRED
     | COUNTED
     | SHOWN
+    | SHARED
     | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info", "/v2")},
     LAYERS: {(method, "/v1/layers/{name}") for method in ("PUT", "DELETE")}
     | RELOADED
@@ -63,7 +71,7 @@ def ask(app: FastAPI, requests: list[tuple[str, str, str | None]]) -> list[httpx
 
 def concrete(path: str) -> str:
     name = "live.js" if path.startswith("/assets") else "layer_norm" if path.startswith("/v2") else "a-layer"
-    return path.replace("{name}", name).replace("{version}", "1")
+    return path.replace("{name}", name).replace("{version}", "1").replace("{region}", "r")
 
 
 def registered(app: FastAPI) -> list[BaseRoute]:

@@ -73,7 +73,7 @@ class SharedMemory:
                 f"{each}/register", register, methods=["POST"], summary=f"register a region {what}"
             )
             for path in (f"{root}/status", f"{each}/status"):
-                router.add_api_route(path, status, methods=["GET"], summary=f"the regions {what}")
+                router.add_api_route(path, status, methods=["GET", "HEAD"], summary=f"the regions {what}")
             for path in (f"{root}/unregister", f"{each}/unregister"):
                 router.add_api_route(path, unregister, methods=["POST"], summary=f"forget regions {what}")
         return router
