@@ -2,14 +2,15 @@
 
 LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
 whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not what
-is measured; the C client on /v1 as well, with npy.  Servers are on one core, if not told otherwise, and the clients
-on another.  In each round each caller has its turn, in an order that changes from round to round, while the other
+is measured; both with x and y in system shared memory, where x lies already; the C client on /v1 as well, with npy.
+Servers are on one core, if not told otherwise, and the clients on another.  In each round each caller has its turn, in an order that changes from round to round, while the other
 server is stopped; ratios are taken within a round, and their median counts.  Answers are compared with torch's
 before anything is timed.  Triton is left out unless `--python` names an interpreter that has pytriton.
 """
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import sys
@@ -27,6 +28,7 @@ from benchmarks.peers.others import OTHERS, Running, other
 from benchmarks.serve import command
 from benchmarks.serve.clients import posts
 from benchmarks.serve.clients.closed_loop import ClosedLoop
+from benchmarks.serve.clients.regions import PREFIX, in_regions
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.report.results import Results, median_of
 from benchmarks.serve.servers import launch
@@ -34,12 +36,21 @@ from benchmarks.serve.servers.launch import Served
 
 OURS, OURS_IN_C, V1_IN_C = "normserve, tritonclient", "normserve, C client", "normserve /v1, C client"
 TRITON, TRITON_IN_C = "Triton, tritonclient", "Triton, C client"
+OURS_SHARED, OURS_SHARED_IN_C = "normserve, shared memory", "normserve, shared memory, C client"
+TRITON_SHARED, TRITON_SHARED_IN_C = "Triton, shared memory", "Triton, shared memory, C client"
 COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "over_v1", "ours_over_triton")
 
 Turn = Callable[[float], tuple[float, float]]
 
+_JSON = "application/json"
 _LENGTH = "Inference-Header-Content-Length"
-_PEERS = {OURS: TRITON, OURS_IN_C: TRITON_IN_C}
+_PEERS = {
+    OURS: TRITON,
+    OURS_IN_C: TRITON_IN_C,
+    OURS_SHARED: TRITON_SHARED,
+    OURS_SHARED_IN_C: TRITON_SHARED_IN_C,
+}
+_SHARED = {OURS: (OURS_SHARED, OURS_SHARED_IN_C), TRITON: (TRITON_SHARED, TRITON_SHARED_IN_C)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,9 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     parameters = posts.make_parameters()
     backend = "triton" if asked.device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
-        (ours, _) = stack.enter_context(launch.normserve(server_cores, folder, parameters, backend))
+        (ours, _) = stack.enter_context(
+            launch.normserve(server_cores, folder, parameters, backend, ["--oip-shared-memory", PREFIX])
+        )
         theirs = stack.enter_context(_nvidia(asked, folder, server_cores, parameters))
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
@@ -115,8 +128,14 @@ def _callers(
         model = place.path.split("/")[3]
         np.testing.assert_allclose(_infer(client, model, x), right, rtol=1e-5, atol=3e-5)
         is_theirs = place.name == "triton"
-        yield in_python, Caller(_timing(client, model, x), is_theirs)
+        yield in_python, Caller(_timing(functools.partial(_infer, client, model, x)), is_theirs)
         yield in_c, Caller(_in_c(loop, place, "application/octet-stream", body, {_LENGTH: length}), is_theirs)
+        shared = stack.enter_context(in_regions(client, place.name, model, x))
+        np.testing.assert_allclose(shared(), right, rtol=1e-5, atol=3e-5)
+        for name, turn in zip(
+            _SHARED[in_python], (_timing(shared), _in_c(loop, place, _JSON, shared.body(), {})), strict=True
+        ):
+            yield name, Caller(turn, is_theirs)
     yield V1_IN_C, Caller(_in_c(loop, ours, "application/x-npy", posts.npy(x), {}))
 
 
@@ -129,12 +148,12 @@ def _infer(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> n
     return y
 
 
-def _timing(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> Turn:
+def _timing(call: Callable[[], object]) -> Turn:
     def turn(seconds: float) -> tuple[float, float]:
         taken: list[float] = []
         while len(taken) < 3 or sum(taken) < seconds:
             began = time.perf_counter()
-            _infer(client, model, x)
+            call()
             taken.append(time.perf_counter() - began)
         return len(taken) / sum(taken), median(taken)
 
