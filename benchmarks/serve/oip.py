@@ -3,10 +3,10 @@
 LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
 whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not what
 is measured; both with x and y in system shared memory, where x lies already; the C client on /v1, with npy.
-Servers are on one core, if not told otherwise, and the clients on another.  In each round each caller has its turn,
-in an order that changes from round to round, while the other server is stopped; ratios are taken within a round, and
-their median counts.  Answers are compared with torch's before anything is timed.  Triton is left out unless
-`--python` names an interpreter that has pytriton.
+Servers are on one core, if not told otherwise, and the clients on another.  In each round each caller has its
+turn, in an order that changes from round to round, while the other server is stopped; ratios are taken within a
+round, and their median counts.  Answers are compared with torch's before anything is timed.  Triton is left out
+unless `--python` names an interpreter that has pytriton.
 """
 
 import argparse
