@@ -113,6 +113,19 @@ def test_both_ways_through_two_regions(client, region, sharing, datatype):
     assert count(sharing, transport="oip_shm", op="layer_norm", code="200") == before + 1
 
 
+def test_statistics_count_what_lies_in_regions(client, region):
+    def inferred() -> tuple[int, int]:
+        (told,) = client.get_inference_statistics("rms_norm")["model_stats"]
+        return told["inference_stats"]["success"]["count"], told["inference_stats"]["fail"]["count"]
+
+    x = random(6, 32)
+    region("x", x.nbytes)
+    succeeded, failed = inferred()
+    client.infer("rms_norm", [given("x", x, "FP32", "x")])
+    status_of(lambda: client.infer("rms_norm", [given("x", x, "FP32", "none")]))
+    assert inferred() == (succeeded + 1, failed + 1)
+
+
 def test_one_region_for_all_and_results_over_tensors(client, region):
     x, weight, bias = random(6, 32), random(32), random(1, 32)[0]
     handle = region("all", 4096)
