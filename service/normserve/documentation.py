@@ -19,7 +19,9 @@ _METRICS = """# Metrics
 
 `GET /metrics` answers in Prometheus' text format. Units are base units; labels come from closed sets, so that
 no client can add a series: `op` is an operation, the name of another route, or `__unmatched__`; `pass` is
-`forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp`, `unix` or `local`; `code` is the HTTP
+`forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp`, `unix`, `local` or
+`oip` (below `/v2`, over either; `oip_shm` and
+`oip_cuda` where that is about shared memory); `code` is the HTTP
 status, 499 where the client left; `key` is the name of an API key, of those that the server has known since its
 start.
 

@@ -6,6 +6,7 @@ NormserveError
 ├── HeadersTooLargeError         headers_too_large
 ├── RequestTimeoutError          request_timeout        header or body came too slowly
 ├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
+├── UnusableRegionError          unusable_region        shared memory that is not registered, or cannot be
 ├── UnauthorizedError            unauthorized           no API key, one that is not known or one that has expired
 ├── ForbiddenError               forbidden              the API key may not do this
 ├── ForbiddenOriginError         forbidden_origin       a page of another origin sent it
@@ -69,6 +70,10 @@ class RequestTimeoutError(NormserveError):
 
 class MalformedPayloadError(NormserveError):
     code = "malformed_payload"
+
+
+class UnusableRegionError(NormserveError):
+    code = "unusable_region"
 
 
 class UnauthorizedError(NormserveError):

@@ -14,6 +14,7 @@ STATUSES: dict[type[NormserveError], int] = {
     errors.NormserveError: 500,
     errors.MalformedHttpError: 400,
     errors.MalformedPayloadError: 400,
+    errors.UnusableRegionError: 400,
     errors.UnauthorizedError: 401,
     errors.ForbiddenError: 403,
     errors.ForbiddenOriginError: 403,

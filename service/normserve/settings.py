@@ -41,6 +41,15 @@ class Settings(BaseSettings):
     local_connections: int = Field(
         64, ge=1, description="Connections to that socket that one user may have open at once."
     )
+    oip_shared_memory: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})?$",
+        description="Clients of /v2 may register shared memory of this host that belongs to the server's user and"
+        " whose name begins so. Empty: none. Who may send requests may read and write all memory of such names.",
+    )
+    oip_shared_memory_bytes: int = Field(
+        4 * 2**30, ge=1, description="Bytes of that memory that all clients may have registered at once."
+    )
     tls_cert: Path | None = Field(
         None,
         description="A PEM file with the server's certificate and those up to its authority: the port speaks TLS."
@@ -165,6 +174,14 @@ class Settings(BaseSettings):
     def _has_one_source_of_keys(self) -> Self:
         if self.api_key is not None and self.api_keys_file is not None:
             raise ValueError("--api-key and --api-keys-file must not be given together")
+        return self
+
+    @model_validator(mode="after")
+    def _registers_in_one_process(self) -> Self:
+        if self.oip_shared_memory and "," in self.devices:
+            raise ValueError(
+                "--oip-shared-memory needs one process: a region is registered with the one that is asked"
+            )
         return self
 
     @property

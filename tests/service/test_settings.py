@@ -43,6 +43,10 @@ def test_every_setting_says_what_it_is(name):
         {"log_format": "xml"},
         {"unknown": 1},
         {"drain_s": -1},
+        {"oip_shared_memory": "/dev/shm/"},
+        {"oip_shared_memory": "a/b"},
+        {"oip_shared_memory": ".."},
+        {"oip_shared_memory": "a\n"},
     ],
 )
 def test_nonsense_is_refused(wrong):
@@ -59,3 +63,9 @@ def test_what_is_shown_has_every_setting_and_no_secret():
     assert shown.keys() == Settings.model_fields.keys()
     assert shown["checkpoint"] == "a.safetensors"
     assert "s3cret" not in json.dumps(shown)
+
+
+def test_regions_are_registered_with_one_process():
+    assert Settings(oip_shared_memory="norms-", devices="0").oip_shared_memory == "norms-"
+    with pytest.raises(ValidationError, match="--oip-shared-memory needs one process"):
+        Settings(oip_shared_memory="norms-", devices="0,1")

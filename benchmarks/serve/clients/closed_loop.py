@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.serve.programs.build import compiled
 from benchmarks.serve.servers.launch import Served
@@ -36,13 +38,24 @@ class ClosedLoop:
         self._request = folder / "request"
         self._cores = cores
 
-    def turn(self, server: Served, content_type: str, body: bytes, seconds: float, connections: int = 1) -> Turn:
+    def turn(
+        self,
+        server: Served,
+        content_type: str,
+        body: bytes,
+        seconds: float,
+        connections: int = 1,
+        fields: Mapping[str, object] = MappingProxyType({}),
+    ) -> Turn:
         """Have a server answer the same request for so long; a server without a path echoes the body.
+
+        Args: fields: more of the request's header.
 
         Raises:
             subprocess.SubprocessError: an answer was not 200, or did not come.
         """
         head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._request.write_bytes(
             (f"{head}Content-Length: {len(body)}\r\n\r\n".encode() if server.path else b"") + body
         )

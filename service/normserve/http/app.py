@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import AsyncIterator, Callable
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -27,12 +27,23 @@ from normserve.errors import (
 from normserve.http import error_handlers
 from normserve.http.access_log import AccessLog
 from normserve.http.authorisation import Authorisation
+from normserve.http.body import BodyReader
+from normserve.http.computing import Computing
+from normserve.http.direct import DirectPaths
 from normserve.http.middleware import Edge
+from normserve.http.oip.catalogue import Catalogue
+from normserve.http.oip.infer import Infer
+from normserve.http.oip.models import Models
+from normserve.http.oip.regions.folder import Folder
+from normserve.http.oip.regions.registry import Regions
+from normserve.http.oip.regions.transfer import Transfer
+from normserve.http.oip.repository import Repository
+from normserve.http.oip.shared_memory import SharedMemory
+from normserve.http.oip.shared_tensors import SharedTensors
+from normserve.http.oip.statistics import Statistics
 from normserve.http.origins import Origins, hosts_of
 from normserve.http.relay.direct import Direct, Parts
 from normserve.http.relay.owner import Relays
-from normserve.http.routes.body import BodyReader
-from normserve.http.routes.direct import DirectPaths
 from normserve.http.routes.docs import describe
 from normserve.http.routes.layers import Layers
 from normserve.http.routes.operations import Operations
@@ -79,6 +90,9 @@ class Service:
         source = self.shared.source() if settings.frontend_count else PLAIN
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
+        prefix = settings.oip_shared_memory
+        self.regions = Regions(Folder(prefix) if prefix else None, settings.oip_shared_memory_bytes)
+        self.metrics.watch_regions(lambda: self.regions.open_regions, lambda: self.regions.open_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
         self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
@@ -173,10 +187,15 @@ def create_app(
     status = _status(service, relays)
     app.state.describe = status.describe
     bodies, admission = _bodies(service), Admission(service.engine, settings.max_inflight_bytes)
-    operations = Operations(service.engine, service.layers, bodies, admission, settings.timeout_ms)
-    layers = Layers(service.engine, service.layers, service.changes, bodies, admission)
-    page = Page(service.keys is not None, settings.tls_client_ca is not None)
-    routers = [operations.router(), layers.router(), status.router(), page.router()]
+    computing = Computing(service.engine, bodies, admission, settings.timeout_ms)
+    operations = Operations(computing, service.layers)
+    routers = [
+        operations.router(),
+        Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
+        *_inference_protocol(service, computing),
+        status.router(),
+        Page(service.keys is not None, settings.tls_client_ca is not None).router(),
+    ]
     app.state.routes = [route for router in routers for route in router.routes]
     # Included routers are matched twice for each request, and FastAPI's own pages before them.
     app.router.routes[:0] = app.state.routes
@@ -204,11 +223,26 @@ def _direct(service: Service, operations: Operations, origins: Origins) -> Direc
             origins,
             service.keys,
             service.limits,
-            service.engine,
             service.metrics,
             service.stalls.requests,
         )
     )
+
+
+def _inference_protocol(service: Service, computing: Computing) -> list[APIRouter]:
+    """What answers below `/v2`."""
+    models, statistics = Models(service.layers), Statistics()
+    catalogue = Catalogue(
+        service.engine, service.stalls, models, service.layers, statistics, service.siblings, service.regions.is_on
+    )
+    catalogue.answer_siblings()
+    shared = SharedTensors(service.regions, Transfer(service.slabs))
+    return [
+        Infer(computing, models, service.layers, statistics, shared).router(),
+        SharedMemory(service.regions, computing.bodies).router(),
+        catalogue.router(),
+        Repository(models, service.changes, computing.bodies).router(),
+    ]
 
 
 def _status(service: Service, relays: Relays) -> Status:

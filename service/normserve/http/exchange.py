@@ -16,6 +16,7 @@ class Exchange:
 
     Attributes:
         request_id: the client's own, if it sent a sane one.
+        path: the request's, below where the application lies.
         headers: the request's by lower-case name; of one that came twice, the last.
         caller: who sent it.
         record: what the metrics will be told.
@@ -28,6 +29,7 @@ class Exchange:
     """
 
     request_id: str
+    path: str
     headers: Mapping[bytes, bytes]
     caller: Caller
     record: RequestRecord

@@ -121,7 +121,7 @@ async def respond_problem(error: NormserveError, exchange: Exchange, send: Send)
     exchange.record.error = error.code
     if isinstance(error, ClientLeftError):
         exchange.client_left = True
-    status, headers, body = problem(error, exchange.request_id)
+    status, headers, body = problem(error, exchange.request_id, exchange.path)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -235,7 +235,10 @@ def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
     transport = "unix" if client is None else "tcp"
     caller = Caller("unix" if client is None else client[0])
     record = RequestRecord(transport=transport, began=reception.began)
-    return Exchange(request_id_of(headers), headers, caller, record, reception, sending)
+    path: str = scope["path"]
+    if below := scope.get("root_path"):
+        path = path.removeprefix(below)
+    return Exchange(request_id_of(headers), path, headers, caller, record, reception, sending)
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> str:

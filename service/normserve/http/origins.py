@@ -20,13 +20,13 @@ from normserve.http.transport import Headers
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # Kubernetes names a pod's address; these answers tell a page nothing.
-_PROBES = ("/livez", "/readyz")
+_PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
-_REQUEST_HEADERS = ("Authorization", "X-Request-ID")
+_REQUEST_HEADERS = ("Authorization", "Inference-Header-Content-Length", "X-Request-ID")
 _EXPOSED = (
     *("Server-Timing", "X-Kernel-Bytes", "X-Kernel-Bandwidth", "X-Batch-Size"),
-    *("X-Request-ID", "Retry-After"),
+    *("X-Request-ID", "Retry-After", "Inference-Header-Content-Length"),
 )
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?(?::(\d{0,5}))?")

@@ -1,7 +1,9 @@
-"""Problem documents (RFC 9457) as responses of HTTP."""
+"""Errors as responses of HTTP: problem documents (RFC 9457), and below `/v2` what its protocol says."""
 
 import json
+import re
 import secrets
+from collections.abc import Iterable
 
 from normserve import errors
 from normserve.codec import media_types
@@ -9,6 +11,9 @@ from normserve.errors import NormserveError, RetryLaterError
 from normserve.problems import document, retry_after, status_of, title_of
 
 PROBLEM_JSON = "application/problem+json"
+JSON = "application/json"
+
+_INFERENCE_PROTOCOL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*)?/v2(?:[/?#]|$)")
 
 # Where the error itself ends the connection's use: nothing more will be answered on it.
 _CLOSING = (
@@ -24,29 +29,39 @@ NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 """Stands on every response: a browser takes a body for what it is said to be."""
 
 
-def problem(error: NormserveError, request_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Render an error as a response: its status, its headers and its body."""
+def problem(
+    error: NormserveError, request_id: str, target: str = ""
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Render an error as a response: its status, its headers and its body.
+
+    Args: target: the request's path, or its whole target; empty where nobody knows it.
+    """
     status = status_of(error)
-    body = json.dumps(document(error, request_id)).encode()
+    is_plain = _INFERENCE_PROTOCOL.match(target) is not None
+    body = json.dumps({"error": error.detail} if is_plain else document(error, request_id)).encode()
     headers = [
-        (b"content-type", PROBLEM_JSON.encode()),
+        (b"content-type", (JSON if is_plain else PROBLEM_JSON).encode()),
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
     ]
-    return status, headers + _extra_headers(error), body
+    taken = (JSON, "application/octet-stream") if is_plain else media_types.CANONICAL
+    return status, headers + _extra_headers(error, taken), body
 
 
-def render(error: NormserveError) -> bytes:
-    """The whole response to what never became a request, as it goes over the wire."""
+def render(error: NormserveError, target: str = "") -> bytes:
+    """The whole response to what never became a request, as it goes over the wire.
+
+    Args: target: what it said that it was for, as far as it did.
+    """
     request_id = secrets.token_hex(16)
-    status, headers, body = problem(error, request_id)
+    status, headers, body = problem(error, request_id, target)
     head = [f"HTTP/1.1 {status} {title_of(status)}".encode()]
     head += [name + b": " + value for name, value in (NO_SNIFFING, *headers)]
     head.append(b"x-request-id: " + request_id.encode())
     return b"\r\n".join([*head, b"", body])
 
 
-def _extra_headers(error: NormserveError) -> list[tuple[bytes, bytes]]:
+def _extra_headers(error: NormserveError, taken: Iterable[str]) -> list[tuple[bytes, bytes]]:
     headers = []
     if isinstance(error, RetryLaterError):
         headers.append((b"retry-after", str(retry_after(error)).encode()))
@@ -55,7 +70,7 @@ def _extra_headers(error: NormserveError) -> list[tuple[bytes, bytes]]:
     if isinstance(error, errors.MethodNotAllowedError):
         headers.append((b"allow", ", ".join(error.allowed).encode()))
     if isinstance(error, errors.UnsupportedMediaTypeError):
-        headers.append((b"accept", ", ".join(media_types.CANONICAL).encode()))
+        headers.append((b"accept", ", ".join(taken).encode()))
         headers.append((b"accept-encoding", b"identity"))
     if isinstance(error, _CLOSING):
         headers.append((b"connection", b"close"))

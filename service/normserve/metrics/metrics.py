@@ -54,6 +54,10 @@ class Metrics:
         self._state.watched.append((self._state.layers(), count))
         self._state.read_layer_bytes = nbytes
 
+    def watch_regions(self, count: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report the regions that clients have registered; asked at each scrape."""
+        self._state.watched += [(self._state.oip_regions(), count), (self._state.oip_region_bytes(), nbytes)]
+
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Report how many jobs wait; asked at each scrape."""
         self._state.watched.append((self._state.queue_requests(), length))

@@ -30,6 +30,10 @@ class State:
         self.local_device_bytes = make.gauge(
             "local_device_bytes", "Memory of the device that those clients have, or had until their processes end."
         )
+        self.oip_regions = make.gauge(
+            "oip_regions", "Regions of shared memory that clients of /v2 have registered, or a request still uses."
+        )
+        self.oip_region_bytes = make.gauge("oip_region_bytes", "Bytes of those regions.")
         self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
         self.slab_bytes = make.gauge(
             "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)

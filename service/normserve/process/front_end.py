@@ -83,9 +83,9 @@ def main() -> int:
 def _serve(settings: Settings, index: int, channel: socket.socket) -> int:
     front_end = FrontEnd(index)
 
-    def refuse(error: NormserveError) -> bytes:
+    def refuse(error: NormserveError, target: str) -> bytes:
         front_end.count_refusal(error)
-        return render(error)
+        return render(error, target)
 
     config = http_config(
         settings, front_end, lifespan="off", refuse=refuse, on_late_departure=front_end.count_late_departure

@@ -113,7 +113,7 @@ def http_config(
     entrance: Callable[..., Any],
     *,
     lifespan: str,
-    refuse: Callable[[NormserveError], bytes],
+    refuse: Callable[[NormserveError, str], bytes],
     on_late_departure: Callable[[], None],
 ) -> uvicorn.Config:
     """How uvicorn is to speak HTTP.

@@ -36,9 +36,9 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
     app = app or create_app(settings)
     service: Service = app.state.service
 
-    def refuse(error: NormserveError) -> bytes:
+    def refuse(error: NormserveError, target: str) -> bytes:
         service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
-        return render(error)
+        return render(error, target)
 
     config = http_config(
         settings,

@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
@@ -156,9 +156,18 @@ def parse_query(raw: bytes, parameters: Sequence[Parameter]) -> dict[str, Any]:
     Raises:
         InvalidParameterError: a name is unknown or repeated, or a value is not what it must be.
     """
+    return parse_values(_fields(raw), parameters)
+
+
+def parse_values(pairs: Iterable[tuple[str, str]], parameters: Sequence[Parameter]) -> dict[str, Any]:
+    """Read parameters by name and text, from wherever they came.
+
+    Raises:
+        InvalidParameterError: a name is unknown or repeated, or a value is not what it must be.
+    """
     known = {parameter.name: parameter for parameter in parameters}
     values: dict[str, Any] = {}
-    for name, text in _fields(raw):
+    for name, text in pairs:
         parameter = known.get(name)
         if parameter is None:
             raise InvalidParameterError(_unknown(name, list(known)))

@@ -19,13 +19,33 @@ READS = {"GET", "HEAD"}
 
 # What the contract says, written a second time and not taken from the code.
 PUBLIC = {"/livez", "/readyz", "/", "/assets/{name}", "/docs", "/openapi.json", "/sample.npy"}
+PUBLIC |= {"/v2/health/live", "/v2/health/ready"}
+MODELS = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+INFERRED = {("POST", f"{model}/infer") for model in MODELS}
+COUNTED = {(method, f"{model}/stats") for model in ("/v2/models", *MODELS) for method in READS}
+SHOWN = {(method, f"{model}{told}") for model in MODELS for told in ("", "/ready", "/config") for method in READS}
+SHOWN |= {("POST", "/v2/repository/index")}
+SHARED = {
+    (method, f"/v2/{kind}sharedmemory{place}/{what}")
+    for kind in ("system", "cuda")
+    for place in ("", "/region/{region}")
+    for method, what in (("GET", "status"), ("HEAD", "status"), ("POST", "unregister"), ("POST", "register"))
+    if place or what != "register"
+}
+RELOADED = {("POST", f"/v2/repository/models/{{name}}/{change}") for change in ("load", "unload")}
 OPERATIONS = {f"/v1/{op.value}{way}" for op in Op for way in ("", "/backward")}
 MAY = {
     INFER: {("POST", path) for path in OPERATIONS}
-    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info")},
+    | INFERRED
+    | COUNTED
+    | SHOWN
+    | SHARED
+    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info", "/v2")},
     LAYERS: {(method, "/v1/layers/{name}") for method in ("PUT", "DELETE")}
-    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info")},
-    METRICS: {(method, path) for method in READS for path in ("/metrics", "/v1/info")},
+    | RELOADED
+    | SHOWN
+    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info", "/v2")},
+    METRICS: {(method, path) for method in READS for path in ("/metrics", "/v1/info", "/v2")} | COUNTED,
 }
 
 
@@ -50,7 +70,8 @@ def ask(app: FastAPI, requests: list[tuple[str, str, str | None]]) -> list[httpx
 
 
 def concrete(path: str) -> str:
-    return path.replace("{name}", "live.js" if path.startswith("/assets") else "a-layer")
+    name = "live.js" if path.startswith("/assets") else "layer_norm" if path.startswith("/v2") else "a-layer"
+    return path.replace("{name}", name).replace("{version}", "1").replace("{region}", "r")
 
 
 def registered(app: FastAPI) -> list[BaseRoute]:
@@ -73,7 +94,7 @@ def test_without_a_valid_key_only_what_is_public_answers(app, key):
     places = [(method, path) for path in paths for method in METHODS]
     for (method, path), answer in zip(places, ask(app, requests), strict=True):
         if path in PUBLIC and method in READS:
-            assert answer.status_code in (200, 503), (method, path)
+            assert answer.status_code in (200, 400 if path == "/v2/health/ready" else 503), (method, path)
         else:
             assert answer.status_code == 401, (method, path)
 

@@ -90,7 +90,7 @@ def test_what_answers_for_any_host_takes_any():
     assert admitted(Origins(None), host="evil.example") == ((), None)
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/v2/health/live", "/v2/health/ready"])
 def test_probes_may_name_any_host(path):
     origins = Origins(["api.example"])
     assert admitted(origins, scope={"path": path}, host="10.1.2.3:8000") == ((), None)

@@ -18,7 +18,6 @@ from starlette.types import Scope
 from normserve.admission.callers import Caller
 from normserve.admission.keys import Keyring, KeyScope
 from normserve.admission.permits import Limits, Permit
-from normserve.engine.engine import Engine
 from normserve.engine.progress import Progress
 from normserve.errors import NormserveError
 from normserve.http.middleware import bearer_token, request_id_of
@@ -26,8 +25,8 @@ from normserve.http.origins import Origins
 from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import FrontEnd
+from normserve.http.responses import headers_of
 from normserve.http.routes.operations import Head, Operation, answer
-from normserve.http.routes.responses import headers_of
 from normserve.http.transport import Headers
 from normserve.jobs.job import NormJob, NormResult
 from normserve.metrics.metrics import Metrics
@@ -64,7 +63,6 @@ class Parts:
     origins: Origins
     keys: Keyring | None
     limits: Limits
-    engine: Engine
     metrics: Metrics
     progress: Progress
 
@@ -94,14 +92,17 @@ class DirectRequest:
     def begin(self, body: memoryview) -> None:
         """Have it computed; it is answered then, or at once if something is wrong with it."""
         prepared, record, parts = self._prepared, self._record, self._parts
-        operation = prepared.operation
+        head, computing = prepared.head, prepared.operation.computing
         try:
-            layer = operation.require_takeable(prepared.head)
+            layer = prepared.operation.layer_of(head)
+            computing.engine.require_ready()
             caller = self._caller
-            self._permit = parts.limits.acquire(len(body), caller.tenant, caller.quota)
+            self._permit = permit = parts.limits.acquire(len(body), caller.tenant, caller.quota)
             record.received, record.stages["recv"] = len(body), 0.0
-            job, answer_format = operation.make_job(prepared.head, layer, body, self._permit, record)
-            reply = parts.engine.begin(job, operation.deadline(prepared.head, record))
+            record.waiting_in = "parse"
+            job, cost, answer_format = head.with_body(body, layer)
+            computing.admit(permit, record, job, cost, len(body))
+            reply = computing.engine.begin(job, computing.deadline(record, head.timeout_ms))
         except Exception as error:
             self._refuse(error)
             return
@@ -115,7 +116,7 @@ class DirectRequest:
             case messages.Sent():
                 self._end(message)
             case messages.Left() if self._job is not None:
-                self._parts.engine.abandon(self._job)
+                self._prepared.operation.computing.engine.abandon(self._job)
 
     def on_progress(self, nbytes: int) -> None:
         """Its body has come: there is none to tell."""
@@ -123,7 +124,7 @@ class DirectRequest:
     def on_lost(self) -> None:
         """The front end is gone, and its clients with it."""
         if self._job is not None:
-            self._parts.engine.abandon(self._job)
+            self._prepared.operation.computing.engine.abandon(self._job)
         self._end(messages.Sent(self._number, 0.0, is_delivered=False))
 
     def _end(self, sent: messages.Sent) -> None:
@@ -140,7 +141,7 @@ class DirectRequest:
 
     def _conclude(self, answer_format: str, reply: asyncio.Future[NormResult]) -> None:
         assert self._job is not None
-        self._parts.engine.end(self._job)
+        self._prepared.operation.computing.engine.end(self._job)
         self._parts.progress.end()
         self._job = None
         # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse
 from normserve.codec.media_types import SAFETENSORS
 from normserve.engine.engine import Engine
 from normserve.errors import InvalidParameterError, UnsupportedMediaTypeError
+from normserve.http.body import BodyReader
 from normserve.http.exchange import Exchange
-from normserve.http.routes.body import BodyReader
 from normserve.http.routes.negotiation import declared_format, sniffed_format
 from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name

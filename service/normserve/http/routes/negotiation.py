@@ -2,6 +2,7 @@
 
 from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, sniff
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
+from normserve.http.body import require_identity
 
 
 def declared_format(content_type: str, content_encoding: str) -> str | None:
@@ -10,8 +11,7 @@ def declared_format(content_type: str, content_encoding: str) -> str | None:
     Raises:
         UnsupportedMediaTypeError: it is not ours, or it is compressed.
     """
-    if content_encoding.strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaTypeError("the body must come as it is, without a Content-Encoding")
+    require_identity(content_encoding)
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type in UNTYPED:
         return None

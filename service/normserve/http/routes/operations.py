@@ -8,16 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from normserve.admission.permits import Permit
 from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
-from normserve.engine.engine import Engine
 from normserve.errors import NotAcceptableError
+from normserve.http.computing import Computing, note_operation, note_result
+from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
-from normserve.http.routes.body import BodyReader
-from normserve.http.routes.direct import DirectRoute
+from normserve.http.responses import BuffersResponse
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
-from normserve.http.routes.responses import BuffersResponse
 from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
@@ -26,7 +24,6 @@ from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.admission import Admission
 from normserve.requests.parameters import (
     describe,
     make_spec,
@@ -39,18 +36,13 @@ _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
 # Longer heads are read anew each time.
 _LONGEST_KEPT = 1024
 
-_TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
-
 
 @dataclass(frozen=True, slots=True)
 class Operations:
     """What the operations' handlers work with."""
 
-    engine: Engine
+    computing: Computing
     layers: LayerRegistry
-    bodies: BodyReader
-    admission: Admission
-    timeout_ms: float
 
     def router(self) -> APIRouter:
         """Every operation in both directions."""
@@ -70,7 +62,11 @@ class Operations:
 
     def by_path(self) -> "dict[str, Operation]":
         """Every operation in both directions, by where it is asked for."""
-        return {_path(op, direction): Operation(self, op, direction) for op in Op for direction in Pass}
+        return {
+            _path(op, direction): Operation(self.computing, self.layers, op, direction)
+            for op in Op
+            for direction in Pass
+        }
 
 
 def _path(op: Op, direction: Pass) -> str:
@@ -81,55 +77,29 @@ def _path(op: Op, direction: Pass) -> str:
 class Operation:
     """One operation in one direction."""
 
-    service: Operations
+    computing: Computing
+    layers: LayerRegistry
     op: Op
     direction: Pass
 
     async def handle(self, request: Request) -> BuffersResponse:
         """Read what is asked, refuse what can be refused before the body, then receive, compute and answer."""
         exchange: Exchange = request.scope["state"]["exchange"]
-        record = exchange.record
-        record.op, record.direction = self.op.label, self.direction.label
+        note_operation(exchange, self.op, self.direction)
         head = self.read_head(request.scope["query_string"], exchange.headers)
-        layer = self.require_takeable(head)
-        body = await self.service.bodies.read(exchange)
-        exchange.begin_work()
-        record.stages["recv"] = exchange.reception.seconds
-        job, answer_format = self.make_job(head, layer, body, exchange.permit, record)
-        result = await self._run(exchange, job, self.deadline(head, record))
-        return BuffersResponse(*answer(record, answer_format, result))
-
-    def require_takeable(self, head: "Head") -> Layer | None:
-        """What can be refused before the body is there; the layer that the request names.
-
-        Raises:
-            UnknownLayerError, NotReadyError, DrainingError.
-        """
-        layer = None if head.layer is None else self.service.layers.get(head.layer)
-        self.service.engine.require_ready()
-        return layer
-
-    def make_job(
-        self, head: "Head", layer: Layer | None, body: memoryview, permit: Permit | None, record: RequestRecord
-    ) -> tuple[NormJob, str]:
-        """The job that a whole request asks for, granted; and the format of its answer.
-
-        Raises:
-            NormserveError: by what is wrong with it, or too much for the moment.
-        """
-        parsing = time.perf_counter()
-        record.waiting_in = "parse"
+        layer = self.layer_of(head)
+        body = await self.computing.receive(exchange)
         job, cost, answer_format = head.with_body(body, layer)
-        self.service.admission.charge(permit, job, cost, len(body))
-        record.dtype = job.x.dtype.label
-        record.stages["parse"] = time.perf_counter() - parsing
-        record.waiting_in = "queue"
-        return job, answer_format
+        result = await self.computing.run(exchange, job, cost, len(body), head.timeout_ms)
+        return BuffersResponse(*answer(exchange.record, answer_format, result))
 
-    def deadline(self, head: "Head", record: RequestRecord) -> float:
-        """When its execution must have begun, by `time.perf_counter`."""
-        timeout_ms = self.service.timeout_ms if head.timeout_ms is None else head.timeout_ms
-        return record.began + timeout_ms / 1000
+    def layer_of(self, head: "Head") -> Layer | None:
+        """The layer that a request names, if it names one.
+
+        Raises:
+            UnknownLayerError: there is none of that name.
+        """
+        return None if head.layer is None else self.layers.get(head.layer)
 
     def read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "Head":
         """What a request's head says.
@@ -140,15 +110,6 @@ class Operation:
         said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
         is_kept = sum(map(len, said)) <= _LONGEST_KEPT
         return (_known_head if is_kept else _head)(self.op, self.direction, *said)
-
-    async def _run(self, exchange: Exchange, job: NormJob, deadline: float) -> NormResult:
-        """Compute, unless the client leaves first."""
-        engine = self.service.engine
-        exchange.sending.on_departure = functools.partial(engine.abandon, job)
-        try:
-            return await engine.submit(job, deadline)
-        finally:
-            exchange.sending.on_departure = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,22 +171,7 @@ def answer(record: RequestRecord, answer_format: str, result: NormResult) -> tup
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
     else:
         buffers = safetensors.encode(result.tensors)
-    record.stages |= {
-        "queue": result.queue_s,
-        "copy_in": result.copy_in_s,
-        "kernel": result.kernel_s,
-        "copy_out": result.copy_out_s,
-    }
-    timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
-    headers = [
-        (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in timed])),
-        (b"x-kernel-bytes", b"%d" % result.kernel_bytes),
-        (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
-        (b"x-batch-size", b"%d" % result.batch_size),
-    ]
-    record.stages["serialize"] = time.perf_counter() - began
-    record.waiting_in = "send"
-    return buffers, answer_format.encode(), headers
+    return buffers, answer_format.encode(), note_result(record, result, began)
 
 
 def _description(op: Op, direction: Pass) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _METRICS: Needed = frozenset([KeyScope.METRICS])
 UNMATCHED = "(unmatched)"
 
 _READS = ("GET", "HEAD")
+_PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 
 def _rows() -> Iterator[tuple[Sequence[str], str, Needed]]:
@@ -35,9 +36,28 @@ def _rows() -> Iterator[tuple[Sequence[str], str, Needed]]:
     yield _READS, "/v1/layers/{name}", _INFER | _LAYERS
     yield ("PUT", "DELETE"), "/v1/layers/{name}", _LAYERS
     yield _READS, "/v1/info", ANY_KEY
+    yield from _rows_of_inference_protocol()
     yield _READS, "/metrics", _METRICS
-    for public in ("/livez", "/readyz", "/", "/assets/{name}", "/docs", "/openapi.json", "/sample.npy"):
+    for public in (*_PROBES, "/", "/assets/{name}", "/docs", "/openapi.json", "/sample.npy"):
         yield _READS, public, PUBLIC
+
+
+def _rows_of_inference_protocol() -> Iterator[tuple[Sequence[str], str, Needed]]:
+    yield _READS, "/v2", ANY_KEY
+    yield _READS, "/v2/models/stats", _INFER | _METRICS
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        yield ("POST",), f"{model}/infer", _INFER
+        yield _READS, f"{model}/stats", _INFER | _METRICS
+        for told in ("", "/ready", "/config"):
+            yield _READS, f"{model}{told}", _INFER | _LAYERS
+    for kind in ("system", "cuda"):
+        for regions in (f"/v2/{kind}sharedmemory", f"/v2/{kind}sharedmemory/region/{{region}}"):
+            yield _READS, f"{regions}/status", _INFER
+            yield ("POST",), f"{regions}/unregister", _INFER
+        yield ("POST",), f"/v2/{kind}sharedmemory/region/{{region}}/register", _INFER
+    yield ("POST",), "/v2/repository/index", _INFER | _LAYERS
+    for change in ("load", "unload"):
+        yield ("POST",), f"/v2/repository/models/{{name}}/{change}", _LAYERS
 
 
 DECLARED: Mapping[tuple[str, str], Needed] = {

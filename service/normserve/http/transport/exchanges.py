@@ -32,12 +32,12 @@ class Manners:
     """What all connections share.
 
     Attributes:
-        refuse: counts what never became a request, and renders the answer to it.
+        refuse: counts what never became a request, and renders the answer to it; its target, as far as that came.
         on_late_departure: a client left with a response that the kernel had taken and that it had not read.
     """
 
     patience: Patience
-    refuse: Callable[[NormserveError], bytes]
+    refuse: Callable[[NormserveError, str], bytes]
     on_late_departure: Callable[[], None]
 
 
@@ -52,6 +52,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     def __init__(self, manners: Manners, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._manners = manners
+        self.url = b""
         # Of a request whose header is not complete.
         self._header_began = False
         self._header_watch = HeaderWatch(self.loop, manners.patience, self._header_is_late)
@@ -249,5 +250,5 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             return
         if cycle is None or not cycle.response_started:
-            self.transport.write(self._manners.refuse(error))
+            self.transport.write(self._manners.refuse(error, self.url.decode("latin-1")))
         self.transport.close()

@@ -142,9 +142,9 @@ class Driver:
         self.connection = accept(config=_config(), server_state=ServerState(), app_state=state, _loop=loop)
         self.connection.connection_made(self.wire)
 
-    def _refuse(self, error: NormserveError) -> bytes:
+    def _refuse(self, error: NormserveError, target: str) -> bytes:
         self.refusals.append(error)
-        return render(error)
+        return render(error, target)
 
     async def receive(self, data: bytes) -> None:
         """Bytes arrive: as many at a time as the connection has room for, while it reads."""

@@ -9,7 +9,7 @@ import pytest
 from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits
 from normserve.errors import OverloadedError, RequestTimeoutError
-from normserve.http.routes.body import BodyReader
+from normserve.http.body import BodyReader
 from normserve.http.transport import Reception as RealReception
 from normserve.memory.slabs import PLAIN, SlabPool, Source, plain_memory
 

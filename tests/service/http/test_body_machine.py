@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.routes.body import BodyReader
+from normserve.http.body import BodyReader
 from normserve.http.transport import Reception
 from normserve.memory.slabs import SlabPool
 

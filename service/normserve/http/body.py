@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from normserve.admission.permits import Limits, Permit
-from normserve.errors import OverloadedError, TooLargeError
+from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTypeError
 from normserve.http.exchange import Exchange
 from normserve.memory.slabs import SlabPool, plain_memory
 
@@ -18,6 +18,12 @@ _PACKED_BYTES = 256 * 1024
 _LONG_BYTES = 2**20
 # Bytes a second: what comes more slowly comes not at all, to those who wait for its place.
 _SLOWEST = 1.0
+
+
+def require_identity(content_encoding: str) -> None:
+    """Raises: UnsupportedMediaTypeError: a body is compressed."""
+    if content_encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaTypeError("the body must come as it is, without a Content-Encoding")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,22 @@ class DirectPaths:
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
-        self._routes = {
-            (method, route.path): route
-            for route in routes
-            if isinstance(route, DirectRoute)
-            for method in route.methods or ()
-        }
+        direct = [route for route in routes if isinstance(route, DirectRoute)]
+        places = [(method, route) for route in direct for method in route.methods or ()]
+        self._exact = {(method, route.path): route for method, route in places if not route.param_convertors}
+        self._patterns = [(method, route) for method, route in places if route.param_convertors]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        route = self._find(scope) if scope["type"] == "http" else None
         await (self._app if route is None else route.handle)(scope, receive, send)
+
+    def _find(self, scope: Scope) -> DirectRoute | None:
+        method, path = scope["method"], scope["path"]
+        exact = self._exact.get((method, path))
+        if exact is not None:
+            return exact
+        for taken, route in self._patterns:
+            if taken == method and (found := route.path_regex.match(path)):
+                scope["path_params"] = found.groupdict()
+                return route
+        return None

@@ -1,0 +1,50 @@
+"""tritonclient with tensors in system shared memory: x lies there already, as load generators have it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import tritonclient.http as triton
+from tritonclient.utils import shared_memory
+
+PREFIX = f"normserve-bench-{os.getpid()}-"
+"""Of the names that a server must let be registered."""
+
+
+class InRegions:
+    """Calls of one model whose x and y are in two regions."""
+
+    def __init__(self, client: triton.InferenceServerClient, model: str, x: np.ndarray, target: object) -> None:
+        self._client, self._model, self._x, self._target = client, model, x, target
+        self._source = triton.InferInput("x", list(x.shape), "FP32")
+        self._source.set_shared_memory("x", x.nbytes)
+        self._wanted = triton.InferRequestedOutput("y")
+        self._wanted.set_shared_memory("y", x.nbytes)
+
+    def __call__(self) -> np.ndarray:
+        """Infer, and look at y."""
+        self._client.infer(self._model, [self._source], outputs=[self._wanted])
+        y: np.ndarray = shared_memory.get_contents_as_numpy(self._target, self._x.dtype, self._x.shape)
+        return y
+
+    def body(self) -> bytes:
+        """What such a call sends."""
+        body, _ = triton.InferenceServerClient.generate_request_body([self._source], outputs=[self._wanted])
+        return bytes(body)
+
+
+@contextlib.contextmanager
+def in_regions(client: triton.InferenceServerClient, server: str, model: str, x: np.ndarray) -> Iterator[InRegions]:
+    """Regions of a server, until the end; each server has its own."""
+    with contextlib.ExitStack() as stack:
+        handles = []
+        for name in ("x", "y"):
+            key = f"{PREFIX}{server}-{name}"
+            handle = shared_memory.create_shared_memory_region(name, key, x.nbytes, create_only=True)
+            stack.callback(shared_memory.destroy_shared_memory_region, handle)
+            client.register_system_shared_memory(name, key, x.nbytes)
+            stack.callback(client.unregister_system_shared_memory, name)
+            handles.append(handle)
+        shared_memory.set_shared_memory_region(handles[0], [x])
+        yield InRegions(client, model, x, handles[1])

@@ -1,0 +1,229 @@
+"""The Open Inference Protocol, beside NVIDIA Triton and `/v1`: `python -m benchmarks.serve.oip --out FILE.csv`.
+
+LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
+whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not what
+is measured; both with x and y in system shared memory, where x lies already; the C client on /v1, with npy.
+Servers are on one core, if not told otherwise, and the clients on another.  In each round each caller has its
+turn, in an order that changes from round to round, while the other server is stopped; ratios are taken within a
+round, and their median counts.  Answers are compared with torch's before anything is timed.  Triton is left out
+unless `--python` names an interpreter that has pytriton.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import httpx
+import numpy as np
+import tritonclient.http as triton
+
+from benchmarks.peers.others import OTHERS, Running, other
+from benchmarks.serve import command
+from benchmarks.serve.clients import posts
+from benchmarks.serve.clients.closed_loop import ClosedLoop
+from benchmarks.serve.clients.regions import PREFIX, in_regions
+from benchmarks.serve.command import SIZES
+from benchmarks.serve.report.results import Results, median_of
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
+
+OURS, OURS_IN_C, V1_IN_C = "normserve, tritonclient", "normserve, C client", "normserve /v1, C client"
+TRITON, TRITON_IN_C = "Triton, tritonclient", "Triton, C client"
+OURS_SHARED, OURS_SHARED_IN_C = "normserve, shared memory", "normserve, shared memory, C client"
+TRITON_SHARED, TRITON_SHARED_IN_C = "Triton, shared memory", "Triton, shared memory, C client"
+COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "over_v1", "ours_over_triton")
+
+Turn = Callable[[float], tuple[float, float]]
+
+_JSON = "application/json"
+_LENGTH = "Inference-Header-Content-Length"
+_PEERS = {
+    OURS: TRITON,
+    OURS_IN_C: TRITON_IN_C,
+    OURS_SHARED: TRITON_SHARED,
+    OURS_SHARED_IN_C: TRITON_SHARED_IN_C,
+}
+_SHARED = {OURS: (OURS_SHARED, OURS_SHARED_IN_C), TRITON: (TRITON_SHARED, TRITON_SHARED_IN_C)}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who has a turn.
+
+    Attributes:
+        turn: calls for so many seconds: calls a second, and the median time of one in seconds.
+        is_theirs: it calls Triton.
+    """
+
+    turn: Turn
+    is_theirs: bool = False
+
+
+def main() -> int:
+    options = command.parser("oip", "the servers and of the clients")
+    command.add_sizes(options)
+    command.add_turns(options, "each caller", 1.0)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both servers")
+    options.add_argument("--python", help="the interpreter of an environment with pytriton")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each size, caller and round."""
+    server_cores, client_cores = asked.cores
+    parameters = posts.make_parameters()
+    backend = "triton" if asked.device == "cuda" else "torch"
+    with contextlib.ExitStack() as stack:
+        (ours, _) = stack.enter_context(
+            launch.normserve(server_cores, folder, parameters, backend, ["--oip-shared-memory", PREFIX])
+        )
+        theirs = stack.enter_context(_nvidia(asked, folder, server_cores, parameters))
+        os.sched_setaffinity(0, client_cores)
+        for size in asked.size or SIZES:
+            with results.part(size), contextlib.ExitStack() as connected:
+                x = posts.make_x(SIZES[size])
+                right = posts.expected(x, parameters).float().numpy()
+                loop = ClosedLoop(folder, client_cores)
+                callers = dict(_callers(connected, loop, ours, theirs, x, right))
+                _time(results, size, x, callers, theirs, asked)
+
+
+@contextlib.contextmanager
+def _nvidia(
+    asked: argparse.Namespace, folder: Path, cores: set[int], parameters: Mapping[str, np.ndarray]
+) -> Iterator[Running | None]:
+    """NVIDIA Triton Inference Server, or None without an interpreter that has it."""
+    if asked.python is None:
+        print("NVIDIA Triton is left out: no --python", flush=True)
+        yield None
+        return
+    file = folder / "triton.npz"
+    np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
+    with other(OTHERS["nvidia-triton"], asked.python, cores, file, asked.device) as running:
+        yield running
+
+
+def _callers(
+    stack: contextlib.ExitStack,
+    loop: ClosedLoop,
+    ours: Served,
+    theirs: Running | None,
+    x: np.ndarray,
+    right: np.ndarray,
+) -> Iterator[tuple[str, Caller]]:
+    body, length = triton.InferenceServerClient.generate_request_body([_input(x)])
+    places = [(OURS, OURS_IN_C, replace(ours, path=f"/v2/models/{launch.LAYER}/infer"))]
+    if theirs is not None:
+        url = httpx.URL(theirs.target.url)
+        places.append((TRITON, TRITON_IN_C, Served("triton", str(url.port), f"{url.path}/infer", theirs.pid)))
+    for in_python, in_c, place in places:
+        client = stack.enter_context(triton.InferenceServerClient(f"127.0.0.1:{place.address}"))
+        model = place.path.split("/")[3]
+        np.testing.assert_allclose(_infer(client, model, x), right, rtol=1e-5, atol=3e-5)
+        is_theirs = place.name == "triton"
+        yield in_python, Caller(_timing(functools.partial(_infer, client, model, x)), is_theirs)
+        yield in_c, Caller(_in_c(loop, place, "application/octet-stream", body, {_LENGTH: length}), is_theirs)
+        shared = stack.enter_context(in_regions(client, place.name, model, x))
+        np.testing.assert_allclose(shared(), right, rtol=1e-5, atol=3e-5)
+        for name, turn in zip(
+            _SHARED[in_python], (_timing(shared), _in_c(loop, place, _JSON, shared.body(), {})), strict=True
+        ):
+            yield name, Caller(turn, is_theirs)
+    yield V1_IN_C, Caller(_in_c(loop, ours, "application/x-npy", posts.npy(x), {}))
+
+
+def _input(x: np.ndarray) -> triton.InferInput:
+    return triton.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)
+
+
+def _infer(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> np.ndarray:
+    y: np.ndarray = client.infer(model, [_input(x)]).as_numpy("y")
+    return y
+
+
+def _timing(call: Callable[[], object]) -> Turn:
+    def turn(seconds: float) -> tuple[float, float]:
+        taken: list[float] = []
+        while len(taken) < 3 or sum(taken) < seconds:
+            began = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - began)
+        return len(taken) / sum(taken), median(taken)
+
+    return turn
+
+
+def _in_c(loop: ClosedLoop, place: Served, content_type: str, body: bytes, fields: Mapping[str, object]) -> Turn:
+    def turn(seconds: float) -> tuple[float, float]:
+        came = loop.turn(place, content_type, body, seconds, fields=fields)
+        return came.per_second, came.p50_s
+
+    return turn
+
+
+def _time(
+    results: Results,
+    size: str,
+    x: np.ndarray,
+    callers: Mapping[str, Caller],
+    theirs: Running | None,
+    asked: argparse.Namespace,
+) -> None:
+    for number in range(asked.rounds):
+        came: dict[str, tuple[float, float]] = {}
+        for name in random.Random(number).sample(list(callers), len(callers)):
+            caller = callers[name]
+            with _stopped(None if caller.is_theirs else theirs):
+                caller.turn(asked.seconds / 5)
+                came[name] = caller.turn(asked.seconds)
+        for name, (per_second, p50_s) in came.items():
+            peer = _PEERS.get(name)
+            results.add(
+                {
+                    "size": size,
+                    "nbytes": x.nbytes,
+                    "caller": name,
+                    "round": number,
+                    "per_second": f"{per_second:.5g}",
+                    "p50_ms": f"{1000 * p50_s:.4g}",
+                    "over_v1": f"{per_second / came[V1_IN_C][0]:.4g}",
+                    "ours_over_triton": f"{per_second / came[peer][0]:.4g}" if peer in came else "",
+                }
+            )
+
+
+@contextlib.contextmanager
+def _stopped(server: Running | None) -> Iterator[None]:
+    """Another server polls while nobody asks it, on the same core."""
+    if server is None:
+        yield
+        return
+    server.sleep()
+    try:
+        yield
+    finally:
+        server.wake()
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A line for each size and caller: medians of calls a second and of the ratios."""
+    lines = ["| size | caller | calls a second | over /v1 in C | over Triton's |", "|---|---|---|---|---|"]
+    for size, caller in dict.fromkeys((str(row["size"]), str(row["caller"])) for row in rows):
+        of = [row for row in rows if (row["size"], row["caller"]) == (size, caller)]
+        over = f"{median_of(of, 'ours_over_triton'):.2f}" if of[0]["ours_over_triton"] else "-"
+        lines.append(
+            f"| {size} | {caller} | {median_of(of, 'per_second'):.4g} | {median_of(of, 'over_v1'):.3f} | {over} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Tensors as JSON arrays of numbers, nested by their shape or flat in row-major order.
+
+Numbers are parsed and written one by one, and everybody waits meanwhile; so there may be few.
+"""
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from types import GenericAlias
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from normserve.codec.shapes import bits_of
+from normserve.errors import MalformedPayloadError, NotAcceptableError, TooLargeError
+from normserve.memory.host_tensors import DType, HostTensor
+
+MAX_ELEMENTS = 2**18
+"""Of one tensor."""
+
+_FLAT = msgspec.json.Decoder(list[float])
+_STORED: dict[DType, np.dtype[Any]] = {
+    DType.FLOAT32: np.dtype("<f4"),
+    DType.FLOAT16: np.dtype("<f2"),
+    DType.BFLOAT16: np.dtype("<u2"),
+}
+
+
+def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryview) -> HostTensor:
+    """The tensor that a JSON array holds, in memory of its own.
+
+    Args: name: in messages.
+
+    Raises:
+        MalformedPayloadError: the array has another shape, holds something else than numbers, or one that the
+            element type cannot hold.
+        TooLargeError: it has more than `MAX_ELEMENTS`.
+    """
+    bits_of(shape, dtype.itemsize * 8)
+    count = prod(shape)
+    if count > MAX_ELEMENTS:
+        raise TooLargeError(
+            f"{name} must have at most {MAX_ELEMENTS} elements as JSON, has {count}; send binary data"
+        )
+    values = _values(name, shape, data)
+    if values.shape not in ((count,), tuple(shape)):
+        raise MalformedPayloadError(f"{name} must have {count} numbers of shape {list(shape)}, flat or nested")
+    with np.errstate(over="ignore"):
+        stored = _rounded_to_bfloat16(values) if dtype is DType.BFLOAT16 else values.astype(_STORED[dtype])
+        is_held = np.isfinite(_widened(stored, dtype)).all()
+    if not is_held:
+        raise MalformedPayloadError(f"{name} holds a number beyond {dtype.value}")
+    return HostTensor(dtype, tuple(shape), memoryview(bytearray(stored.tobytes())))
+
+
+def encode(name: str, tensor: HostTensor) -> list[float]:
+    """The elements in row-major order, for JSON; each is written so that it is read as it was.
+
+    Raises:
+        TooLargeError: there are more than `MAX_ELEMENTS`.
+        NotAcceptableError: one is NaN or infinite, for which JSON has no number.
+    """
+    require_few(name, prod(tensor.shape))
+    values = _widened(np.frombuffer(tensor.data, _STORED[tensor.dtype]), tensor.dtype)
+    if not np.isfinite(values).all():
+        raise NotAcceptableError(f"{name} holds NaN or infinity, which JSON cannot say: ask for binary data")
+    numbers: list[float] = values.tolist()
+    return numbers
+
+
+def require_few(name: str, count: int) -> None:
+    """Raises: TooLargeError: so many elements are not written as JSON."""
+    if count > MAX_ELEMENTS:
+        raise TooLargeError(
+            f"{name} has {count} elements, as JSON at most {MAX_ELEMENTS} are sent: ask for binary data"
+        )
+
+
+def _values(name: str, shape: Sequence[int], data: bytes | memoryview) -> npt.NDArray[np.float64]:
+    try:
+        return np.array(_FLAT.decode(data), np.float64)
+    except (msgspec.MsgspecError, RecursionError):
+        pass
+    try:
+        return np.array(_nested(len(shape)).decode(data), np.float64)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise MalformedPayloadError(
+            f"{name} must be an array of numbers, flat or nested as its shape {list(shape)} says"
+        ) from None
+
+
+@functools.cache
+def _nested(rank: int) -> msgspec.json.Decoder[list[object]]:
+    """Of arrays that nest so deep; `bits_of` bounds the rank."""
+    kind: GenericAlias | type = float
+    for _ in range(max(1, rank)):
+        kind = GenericAlias(list, (kind,))
+    return msgspec.json.Decoder(kind)
+
+
+def _rounded_to_bfloat16(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
+    """The upper halves of float32, rounded to the nearest, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def _widened(stored: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    return (stored.astype(np.uint32) << 16).view(np.float32) if dtype is DType.BFLOAT16 else stored

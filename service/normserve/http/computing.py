@@ -1,0 +1,113 @@
+"""What every protocol over HTTP does with an operation, once it knows what is asked: receive, compute, tell."""
+
+import functools
+import time
+from dataclasses import dataclass
+
+from normserve.admission.permits import Permit
+from normserve.engine.engine import Engine
+from normserve.http.body import BodyReader
+from normserve.http.exchange import Exchange
+from normserve.http.transport import Headers
+from normserve.jobs.job import NormJob, NormResult, Op, Pass
+from normserve.jobs.memory_cost import MemoryCost
+from normserve.metrics.requests import RequestRecord
+from normserve.requests.admission import Admission
+
+_TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What operations are received and run with.
+
+    Attributes:
+        timeout_ms: from a request's arrival to its start on the device, where it does not say.
+    """
+
+    engine: Engine
+    bodies: BodyReader
+    admission: Admission
+    timeout_ms: float
+
+    async def receive(self, exchange: Exchange) -> memoryview:
+        """The body of a request whose head has nothing wrong; what begins with it is the work on the request.
+
+        Raises:
+            NormserveError: it is not admitted, or it does not come.
+        """
+        self.engine.require_ready()
+        body = await self.bodies.read(exchange)
+        exchange.begin_work()
+        record = exchange.record
+        record.stages["recv"] = exchange.reception.seconds
+        record.waiting_in = "parse"
+        return body
+
+    async def run(
+        self, exchange: Exchange, job: NormJob, cost: MemoryCost, body_bytes: int, timeout_ms: float | None
+    ) -> NormResult:
+        """Charge a job to the request's permit and compute it, unless the client leaves first.
+
+        Args:
+            body_bytes: that the permit covers already.
+            timeout_ms: None where the server's holds.
+
+        Raises:
+            NormserveError: it takes too much memory, its deadline passes, or the device says so.
+        """
+        self.admit(exchange.permit, exchange.record, job, cost, body_bytes)
+        exchange.sending.on_departure = functools.partial(self.engine.abandon, job)
+        try:
+            return await self.engine.submit(job, self.deadline(exchange.record, timeout_ms))
+        finally:
+            exchange.sending.on_departure = None
+
+    def admit(
+        self, permit: Permit | None, record: RequestRecord, job: NormJob, cost: MemoryCost, body_bytes: int
+    ) -> None:
+        """Charge a job to a request's permit.
+
+        Args: body_bytes: that the permit covers already.
+
+        Raises:
+            TooLargeError, OverloadedError: it takes too much memory, or too much now.
+        """
+        self.admission.charge(permit, job, cost, body_bytes)
+        record.dtype = job.x.dtype.label
+        record.stages["parse"] = time.perf_counter() - record.began - record.stages["recv"]
+        record.waiting_in = "queue"
+
+    def deadline(self, record: RequestRecord, timeout_ms: float | None) -> float:
+        """When a request's execution must have begun, by `time.perf_counter`.
+
+        Args: timeout_ms: None where the server's holds.
+        """
+        return record.began + (self.timeout_ms if timeout_ms is None else timeout_ms) / 1000
+
+
+def note_operation(exchange: Exchange, op: Op, direction: Pass) -> None:
+    """Tell the request's record what it asks for."""
+    exchange.record.op, exchange.record.direction = op.label, direction.label
+
+
+def note_result(record: RequestRecord, result: NormResult, began: float) -> Headers:
+    """Tell the request's record where the time went; and the headers that tell the client.
+
+    Args: began: when the answer began to be written, by `time.perf_counter`.
+    """
+    record.stages |= {
+        "queue": result.queue_s,
+        "copy_in": result.copy_in_s,
+        "kernel": result.kernel_s,
+        "copy_out": result.copy_out_s,
+        "serialize": time.perf_counter() - began,
+    }
+    record.waiting_in = "send"
+    timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
+    return [
+        (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in timed])),
+        (b"x-kernel-bytes", b"%d" % result.kernel_bytes),
+        (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
+        (b"x-batch-size", b"%d" % result.batch_size),
+    ]

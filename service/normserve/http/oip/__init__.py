@@ -1,0 +1,8 @@
+"""`/v2`: the Open Inference Protocol, version 2, with extensions of NVIDIA Triton Inference Server.
+
+Operations and registered layers are models.  A request is a JSON header, and behind it the tensors as they are:
+
+    bytes → header → asked → sources → NormJob → computing → answer → bytes
+
+The engine, the permits, the keys, the deadlines and the metrics are those of `/v1`.
+"""

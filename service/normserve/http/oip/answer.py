@@ -1,0 +1,78 @@
+"""What an inference request gets back: which results, and each of them in the JSON or behind it."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import msgspec
+
+from normserve.codec import json_tensors
+from normserve.errors import UnexpectedTensorError
+from normserve.http.oip.asked import Asked, Output, output_names
+from normserve.http.oip.datatypes import NAMES
+from normserve.http.oip.header import LENGTH
+from normserve.http.oip.models import VERSION, Model
+from normserve.http.transport import Buffers, Headers
+from normserve.jobs.job import NormJob
+from normserve.jobs.results import results_of
+from normserve.memory.host_tensors import HostTensor
+
+_JSON, _BINARY = b"application/json", b"application/octet-stream"
+
+
+def require_possible(model: Model, asked: Asked, job: NormJob) -> None:
+    """Say before the work, not after it, that an answer cannot be given as it is wanted.
+
+    Raises:
+        UnexpectedTensorError: these inputs give none of the outputs that are wanted.
+        TooLargeError: one is wanted as JSON and too long for it.
+    """
+    if asked.outputs is None and asked.all_binary:
+        return
+    given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
+    results = results_of(job.spec, given, job.layer)
+    wanted = _wanted(model, asked, results)
+    if not wanted:
+        raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is asked for")
+    for each in wanted:
+        if not each.is_binary and each.region is None:
+            json_tensors.require_few(each.name, prod(results[each.name][1]))
+
+
+def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tuple[Buffers, bytes, Headers]:
+    """A response's body in pieces, its media type, and the header that says where the JSON ends.
+
+    Raises:
+        NotAcceptableError: JSON cannot say what a result holds.
+    """
+    described: list[dict[str, object]] = []
+    buffers: list[bytes | memoryview] = []
+    for each in _wanted(model, asked, results):
+        tensor = results[each.name]
+        output: dict[str, object] = {"name": each.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
+        if each.region is not None:
+            output["parameters"] = {
+                "shared_memory_region": each.region.name,
+                "shared_memory_offset": each.region.offset,
+                "shared_memory_byte_size": len(tensor.data),
+            }
+        elif each.is_binary:
+            output["parameters"] = {"binary_data_size": len(tensor.data)}
+            buffers.append(tensor.data)
+        else:
+            output["data"] = json_tensors.encode(each.name, tensor)
+        described.append(output)
+    said: dict[str, object] = {"model_name": model.name, "model_version": VERSION, "outputs": described}
+    if asked.id is not None:
+        said["id"] = asked.id
+    text = msgspec.json.encode(said)
+    if not buffers:
+        return [text], _JSON, []
+    return [text, *buffers], _BINARY, [(LENGTH, b"%d" % len(text))]
+
+
+def _wanted(model: Model, asked: Asked, results: Mapping[str, object]) -> Sequence[Output]:
+    """The outputs that are sent: of those that are asked for, the ones that there are."""
+    if asked.outputs is not None:
+        return [each for each in asked.outputs if each.name in results]
+    names = results if len(results) == 1 else [name for name in output_names(model) if name in results]
+    return [Output(name, asked.all_binary) for name in names]

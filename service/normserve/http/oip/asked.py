@@ -1,0 +1,279 @@
+"""What an inference request asks for: its header, checked against its model before any tensor is read."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from normserve.codec.shapes import bits_of
+from normserve.errors import InvalidParameterError, InvalidShapeError, MalformedPayloadError, UnexpectedTensorError
+from normserve.http.oip.datatypes import dtype_of
+from normserve.http.oip.header import (
+    Header,
+    InputHeader,
+    InputParameters,
+    OutputHeader,
+    OutputParameters,
+    Value,
+    closest,
+)
+from normserve.http.oip.models import VERSION, Model
+from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.results import PARAMETERS, STATISTICS
+from normserve.jobs.validation import tensor_names
+from normserve.memory.host_tensors import DType
+from normserve.requests.parameters import (
+    FIXED_BY_LAYER,
+    Parameter,
+    make_spec,
+    operation_parameters,
+    parse_values,
+)
+
+_MAX_TIMEOUT_US = 86_400_000_000
+_RESERVED = "triton_"
+_ABSENT = (b"", b"null")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """A tensor that stands in the JSON."""
+
+    json: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A tensor in the body, from byte `start` on as far as its shape says."""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A tensor in memory that the client registered, or that is to be written there."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor that comes.
+
+    Attributes:
+        nbytes: that its shape and its dtype ask for.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    source: Data | Binary | Region
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that is wanted.
+
+    Attributes:
+        is_binary: it is sent behind the JSON, and not in it.
+        region: where it is written in place of being sent.
+    """
+
+    name: str
+    is_binary: bool
+    region: Region | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, without the memory that its tensors lie in.
+
+    Attributes:
+        layer: name of the layer whose parameters are used.
+        outputs: None where all are wanted.
+        all_binary: how they are sent where nothing is said of one.
+        timeout_ms: None where the server's holds.
+        uses_regions: a tensor lies in one, or is to be written there.
+    """
+
+    spec: NormSpec
+    layer: str | None
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...] | None
+    all_binary: bool
+    timeout_ms: float | None
+    id: str | None
+    uses_regions: bool = False
+
+
+def ask(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked:
+    """Check a header.
+
+    Args: body_bytes: of the JSON and everything behind it.
+
+    Raises:
+        NormserveError: by what is wrong with it.
+    """
+    if header.model_name not in (None, model.name) or header.model_version not in (None, "", VERSION):
+        raise MalformedPayloadError("model_name and model_version must be those of the path, or absent")
+    given = dict(header.parameters or {})
+    all_binary = _taken_flag(given, "binary_data_output")
+    timeout_ms = _taken_timeout(given)
+    values = _read_parameters(model, given)
+    outputs = None if not header.outputs else tuple([_output(model, each, all_binary) for each in header.outputs])
+    if outputs is not None and model.direction is Pass.FORWARD and any(each.name in STATISTICS for each in outputs):
+        values["stats"] = True
+    spec = _spec_of(model, values)
+    inputs = _inputs(header.inputs, json_bytes, body_bytes)
+    uses_regions = any(type(each.source) is Region for each in inputs) or any(each.region for each in outputs or ())
+    return Asked(spec, _layer_of(model, values), inputs, outputs, all_binary, timeout_ms, header.id, uses_regions)
+
+
+def ask_raw(model: Model, row_length: int | None, body_bytes: int) -> Asked:
+    """What a body asks for that is x and nothing else: float32, the model's rows or one row.
+
+    Args: row_length: of a layer; None where one row has any length.
+
+    Raises:
+        NormserveError: the model does more than that, or the bytes are no such x.
+    """
+    if model.direction is Pass.BACKWARD or model.op is Op.GROUP_NORM:
+        raise MalformedPayloadError(
+            f"{model.name} cannot know the shapes of a body without a JSON header; Inference-Header-Content-Length"
+            " must be that of one"
+        )
+    count, rest = divmod(body_bytes, DType.FLOAT32.itemsize)
+    cols = row_length or max(1, count)
+    if rest or count % cols:
+        raise InvalidShapeError(f"without a JSON header a body must be FP32 [rows, {cols}], got {body_bytes} bytes")
+    shape = (count,) if row_length is None else (count // cols, cols)
+    x = Input("x", DType.FLOAT32, shape, body_bytes, Binary(0))
+    return Asked(_spec_of(model, {}), _layer_of(model, {}), (x,), None, True, None, None)
+
+
+def input_names(model: Model) -> tuple[str, ...]:
+    """The tensors that a model takes."""
+    return tensor_names(model.op, model.direction, with_layer=model.is_layer)
+
+
+def output_names(model: Model) -> tuple[str, ...]:
+    """The tensors that a model may give, in their order."""
+    if model.direction is Pass.BACKWARD:
+        of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in input_names(model)]
+        return ("dx", *of_input)
+    return ("y", "residual_out", *(STATISTICS[1:] if model.op is Op.RMS_NORM else STATISTICS))
+
+
+def _layer_of(model: Model, values: dict[str, Any]) -> str | None:
+    return model.name if model.is_layer else values.get("layer")
+
+
+def _spec_of(model: Model, values: dict[str, Any]) -> NormSpec:
+    """What a layer fixes is filled in where the job is made."""
+    layer = {"layer": model.name} if model.is_layer else {}
+    return make_spec(model.op, model.direction, values | layer)
+
+
+def _taken_flag(given: dict[str, Value], name: str) -> bool:
+    value = given.pop(name, False)
+    if not isinstance(value, bool):
+        raise InvalidParameterError(f"{name} must be true or false")
+    return value
+
+
+def _taken_timeout(given: dict[str, Value]) -> float | None:
+    """Milliseconds; 0 microseconds are the server's own timeout."""
+    value = given.pop("timeout", 0)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TIMEOUT_US:
+        raise InvalidParameterError("timeout must be a whole number of microseconds, a day at most")
+    return value / 1000 or None
+
+
+def _read_parameters(model: Model, given: dict[str, Value]) -> dict[str, Any]:
+    known = _parameters(model)
+    names = {each.name for each in known}
+    for name in given:
+        if name.startswith(_RESERVED):
+            raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
+        if name not in names:
+            near = closest(name, [*names, "timeout", "binary_data_output"])
+            raise InvalidParameterError(f"{name[:64]!r} is no parameter of {model.name}; the closest is {near!r}")
+    return parse_values([(name, _text(value)) for name, value in given.items()], known)
+
+
+def _parameters(model: Model) -> Sequence[Parameter]:
+    left_out = {"timeout_ms", "layer", *FIXED_BY_LAYER} if model.is_layer else {"timeout_ms"}
+    return [each for each in operation_parameters(model.op, model.direction) if each.name not in left_out]
+
+
+def _text(value: Value) -> str:
+    """A parameter as a query would say it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def _output(model: Model, header: OutputHeader, all_binary: bool) -> Output:
+    known = output_names(model)
+    if header.name not in known:
+        near = closest(header.name, known)
+        raise UnexpectedTensorError(f"{header.name[:64]!r} is no output of {model.name}; the closest is {near!r}")
+    said = header.parameters or OutputParameters()
+    if said.classification:
+        raise InvalidParameterError("classification is not supported: outputs are tensors")
+    is_binary = all_binary if said.binary_data is None else said.binary_data
+    region = _region(header.name, said)
+    if region is not None and is_binary and said.binary_data:
+        raise MalformedPayloadError(f"{header.name} must be wanted as binary data or in a region, not both")
+    return Output(header.name, is_binary, region)
+
+
+def _inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) -> tuple[Input, ...]:
+    """The inputs in order; what is binary lies behind the JSON one after another, up to the body's last byte."""
+    inputs = []
+    position = json_bytes
+    for header in headers:
+        dtype = dtype_of(header.name, header.datatype)
+        nbytes = bits_of(header.shape, dtype.itemsize * 8) // 8
+        said = header.parameters or InputParameters()
+        region = _region(header.name, said)
+        data = None if bytes(header.data) in _ABSENT else header.data
+        if (data is not None) + (said.binary_data_size is not None) + (region is not None) != 1:
+            raise MalformedPayloadError(
+                f"{_label(header.name)} must have exactly one of data, binary_data_size and shared_memory_region"
+            )
+        source: Data | Binary | Region
+        if data is not None:
+            source = Data(data)
+        else:
+            size = said.binary_data_size if region is None else region.nbytes
+            if size != nbytes:
+                raise MalformedPayloadError(
+                    f"{_label(header.name)} must have the {nbytes} bytes of its shape and datatype, got {size}"
+                )
+            source = region or Binary(position)
+            position += 0 if region else nbytes
+        inputs.append(Input(header.name, dtype, header.shape, nbytes, source))
+    if position != body_bytes:
+        raise MalformedPayloadError(
+            f"the JSON and the binary inputs must be the whole body of {body_bytes} bytes, are {position}"
+        )
+    return tuple(inputs)
+
+
+def _region(name: str, said: InputParameters | OutputParameters) -> Region | None:
+    if said.shared_memory_region is None:
+        if said.shared_memory_byte_size is not None or said.shared_memory_offset is not None:
+            raise MalformedPayloadError(f"{_label(name)} must name the shared_memory_region of its size and offset")
+        return None
+    if said.shared_memory_byte_size is None:
+        raise MalformedPayloadError(f"{_label(name)} must have a shared_memory_byte_size beside its region")
+    return Region(said.shared_memory_region, said.shared_memory_offset or 0, said.shared_memory_byte_size)
+
+
+def _label(name: str) -> str:
+    return repr(name[:64])

@@ -1,0 +1,132 @@
+"""The server and its models as the protocol shows them: metadata, health, configuration, statistics."""
+
+import json
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from normserve import __version__
+from normserve.engine.engine import Engine
+from normserve.engine.progress import StallWatch
+from normserve.errors import NormserveError
+from normserve.http.oip.descriptions import PLATFORM, configuration, metadata
+from normserve.http.oip.models import Model, Models
+from normserve.http.oip.notes import note
+from normserve.http.oip.statistics import Statistics, document
+from normserve.jobs.job import Layer
+from normserve.layers.registry import LayerRegistry
+from normserve.peers.siblings import Question, Siblings
+
+_SHARED_MEMORY = "system_shared_memory"
+EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
+
+_READS = ["GET", "HEAD"]
+_QUESTION = "oip_statistics"
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """What these routes work with.
+
+    Attributes:
+        shares_memory: clients may register regions of shared memory.
+    """
+
+    engine: Engine
+    stalls: StallWatch
+    models: Models
+    layers: LayerRegistry
+    statistics: Statistics
+    siblings: Siblings
+    shares_memory: bool = False
+
+    def router(self) -> APIRouter:
+        """All that is read."""
+        router = APIRouter(tags=["open inference protocol"])
+        router.add_api_route("/v2", self.server, methods=_READS)
+        router.add_api_route("/v2/health/live", self.live, methods=_READS)
+        router.add_api_route("/v2/health/ready", self.ready, methods=_READS)
+        # Before the model of that name, which has its statistics below its version.
+        router.add_api_route("/v2/models/stats", self.all_statistics, methods=_READS)
+        for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+            router.add_api_route(model, self.show, methods=_READS)
+            router.add_api_route(f"{model}/ready", self.model_ready, methods=_READS)
+            router.add_api_route(f"{model}/config", self.configuration, methods=_READS)
+            router.add_api_route(f"{model}/stats", self.model_statistics, methods=_READS)
+        return router
+
+    def answer_siblings(self) -> None:
+        """Tell the other processes of the fleet what this one has counted."""
+
+        async def counted(question: Question, at_end: AsyncExitStack) -> bytes:
+            return json.dumps(self.statistics.plain()).encode()
+
+        self.siblings.handlers[_QUESTION] = counted
+
+    async def server(self, request: Request) -> JSONResponse:
+        """The server and the extensions of the protocol that it has."""
+        note(request, "info")
+        extensions = [*EXTENSIONS, _SHARED_MEMORY] if self.shares_memory else EXTENSIONS
+        return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": extensions})
+
+    async def live(self, request: Request) -> JSONResponse:
+        """200 while the process is sane."""
+        note(request, "livez")
+        return JSONResponse({"live": True})
+
+    async def ready(self, request: Request) -> JSONResponse:
+        """200 once warmed up and while work is taken and finished, else 400 with the reason."""
+        note(request, "readyz")
+        try:
+            self._require_ready()
+        except NormserveError as error:
+            return JSONResponse({"error": error.detail}, status_code=400)
+        return JSONResponse({"ready": True})
+
+    async def show(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
+        """What a model takes and gives."""
+        note(request, "models")
+        return JSONResponse(metadata(*self._model(name, version)))
+
+    async def model_ready(self, request: Request, name: str, version: str | None = None) -> Response:
+        """200 where there is such a model and the server is ready, else 404 or 400."""
+        note(request, "models")
+        self._model(name, version)
+        try:
+            self._require_ready()
+        except NormserveError as error:
+            return JSONResponse({"error": error.detail}, status_code=400)
+        return JSONResponse({"name": name, "ready": True})
+
+    async def configuration(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
+        """A model's configuration."""
+        note(request, "models")
+        return JSONResponse(configuration(*self._model(name, version)))
+
+    async def model_statistics(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
+        """What has been inferred with a model."""
+        note(request, "model_stats")
+        self._model(name, version)
+        return JSONResponse(document([name], await self._counted()))
+
+    async def all_statistics(self, request: Request) -> JSONResponse:
+        """What has been inferred with each model."""
+        note(request, "model_stats")
+        return JSONResponse(document([each.name for each in self.models.all()], await self._counted()))
+
+    async def _counted(self) -> list[dict[str, object]]:
+        """What each process of the fleet has counted, as far as it answers."""
+        if self.siblings.place is None:
+            return [self.statistics.plain()]
+        answers = await self.siblings.ask(_QUESTION)
+        return [self.statistics.plain(), *map(json.loads, answers.values())]
+
+    def _model(self, name: str, version: str | None) -> tuple[Model, Layer | None]:
+        model = self.models.get(name, version)
+        return model, self.layers.get(name) if model.is_layer else None
+
+    def _require_ready(self) -> None:
+        self.engine.require_ready()
+        self.stalls.require_progress()

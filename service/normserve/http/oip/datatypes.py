@@ -1,0 +1,19 @@
+"""Element types by their names in the protocol."""
+
+from normserve.errors import UnsupportedDtypeError
+from normserve.memory.host_tensors import DType
+
+DTYPES = {"FP32": DType.FLOAT32, "FP16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_of(name: str, datatype: str) -> DType:
+    """The element type of the tensor `name`.
+
+    Raises:
+        UnsupportedDtypeError: it is none that is computed in.
+    """
+    dtype = DTYPES.get(datatype)
+    if dtype is None:
+        raise UnsupportedDtypeError(f"{name[:64]!r} must be one of {', '.join(DTYPES)}, got {datatype[:32]!r}")
+    return dtype

@@ -1,0 +1,66 @@
+"""What a model takes and gives, as the protocol's metadata and Triton's model configuration say it."""
+
+from typing import Any
+
+from normserve.http.oip.asked import input_names, output_names
+from normserve.http.oip.datatypes import NAMES
+from normserve.http.oip.models import VERSION, Model
+from normserve.jobs.job import Layer, Op, Pass
+from normserve.jobs.results import OF_SAMPLES, PARAMETERS, STATISTICS
+from normserve.memory.host_tensors import DType
+
+PLATFORM = "normserve"
+_ANY = -1
+
+
+def metadata(model: Model, layer: Layer | None) -> dict[str, Any]:
+    """The model metadata.  A size that is any is -1; x may have any other rank as well.
+
+    Args: layer: the registered layer that the model is.
+    """
+    return {
+        "name": model.name,
+        "versions": [VERSION],
+        "platform": PLATFORM,
+        "inputs": [_described(model, layer, name) for name in input_names(model)],
+        "outputs": [_described(model, layer, name) for name in output_names(model)],
+    }
+
+
+def configuration(model: Model, layer: Layer | None) -> dict[str, Any]:
+    """The model configuration, as far as it means anything here."""
+    required = ("x", "dy")
+
+    def tensor(name: str) -> dict[str, Any]:
+        told = _described(model, layer, name)
+        return {"name": name, "data_type": f"TYPE_{told['datatype']}", "dims": told["shape"]}
+
+    return {
+        "name": model.name,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        "max_batch_size": 0,
+        "input": [tensor(name) | {"optional": name not in required} for name in input_names(model)],
+        "output": [tensor(name) for name in output_names(model)],
+    }
+
+
+def _described(model: Model, layer: Layer | None, name: str) -> dict[str, Any]:
+    """One tensor.  Each may be of any type that the server takes; what most send is named."""
+    dtype = DType.FLOAT32
+    if layer is not None and model.direction is Pass.FORWARD and name not in STATISTICS:
+        dtype = layer.dtype
+    return {"name": name, "datatype": NAMES[dtype], "shape": _shape(model, layer, name)}
+
+
+def _shape(model: Model, layer: Layer | None, name: str) -> list[int]:
+    size = _ANY if layer is None else layer.size
+    name = name[1:] if name in ("dweight", "dbias", "dscale", "dshift") else name
+    of_groups = model.op is Op.GROUP_NORM
+    if name in PARAMETERS:
+        return [size]
+    if name in OF_SAMPLES:
+        return [_ANY, size]
+    if name in STATISTICS:
+        return [_ANY, _ANY if layer is None else layer.num_groups] if of_groups else [_ANY]
+    return [_ANY, size, _ANY] if of_groups else [_ANY, size]

@@ -1,0 +1,166 @@
+"""The JSON at the front of an inference request: what may be said there, and no more.
+
+Nothing here knows what the tensors are for; that is for `asked`.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from normserve.errors import InvalidParameterError, MalformedPayloadError, TooLargeError
+
+LENGTH = b"inference-header-content-length"
+"""The field that says how many bytes of the body are JSON."""
+
+MAX_JSON_BYTES = 4 * 2**20
+"""Parsing JSON holds up everybody; tensors of more bytes come as they are."""
+
+MAX_TENSORS = 64
+"""Inputs, and outputs, of one request."""
+
+_MAX_NAMED = 64
+_MAX_DIGITS = 18
+
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Value = bool | int | float | str | None
+
+
+_NO_DATA = msgspec.Raw(b"")
+
+
+class InputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Where an input's bytes are, if they are not in the JSON."""
+
+    binary_data_size: Size | None = None
+    shared_memory_region: str | None = None
+    shared_memory_byte_size: Size | None = None
+    shared_memory_offset: Size | None = None
+
+
+class InputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One input."""
+
+    name: str
+    shape: tuple[Size, ...]
+    datatype: str
+    parameters: InputParameters | None = None
+    data: msgspec.Raw = _NO_DATA
+
+
+class OutputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Where an output's bytes are wanted."""
+
+    binary_data: bool | None = None
+    classification: int = 0
+    shared_memory_region: str | None = None
+    shared_memory_byte_size: Size | None = None
+    shared_memory_offset: Size | None = None
+
+
+class OutputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One output that is asked for."""
+
+    name: str
+    parameters: OutputParameters | None = None
+
+
+class Header(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A whole request without its binary data.
+
+    Attributes:
+        model_name, model_version: some clients say here again what the path says.
+    """
+
+    inputs: tuple[InputHeader, ...]
+    id: str | None = None
+    model_name: str | None = None
+    model_version: str | None = None
+    parameters: dict[str, Value] | None = None
+    outputs: tuple[OutputHeader, ...] | None = None
+
+
+_DECODER = msgspec.json.Decoder(Header)
+
+
+def json_bytes(said: bytes | None, announced: int | None) -> int | None:
+    """How many bytes of a body its header says are JSON; None where all of them are.
+
+    Args:
+        said: the value of `LENGTH`, None where it is absent.
+        announced: the body's own length, None where nobody announced it.
+
+    Raises:
+        MalformedPayloadError: it is no length, or longer than the body.
+        TooLargeError: so much JSON is not read.
+    """
+    if said is None:
+        require_short(announced or 0)
+        return None
+    if not said.isdigit() or len(said) > _MAX_DIGITS:
+        raise MalformedPayloadError("Inference-Header-Content-Length must be a number of bytes")
+    nbytes = int(said)
+    if announced is not None and nbytes > announced:
+        raise MalformedPayloadError(
+            f"Inference-Header-Content-Length must be at most the body's {announced} bytes, is {nbytes}"
+        )
+    require_short(nbytes)
+    return nbytes
+
+
+def require_short(nbytes: int) -> None:
+    """Raises: TooLargeError: so much JSON is not read."""
+    if nbytes > MAX_JSON_BYTES:
+        raise TooLargeError(
+            f"a request's JSON must be at most {MAX_JSON_BYTES} bytes, got {nbytes}: send tensors as binary data"
+        )
+
+
+def read_header(text: bytes | memoryview) -> Header:
+    """What the JSON says.
+
+    Raises:
+        MalformedPayloadError: it is no such JSON, or one name stands for two tensors.
+        InvalidParameterError: a tensor has a parameter that is not known.
+        TooLargeError: there are too many tensors.
+    """
+    try:
+        header = _DECODER.decode(text)
+    except msgspec.ValidationError as error:
+        raise _fault(str(error)) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        told = "it nests too deep" if isinstance(error, RecursionError) else str(error)[:200]
+        raise MalformedPayloadError(f"the request's JSON cannot be read: {told}") from None
+    _require_distinct("inputs", [each.name for each in header.inputs])
+    _require_distinct("outputs", [each.name for each in header.outputs or ()])
+    return header
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The known name that was perhaps meant."""
+    return difflib.get_close_matches(name[:_MAX_NAMED], list(known), n=1, cutoff=0.0)[0]
+
+
+def _fault(told: str) -> MalformedPayloadError | InvalidParameterError:
+    """What a client is told of JSON that is something else; of an unknown field, what it perhaps meant."""
+    _, unknown, rest = told.partition("unknown field `")
+    where = told.rpartition(" - at `")[2].rstrip("`") if " - at `" in told else "$"
+    if not unknown:
+        return MalformedPayloadError(f"the request's JSON means nothing: {told[:300]}")
+    name = rest.partition("`")[0]
+    of_input, of_output = where.startswith("$.inputs"), where.startswith("$.outputs")
+    if where.endswith(".parameters") and where != "$.parameters":
+        near = closest(name, (InputParameters if of_input else OutputParameters).__struct_fields__)
+        return InvalidParameterError(f"{name[:64]!r} is no parameter of a tensor; the closest is {near!r}")
+    said = InputHeader if of_input else OutputHeader if of_output else Header
+    near = closest(name, said.__struct_fields__)
+    return MalformedPayloadError(f"{name[:64]!r} is no field there; the closest is {near!r}")
+
+
+def _require_distinct(what: str, names: list[str]) -> None:
+    if len(names) > MAX_TENSORS:
+        raise TooLargeError(f"a request must have at most {MAX_TENSORS} {what}, got {len(names)}")
+    if len(set(names)) != len(names):
+        raise MalformedPayloadError(f"each of the {what} must have a name of its own")

@@ -1,0 +1,118 @@
+"""`POST /v2/models/{model}/infer`."""
+
+import functools
+import time
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+
+from normserve.errors import MalformedPayloadError, NormserveError
+from normserve.http.body import require_identity
+from normserve.http.computing import Computing, note_operation, note_result
+from normserve.http.direct import DirectRoute
+from normserve.http.exchange import Exchange
+from normserve.http.oip.answer import answer, require_possible
+from normserve.http.oip.asked import Asked, ask, ask_raw
+from normserve.http.oip.header import LENGTH, json_bytes, read_header, require_short
+from normserve.http.oip.models import Model, Models
+from normserve.http.oip.notes import TRANSPORT
+from normserve.http.oip.shared_memory import TRANSPORT_SYSTEM
+from normserve.http.oip.shared_tensors import NONE, SharedTensors, require_room
+from normserve.http.oip.sources import brought_bytes, tensors_of
+from normserve.http.oip.statistics import Statistics
+from normserve.http.responses import BuffersResponse
+from normserve.jobs.validation import costed_job
+from normserve.layers.registry import LayerRegistry
+
+# Longer headers are read anew each time.
+_LONGEST_KEPT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Infer:
+    """What inference requests are handled with."""
+
+    computing: Computing
+    models: Models
+    layers: LayerRegistry
+    statistics: Statistics
+    shared: SharedTensors
+
+    def router(self) -> APIRouter:
+        """The two paths, with a version and without."""
+        router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
+        for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
+            router.add_api_route(
+                path,
+                self.handle,
+                methods=["POST"],
+                summary="infer",
+                description="A JSON header, and behind it the tensors that it describes.",
+            )
+        return router
+
+    async def handle(self, request: Request) -> BuffersResponse:
+        """Refuse what can be refused before the body, then receive, compute and answer."""
+        exchange: Exchange = request.scope["state"]["exchange"]
+        exchange.record.transport = TRANSPORT
+        model = self.models.get(**request.path_params)
+        note_operation(exchange, model.op, model.direction)
+        try:
+            return await self._infer(exchange, model)
+        except NormserveError:
+            self.statistics.note_failure(model.name, time.perf_counter() - exchange.record.began)
+            raise
+
+    async def _infer(self, exchange: Exchange, model: Model) -> BuffersResponse:
+        require_identity(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
+        of_json = json_bytes(exchange.headers.get(LENGTH), exchange.reception.announced)
+        # One that is removed while the body comes is still there for this request.
+        layer = self.layers.get(model.name) if model.is_layer else None
+        body = await self.computing.receive(exchange)
+        asked = _read(model, None if layer is None else layer.size, of_json, body)
+        if layer is None and asked.layer is not None:
+            layer = self.layers.get(asked.layer)
+        shared = NONE
+        if asked.uses_regions:
+            exchange.record.transport = TRANSPORT_SYSTEM
+            shared = self.shared.find(exchange.caller.key, asked)
+        brought = brought_bytes(asked.inputs)
+        if brought and exchange.permit is not None:
+            self.computing.bodies.require_short(len(body) + brought)
+            exchange.permit.grow(brought)
+        copies = await self.shared.read(shared) if shared.inputs else {}
+        tensors = tensors_of(asked.inputs, body, copies)
+        job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=not body.readonly)
+        require_possible(model, asked, job)
+        if shared.outputs:
+            require_room(shared, job)
+        result = await self.computing.run(exchange, job, cost, len(body) + brought, asked.timeout_ms)
+        began = time.perf_counter()
+        if shared.outputs:
+            await self.shared.write(shared, result.tensors)
+        buffers, media_type, headers = answer(model, asked, result.tensors)
+        headers = [*headers, *note_result(exchange.record, result, began)]
+        ended = time.perf_counter()
+        self.statistics.note_success(model.name, result, ended - exchange.record.began, ended - began)
+        return BuffersResponse(buffers, media_type, headers)
+
+
+def _read(model: Model, row_length: int | None, of_json: int | None, body: memoryview) -> Asked:
+    """What a body asks for, checked against the model."""
+    if of_json == 0:
+        return ask_raw(model, row_length, len(body))
+    if of_json is None:
+        of_json = len(body)
+        require_short(of_json)
+        return ask(model, read_header(body), of_json, len(body))
+    if of_json > len(body):
+        raise MalformedPayloadError(f"the JSON must end within the body of {len(body)} bytes, ends at {of_json}")
+    if of_json > _LONGEST_KEPT:
+        return ask(model, read_header(body[:of_json]), of_json, len(body))
+    return _known(model, bytes(body[:of_json]), of_json, len(body))
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(model: Model, text: bytes, of_json: int, body_bytes: int) -> Asked:
+    """Clients send the same few headers again and again."""
+    return ask(model, read_header(text), of_json, body_bytes)

@@ -1,0 +1,63 @@
+"""Models: the operations, and the registered layers by their names."""
+
+from dataclasses import dataclass
+
+from normserve.errors import NotFoundError
+from normserve.jobs.job import Layer, Op, Pass
+from normserve.layers.registry import LayerRegistry
+
+VERSION = "1"
+"""Of every model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What can be inferred with under one name.
+
+    Attributes:
+        is_layer: its parameters are those of the registered layer of that name.
+    """
+
+    name: str
+    op: Op
+    direction: Pass
+    is_layer: bool = False
+
+
+OPERATIONS = {
+    name: Model(name, op, direction)
+    for op in Op
+    for direction in Pass
+    for name in [op.value if direction is Pass.FORWARD else f"{op.value}_backward"]
+}
+
+
+class Models:
+    """Finds models.  A layer that has the name of an operation is hidden by it."""
+
+    def __init__(self, layers: LayerRegistry) -> None:
+        self._layers = layers
+
+    def get(self, name: str, version: str | None = None) -> Model:
+        """The model of that name.
+
+        Raises:
+            NotFoundError: there is none, or not in this version.
+        """
+        model = OPERATIONS.get(name)
+        if model is None:
+            if name not in self._layers:
+                raise NotFoundError("no model has this name; POST /v2/repository/index lists those that there are")
+            model = _of_layer(self._layers.get(name))
+        if version not in (None, VERSION):
+            raise NotFoundError(f"every model has the version {VERSION} and no other")
+        return model
+
+    def all(self) -> list[Model]:
+        """Every model: the operations first, then the layers by name."""
+        layers = [each for each in self._layers.all() if each.name not in OPERATIONS]
+        return [*OPERATIONS.values(), *map(_of_layer, layers)]
+
+
+def _of_layer(layer: Layer) -> Model:
+    return Model(layer.name, layer.op, Pass.FORWARD, is_layer=True)

@@ -1,0 +1,85 @@
+"""One region of system shared memory: a part of an open file that its client may change at any moment."""
+
+import errno
+import os
+import queue
+
+from normserve.errors import StorageError, UnusableRegionError
+
+
+class RegionFile:
+    """A region that is open for as long as anything refers to it: a registration, a request, a thread that reads.
+
+    It is read and written by calls of the system, never mapped: what a client has cut off is an error here, and
+    would be the end of the process there.
+
+    Attributes:
+        key: as the client gave it.
+        start: of the region in the file, in bytes.
+        nbytes: of the region.
+        home: is told the bytes once the region is closed; unlike a lock it is reentrant.
+    """
+
+    home: "queue.SimpleQueue[int] | None" = None
+
+    def __init__(self, descriptor: int, key: str, start: int, nbytes: int) -> None:
+        """Args: descriptor: of the file, closed with the region."""
+        self._descriptor = descriptor
+        self.key, self.start, self.nbytes = key, start, nbytes
+        self._inode = os.fstat(descriptor).st_ino
+
+    def is_of_the_file(self, other: "RegionFile") -> bool:
+        """Whether both are parts of one file."""
+        return self._inode == other._inode
+
+    def require_present(self, offset: int, nbytes: int) -> None:
+        """Raises: UnusableRegionError: the file does not have these bytes of the region any more."""
+        size = os.fstat(self._descriptor).st_size
+        if self.start + offset + nbytes > size:
+            raise UnusableRegionError(
+                f"the region's file must have {self.start + offset + nbytes} bytes, it has become {size} bytes long"
+            )
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Copy bytes of the region.
+
+        Args:
+            offset: in the region.
+            into: so many bytes as are copied.
+
+        Raises:
+            UnusableRegionError: the file ends before.
+        """
+        position, end = self.start + offset, self.start + offset + len(into)
+        while position < end:
+            count = os.preadv(self._descriptor, [into[len(into) - (end - position) :]], position)
+            if not count:
+                raise UnusableRegionError("the region's file has become shorter than what was to be read of it")
+            position += count
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes into the region.
+
+        Args:
+            offset: in the region.
+            data: one byte an element.
+
+        Raises:
+            UnusableRegionError: the file ends before; it is not made longer.
+            StorageError: there is no memory for the file.
+        """
+        self.require_present(offset, len(data))
+        position, end = self.start + offset, self.start + offset + len(data)
+        try:
+            while position < end:
+                position += os.pwrite(self._descriptor, data[len(data) - (end - position) :], position)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise StorageError("there is no memory for the pages of the region that a result was for") from None
+            # Sealed against writing or the like: its client's own doing.
+            raise UnusableRegionError(f"the region's file cannot be written: {error.strerror}") from None
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+        if self.home is not None:
+            self.home.put(self.nbytes)

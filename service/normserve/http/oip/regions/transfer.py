@@ -1,0 +1,75 @@
+"""Tensors come from regions into slabs, and results go from slabs into regions."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from normserve.errors import OverloadedError
+from normserve.http.oip.regions.registry import Span
+from normserve.memory.slabs import SlabPool
+
+# To copy less takes no longer than to have another thread do it.
+_LONG_BYTES = 2**20
+# One thread copies at a fraction of what memory gives; each of these is worth another one.
+_PIECE_BYTES = 16 * 2**20
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies between regions and the server's own memory, what is long beside the event loop."""
+
+    slabs: SlabPool
+
+    async def read(self, spans: Sequence[Span]) -> list[memoryview]:
+        """Copy parts of regions into a slab: for each part, its place there, which nobody else writes.
+
+        The caller's permit covers them.
+
+        Raises:
+            UnusableRegionError: a file ends before.
+            OverloadedError: there is no memory.
+        """
+        starts, end = [], 0
+        for span in spans:
+            starts.append(end)
+            end += -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT
+        slab = await self._slab(end)
+        places = [slab[start : start + span.nbytes] for start, span in zip(starts, spans, strict=True)]
+        if end <= _LONG_BYTES:
+            for span, place in zip(spans, places, strict=True):
+                span.region.read(span.offset, place)
+            return places
+        pieces = [
+            asyncio.to_thread(span.region.read, span.offset + start, place[start : start + _PIECE_BYTES])
+            for span, place in zip(spans, places, strict=True)
+            for start in range(0, span.nbytes, _PIECE_BYTES)
+        ]
+        await asyncio.gather(*pieces)
+        return places
+
+    async def write(self, results: Sequence[tuple[Span, memoryview]]) -> None:
+        """Copy results into parts of regions, each at its beginning.
+
+        Raises:
+            UnusableRegionError: a file ends before.
+            StorageError: there is no memory for it.
+        """
+        if sum([len(data) for _, data in results]) <= _LONG_BYTES:
+            _write(results)
+        else:
+            await asyncio.to_thread(_write, results)
+
+    async def _slab(self, nbytes: int) -> memoryview:
+        try:
+            if not self.slabs.source.is_slow or nbytes < _LONG_BYTES:
+                return self.slabs.take(nbytes)
+            idle = self.slabs.take_idle(nbytes)
+            return await asyncio.to_thread(self.slabs.take, nbytes) if idle is None else idle
+        except MemoryError:
+            raise OverloadedError(f"there is no memory for tensors of {nbytes} bytes now") from None
+
+
+def _write(results: Sequence[tuple[Span, memoryview]]) -> None:
+    for span, data in results:
+        span.region.write(span.offset, data)

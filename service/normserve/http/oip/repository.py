@@ -1,0 +1,105 @@
+"""`/v2/repository`: the models that there are.  Layers are registered at `/v1/layers`; here they can be removed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from normserve.errors import InvalidParameterError, MalformedPayloadError, NormserveError
+from normserve.http.body import BodyReader, require_identity
+from normserve.http.exchange import Exchange
+from normserve.http.oip.header import closest, require_short
+from normserve.http.oip.models import VERSION, Models
+from normserve.http.oip.notes import note
+from normserve.layers.changes import LayerChanges
+
+_READY = "READY"
+_JSON = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """What these routes work with."""
+
+    models: Models
+    changes: LayerChanges
+    bodies: BodyReader
+
+    def router(self) -> APIRouter:
+        """The index, and what changes it."""
+        router = APIRouter(prefix="/v2/repository", tags=["open inference protocol"])
+        router.add_api_route("/index", self.index, methods=["POST"])
+        router.add_api_route("/models/{name}/load", self.load, methods=["POST"])
+        router.add_api_route("/models/{name}/unload", self.unload, methods=["POST"])
+        return router
+
+    async def index(self, request: Request) -> JSONResponse:
+        """Every model; all of them are ready."""
+        exchange = note(request, "repository")
+        said = await self._said(exchange)
+        _require_known(said, ("ready",))
+        if not isinstance(said.get("ready", False), bool):
+            raise InvalidParameterError("ready must be true or false")
+        models = [
+            {"name": each.name, "version": VERSION, "state": _READY, "reason": ""} for each in self.models.all()
+        ]
+        return JSONResponse(models)
+
+    async def load(self, request: Request, name: str) -> Response:
+        """Nothing, of a model that there is; no other can be loaded, nor one in another way."""
+        exchange = note(request, "repository")
+        parameters = _parameters(await self._said(exchange))
+        if parameters:
+            raise InvalidParameterError(
+                "a model is loaded as it was registered, without config and files; PUT /v1/layers registers it"
+            )
+        self.models.get(name)
+        return JSONResponse({})
+
+    async def unload(self, request: Request, name: str) -> Response:
+        """Forget a registered layer; requests that already use it are not disturbed."""
+        exchange = note(request, "layers")
+        parameters = _parameters(await self._said(exchange))
+        _require_known(parameters, ("unload_dependents",))
+        if not self.models.get(name).is_layer:
+            raise MalformedPayloadError(f"{name} is an operation, which cannot be unloaded; registered layers can")
+        exchange.begin_work()
+        await self.changes.remove(name)
+        return JSONResponse({})
+
+    async def _said(self, exchange: Exchange) -> dict[str, Any]:
+        """The JSON object that came; an empty one for no body.
+
+        Raises:
+            NormserveError: it is none, or too long.
+        """
+        require_identity(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
+        require_short(exchange.reception.announced or 0)
+        body = await self.bodies.read(exchange)
+        try:
+            require_short(len(body))
+            return _JSON.decode(body) if body else {}
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            raise MalformedPayloadError("the body must be a JSON object, or none") from None
+
+
+def _parameters(said: dict[str, Any]) -> dict[str, Any]:
+    _require_known(said, ("parameters",))
+    parameters = said.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise MalformedPayloadError("parameters must be an object")
+    return parameters
+
+
+def _require_known(said: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in said:
+        if name not in known:
+            raise _unknown(name, known)
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> NormserveError:
+    return InvalidParameterError(
+        f"{name[:64]!r} is nothing that can be said here; the closest is {closest(name, known)!r}"
+    )

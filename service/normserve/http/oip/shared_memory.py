@@ -1,0 +1,147 @@
+"""`/v2/systemsharedmemory` and `/v2/cudasharedmemory`: regions are registered, forgotten and told."""
+
+import asyncio
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from msgspec import Meta
+
+from normserve.errors import MalformedPayloadError, TooLargeError, UnusableRegionError
+from normserve.http.body import BodyReader
+from normserve.http.direct import DirectRoute
+from normserve.http.exchange import Exchange
+from normserve.http.oip.regions.registry import NO_CUDA, Regions
+
+TRANSPORT_SYSTEM, TRANSPORT_CUDA = "oip_shm", "oip_cuda"
+"""Labels of the metrics, for what is about regions of either kind."""
+
+_OP = "regions"
+_MAX_BODY_BYTES = 64 * 1024
+_HANDLE_BYTES = 64
+
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class _SystemRegion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What registers system shared memory."""
+
+    key: str
+    byte_size: _Size
+    offset: _Size = 0
+
+
+class _RawHandle(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    b64: str
+
+
+class _CudaRegion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What registers CUDA shared memory."""
+
+    raw_handle: _RawHandle
+    device_id: _Size
+    byte_size: _Size
+
+
+_T = TypeVar("_T")
+
+_SYSTEM, _CUDA = msgspec.json.Decoder(_SystemRegion), msgspec.json.Decoder(_CudaRegion)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What the handlers work with."""
+
+    regions: Regions
+    bodies: BodyReader
+
+    def router(self) -> APIRouter:
+        """Both kinds of shared memory, with a region's name and without."""
+        router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
+        for kind, register, status, unregister in (
+            ("system", self.register_system, self.status_system, self.unregister_system),
+            ("cuda", self.register_cuda, self.status_cuda, self.unregister_cuda),
+        ):
+            root = f"/v2/{kind}sharedmemory"
+            each = f"{root}/region/{{region}}"
+            what = f"of {kind} shared memory"
+            router.add_api_route(
+                f"{each}/register", register, methods=["POST"], summary=f"register a region {what}"
+            )
+            for path in (f"{root}/status", f"{each}/status"):
+                router.add_api_route(path, status, methods=["GET", "HEAD"], summary=f"the regions {what}")
+            for path in (f"{root}/unregister", f"{each}/unregister"):
+                router.add_api_route(path, unregister, methods=["POST"], summary=f"forget regions {what}")
+        return router
+
+    async def register_system(self, request: Request) -> Response:
+        """Open a file of shared memory and give a region of it a name."""
+        exchange, name = _begun(request, TRANSPORT_SYSTEM)
+        said: _SystemRegion = await self._said(exchange, _SYSTEM)
+        assert name is not None
+        # To look through what the process has mapped takes a millisecond.
+        region = await asyncio.to_thread(self.regions.open, name, said.key, said.offset, said.byte_size)
+        self.regions.register(exchange.caller.key, name, region)
+        return Response()
+
+    async def status_system(self, request: Request) -> Response:
+        """What is registered."""
+        exchange, name = _begun(request, TRANSPORT_SYSTEM)
+        return JSONResponse(self.regions.status(exchange.caller.key, name))
+
+    async def unregister_system(self, request: Request) -> Response:
+        """Forget a region, or all; requests that use them end as if they were there."""
+        exchange, name = _begun(request, TRANSPORT_SYSTEM)
+        self.regions.unregister(exchange.caller.key, name)
+        return Response()
+
+    async def register_cuda(self, request: Request) -> Response:
+        """Refuse: memory of devices is not shared so."""
+        exchange, _ = _begun(request, TRANSPORT_CUDA)
+        said: _CudaRegion = await self._said(exchange, _CUDA)
+        try:
+            handle = base64.b64decode(said.raw_handle.b64, validate=True)
+        except (binascii.Error, ValueError):
+            raise MalformedPayloadError("raw_handle must be base64") from None
+        if len(handle) != _HANDLE_BYTES:
+            raise MalformedPayloadError(f"raw_handle must be {_HANDLE_BYTES} bytes, got {len(handle)}")
+        raise UnusableRegionError(NO_CUDA)
+
+    async def status_cuda(self, request: Request) -> Response:
+        """No region is registered."""
+        _, name = _begun(request, TRANSPORT_CUDA)
+        if name is not None:
+            raise UnusableRegionError(NO_CUDA)
+        return JSONResponse([])
+
+    async def unregister_cuda(self, request: Request) -> Response:
+        """There is nothing to forget."""
+        _begun(request, TRANSPORT_CUDA)
+        return Response()
+
+    async def _said(self, exchange: Exchange, decoder: "msgspec.json.Decoder[_T]") -> _T:
+        _require_short(exchange.reception.announced or 0)
+        body = await self.bodies.read(exchange)
+        exchange.begin_work()
+        _require_short(len(body))
+        try:
+            return decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            told = "it nests too deep" if isinstance(error, RecursionError) else str(error)[:200]
+            raise MalformedPayloadError(f"the region's JSON cannot be read: {told}") from None
+
+
+def _begun(request: Request, transport: str) -> tuple[Exchange, str | None]:
+    """The request as it is accounted for, and the region that its path names."""
+    exchange: Exchange = request.scope["state"]["exchange"]
+    exchange.record.op, exchange.record.transport = _OP, transport
+    return exchange, request.path_params.get("region")
+
+
+def _require_short(nbytes: int) -> None:
+    if nbytes > _MAX_BODY_BYTES:
+        raise TooLargeError(f"what registers a region must be at most {_MAX_BODY_BYTES} bytes, got {nbytes}")

@@ -1,0 +1,35 @@
+"""Where the bytes of an inference request's tensors come from: the JSON, the body, or a region of shared memory."""
+
+from collections.abc import Mapping
+
+from normserve.codec import json_tensors
+from normserve.http.oip.asked import Binary, Data, Input
+from normserve.memory.host_tensors import HostTensor
+
+
+def tensors_of(
+    inputs: tuple[Input, ...], body: memoryview, shared: Mapping[str, memoryview]
+) -> Mapping[str, HostTensor]:
+    """The tensors by name; binary ones are views of the body.
+
+    Args: shared: copies of those that lie in regions, by name.
+
+    Raises:
+        NormserveError: by what is wrong with one.
+    """
+    return {each.name: _tensor(each, body, shared) for each in inputs}
+
+
+def _tensor(each: Input, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
+    match each.source:
+        case Binary(start):
+            return HostTensor(each.dtype, each.shape, body[start : start + each.nbytes])
+        case Data(json):
+            return json_tensors.decode(each.name, each.dtype, each.shape, json)
+        case _:
+            return HostTensor(each.dtype, each.shape, shared[each.name])
+
+
+def brought_bytes(inputs: tuple[Input, ...]) -> int:
+    """Bytes of the tensors that lie in other memory than the body."""
+    return sum([each.nbytes for each in inputs if type(each.source) is not Binary])

@@ -1,0 +1,121 @@
+"""What has been inferred with each model, as the protocol's statistics extension tells it."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from normserve.http.oip.models import VERSION
+from normserve.jobs.job import NormResult
+
+# Names of models are those of layers, which come and go.
+_MOST_FORGOTTEN = 1024
+_STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+# Results are never kept for the next request.
+_NEVER = ("cache_hit", "cache_miss")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one model.
+
+    Attributes:
+        launches: requests that shared one count as its parts.
+        last_ms: when the last one ended, in milliseconds since 1970; 0 before the first.
+        counts, seconds: by stage.
+    """
+
+    launches: float = 0.0
+    last_ms: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0.0))
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Count what another process has counted."""
+        self.launches += other["launches"]
+        self.last_ms = max(self.last_ms, other["last_ms"])
+        for stage in _STAGES:
+            self.counts[stage] += other["counts"][stage]
+            self.seconds[stage] += other["seconds"][stage]
+
+    def plain(self) -> dict[str, Any]:
+        """What `add` takes."""
+        return {"launches": self.launches, "last_ms": self.last_ms, "counts": self.counts, "seconds": self.seconds}
+
+
+class Statistics:
+    """Counts the inferences of one process."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[str, Tally] = {}
+
+    def note_success(self, model: str, result: NormResult, seconds: float, output_s: float) -> None:
+        """An inference was computed.
+
+        Args:
+            seconds: from its header to its answer.
+            output_s: what writing the answer took.
+        """
+        tally = self._tally(model)
+        tally.launches += 1 / max(1, result.batch_size)
+        tally.last_ms = time.time_ns() // 1_000_000
+        for stage, took in (
+            ("success", seconds),
+            ("queue", result.queue_s),
+            ("compute_input", result.copy_in_s),
+            ("compute_infer", result.kernel_s),
+            ("compute_output", result.copy_out_s + output_s),
+        ):
+            tally.counts[stage] += 1
+            tally.seconds[stage] += took
+
+    def note_failure(self, model: str, seconds: float) -> None:
+        """An inference was refused or failed."""
+        tally = self._tally(model)
+        tally.counts["fail"] += 1
+        tally.seconds["fail"] += seconds
+
+    def forget_others(self, models: Iterable[str]) -> None:
+        """Keep what is known of these models, once too much is known of others."""
+        known = set(models)
+        if len(self._tallies) > len(known) + _MOST_FORGOTTEN:
+            self._tallies = {name: tally for name, tally in self._tallies.items() if name in known}
+
+    def plain(self) -> dict[str, Any]:
+        """Everything, for another process to add."""
+        return {name: tally.plain() for name, tally in self._tallies.items()}
+
+    def _tally(self, model: str) -> Tally:
+        tally = self._tallies.get(model)
+        if tally is None:
+            tally = self._tallies[model] = Tally()
+        return tally
+
+
+def document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The statistics of models as the protocol has them.
+
+    Args: counted: what each process has counted, as `Statistics.plain` gives it.
+    """
+    counted = list(counted)
+    return {
+        "model_stats": [_model_document(name, [each[name] for each in counted if name in each]) for name in models]
+    }
+
+
+def _model_document(name: str, tallies: list[Mapping[str, Any]]) -> dict[str, Any]:
+    total = Tally()
+    for tally in tallies:
+        total.add(tally)
+    durations = {
+        stage: {"count": total.counts[stage], "ns": round(total.seconds[stage] * 1e9)} for stage in _STAGES
+    }
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": total.last_ms,
+        "inference_count": total.counts["success"],
+        "execution_count": round(total.launches),
+        "inference_stats": durations | {stage: {"count": 0, "ns": 0} for stage in _NEVER},
+        "batch_stats": [],
+    }

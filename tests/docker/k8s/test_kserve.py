@@ -1,0 +1,59 @@
+"""The InferenceService, as kustomize renders it: its pod is valid, and what it says about the server is true of it.
+
+KServe's controller makes a Deployment of the predictor; its schema comes with it and is not here, so that what it
+adds to a pod's fields is listed and the rest is checked as a pod.
+"""
+
+import pytest
+import yaml
+
+from tests.docker.k8s.conftest import DOCKERFILE, K8S, run
+
+# Of a predictor's fields, those that no pod has.
+_KSERVES = ("minReplicas", "maxReplicas")
+
+
+@pytest.fixture(scope="module")
+def service(dev_tool):
+    (service,) = yaml.safe_load_all(run(dev_tool("kubectl"), "kustomize", str(K8S / "kserve")))
+    return service
+
+
+@pytest.fixture(scope="module")
+def container(service):
+    (container,) = service["spec"]["predictor"]["containers"]
+    return container
+
+
+def test_it_is_an_inference_service(service, container):
+    assert (service["apiVersion"], service["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
+    assert service["spec"].keys() == {"predictor"}
+    assert container["name"] == "kserve-container"
+    predictor = service["spec"]["predictor"]
+    assert 1 <= predictor["minReplicas"] <= predictor["maxReplicas"]
+
+
+@pytest.mark.parametrize("release", ["1.30", "newest"])
+def test_its_pod_is_valid(service, release):
+    # Its import takes a second.
+    from kubernetes_validate import latest_version, validate
+
+    version = latest_version() if release == "newest" else release
+    spec = {name: value for name, value in service["spec"]["predictor"].items() if name not in _KSERVES}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": service["metadata"], "spec": spec}
+    assert version.startswith(validate(pod, version, strict=True))
+
+
+def test_its_port_is_the_one_the_server_listens_on(container):
+    (port,) = container["ports"]
+    assert f"EXPOSE {port['containerPort']}" in DOCKERFILE
+    assert "NORMSERVE_HOST=0.0.0.0" in DOCKERFILE
+
+
+def test_its_probes_are_those_of_the_protocol_and_need_no_key(container):
+    from normserve.http.routes.scopes import DECLARED, PUBLIC
+
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        path = container[probe]["httpGet"]["path"]
+        assert path.startswith("/v2/health/")
+        assert DECLARED["GET", path] == PUBLIC
