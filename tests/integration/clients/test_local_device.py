@@ -101,7 +101,7 @@ def tensors_for(name, dtype, *, backward=False):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("layer_norm", each) for each in DTYPES] + REST)
-def test_results_are_those_of_http_to_the_bit(serving, http, local, name, dtype):
+def test_results_are_those_of_http_to_the_bit(serving, http, local, until, name, dtype):
     op = name.split(maxsplit=1)[0]
     before = metric(serving, "requests_total", 'transport="local_cuda"')
     for options in (
@@ -119,7 +119,7 @@ def test_results_are_those_of_http_to_the_bit(serving, http, local, name, dtype)
         getattr(local, f"{op}_backward")(**given, **OPTIONS[name]),
         getattr(http, f"{op}_backward")(**given, **OPTIONS[name]),
     )
-    assert metric(serving, "requests_total", 'transport="local_cuda"') == before + 4
+    until(lambda: metric(serving, "requests_total", 'transport="local_cuda"') == before + 4)
 
 
 def test_a_residual_of_another_type_and_no_rows_at_all(http, local):

@@ -134,7 +134,7 @@ def slab_bytes_in_use(stage: Stage) -> float:
 def test_what_fails_on_the_device_leaves_no_slab_behind(stage, cols, status):
     for _ in range(3):
         assert stage.post(cols, rows=5000).status_code == status
-        stage.until(lambda: slab_bytes_in_use(stage) == 0, 3)
+        stage.until(lambda: slab_bytes_in_use(stage) == 0)
 
 
 def test_what_is_late_leaves_no_slab_behind(stage):
@@ -142,7 +142,7 @@ def test_what_is_late_leaves_no_slab_behind(stage):
     # What runs has a slab of its own, unless its body came with its header.
     before = slab_bytes_in_use(stage)
     assert stage.post(8, rows=50_000, timeout_ms=50).status_code == 504
-    stage.until(lambda: slab_bytes_in_use(stage) == before, 3)
+    stage.until(lambda: slab_bytes_in_use(stage) == before)
     stage.open_gate()
     assert running.result().status_code == 200
 
