@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.integration.wire import SAFETENSORS, assert_alive, assert_problem, post
+from tests.integration.harness.wire import SAFETENSORS, assert_alive, assert_problem, post
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics", "/v1/info", "/docs", "/openapi.json", "/"])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.fleets import WEIGHT, assert_right, normalised, on_each, pids, processes, put
-from tests.integration.raw import Connection, head
-from tests.integration.wire import assert_alive, assert_problem, from_npy, npy
+from tests.integration.harness.fleets import WEIGHT, assert_right, normalised, on_each, pids, processes, put
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.wire import assert_alive, assert_problem, from_npy, npy
 
 
 @pytest.fixture(scope="module")

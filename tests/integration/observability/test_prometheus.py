@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from tests.integration.harness.servers import ServerProcess
 from tests.integration.observability.load import BAD, GOOD, Tally, drive, leave
 from tests.integration.observability.prometheus import Prometheus, queries
-from tests.integration.servers import ServerProcess
 
 WARM_S, LOAD_S = 0.5, 3.0
 FLEET_REQUESTS = 40

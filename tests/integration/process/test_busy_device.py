@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.misbehaving_server import HAS_A_BUG, RUNS_DRY
-from tests.integration.raw import Connection, head
-from tests.integration.stage import Stage
-from tests.integration.wire import SAFETENSORS, assert_alive, assert_problem, npy, packed, post
+from tests.integration.harness.misbehaving_server import HAS_A_BUG, RUNS_DRY
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.stage import Stage
+from tests.integration.harness.wire import SAFETENSORS, assert_alive, assert_problem, npy, packed, post
 
 
 def test_deadline_is_kept_while_the_device_is_busy(stage):

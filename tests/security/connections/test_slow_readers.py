@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.certificates import Certificates
-from tests.integration.raw import Connection, head
-from tests.integration.wire import assert_alive, npy, post
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.wire import assert_alive, npy, post
 
 READERS = 256
 #: Bytes a second.

@@ -19,8 +19,8 @@ from normserve.client import Client
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import Place
 
-from tests.integration.local_wire import HALF, LocalConnection, located, request
-from tests.integration.stage import stage_on
+from tests.integration.harness.local_wire import HALF, LocalConnection, located, request
+from tests.integration.harness.stage import stage_on
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 SEGMENT = 2**20
@@ -166,7 +166,7 @@ def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection
     program = (
         "import sys\n"
         "from normserve.codec import local_frames as frames\n"
-        "from tests.integration.local_wire import LocalConnection\n"
+        "from tests.integration.harness.local_wire import LocalConnection\n"
         "statuses, kept = [], []\n"
         "for _ in range(12):\n"
         "    other = LocalConnection(sys.argv[1])\n"

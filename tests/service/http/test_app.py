@@ -13,7 +13,7 @@ from normserve.http.routes.direct import DirectRoute
 from normserve.http.transport import PlainAsgi
 from normserve.settings import Settings
 
-from tests.integration.wire import assert_problem
+from tests.integration.harness.wire import assert_problem
 
 SECRET = "0x7f0123456789"
 

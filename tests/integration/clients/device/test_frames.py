@@ -7,7 +7,7 @@ from normserve.memory.device_segments import Device, DeviceSegment
 from torch import nn
 
 from tests.integration.clients.device.serving import random
-from tests.integration.local_wire import LocalConnection
+from tests.integration.harness.local_wire import LocalConnection
 
 pytestmark = pytest.mark.gpu
 
