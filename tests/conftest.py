@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import importlib
 import os
 import shutil
 from collections.abc import Generator, Iterator
@@ -76,6 +78,36 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         result = yield
     assert not told, told
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What is collected stays to the end, so the garbage collector need never look through it."""
+    gc.disable()
+    try:
+        if hasattr(session.config, "workerinput"):
+            _import_by_turns(session)
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _import_by_turns(session: pytest.Session) -> None:
+    """Import the modules of tests, each worker of xdist from another one on.
+
+    pytest takes eight seconds to rewrite the assertions of all of them, and writes down what it makes.  Where
+    nothing is written yet, as in a fresh clone, each worker so rewrites a part and reads the others' parts.
+    """
+    given = session.config.workerinput  # type: ignore[attr-defined]
+    roots = [(session.config.invocation_params.dir / name.split("::")[0]).resolve() for name in session.config.args]
+    files = sorted({file for root in roots for file in ([root] if root.is_file() else root.rglob("test_*.py"))})
+    first = len(files) * int(given["workerid"].removeprefix("gw")) // given["workercount"]
+    for file in files[first:] + files[:first]:
+        name = ".".join(file.relative_to(session.config.rootpath).with_suffix("").parts)
+        # What fails, or wants to be skipped, does so again when it is collected, and is reported then.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
 
 
 _LEFT_OUT = pytest.StashKey[int]()

@@ -71,7 +71,9 @@ def call_directly(patch: pytest.MonkeyPatch) -> None:
 
 
 # Types that arithmetic leaves as they are.
-_ARITHMETIC = {"fp32", "fp64", "int32", "int64"}
+_ARITHMETIC = {"fp32", "fp64", "int1", "int32", "int64"}
+_NUMBERS = {bool, float, int}
+_INDICES = {"int32", "int64"}
 _BUILTIN = core.builtin(lambda: None).__code__
 
 
@@ -81,10 +83,17 @@ def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
     def checked(language, left, right, *flags, **named):
         one, other = type(left), type(right)
         if one is other is core.tensor:
-            name = left.type.scalar.name
-            if name in _ARITHMETIC and name == right.type.scalar.name:
+            name, another = left.type.scalar.name, right.type.scalar.name
+            if name == another and name in _ARITHMETIC:
                 return language.broadcast_impl_value(left, right)
-        elif one is core.tensor and (other is int or other is float):
+            if name == "int64" and another == "int32":
+                return language.broadcast_impl_value(left, _widened(right))
+            if name == "int32" and another == "int64":
+                return language.broadcast_impl_value(_widened(left), right)
+            # An offset from a pointer.
+            if flags == (True, True) and another in _INDICES and left.type.scalar.is_ptr():
+                return language.broadcast_impl_value(left, right)
+        elif one is core.tensor and other in _NUMBERS:
             # Not by the value alone: 1 and 1.0 are equal, and so are 0.0 and -0.0.
             key = (repr(right), left.type.name, flags, tuple(named.items()), False)
             if key in constants:
@@ -93,7 +102,7 @@ def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
             if left is before:
                 constants[key] = constant
             return left, constant
-        elif other is core.tensor and (one is int or one is float):
+        elif other is core.tensor and one in _NUMBERS:
             key = (repr(left), right.type.name, flags, tuple(named.items()), True)
             if key in constants:
                 return constants[key], right
@@ -104,6 +113,12 @@ def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
         return check(language, left, right, *flags, **named)
 
     return checked
+
+
+def _widened(tensor):
+    type_ = tensor.type
+    handle = interpreter.TensorHandle(tensor.handle.data.astype(np.int64), core.int64)
+    return core.tensor(handle, type_.with_element_ty(core.int64) if type_.is_block() else core.int64)
 
 
 def _patch_attr(target, name, member, builder, scope):
@@ -170,9 +185,24 @@ def _unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast_unless_alike(language, left, right):
         one, other = left.type, right.type
         if one.is_block():
-            alike = other.is_block() and one.shape.values == other.shape.values
+            if not other.is_block():
+                return left, _filling(one, right)
+            if one.shape.values == other.shape.values:
+                return left, right
+        elif other.is_block():
+            return _filling(other, left), right
         else:
-            alike = not other.is_block()
-        return (left, right) if alike else broadcast(language, left, right)
+            return left, right
+        return broadcast(language, left, right)
 
     return broadcast_unless_alike
+
+
+def _filling(block, scalar):
+    """A block of this one's shape that has the scalar everywhere."""
+    values = scalar.handle.data
+    data = np.empty([getattr(size, "value", size) for size in block.shape], values.dtype)
+    data.fill(values[0])
+    return core.tensor(
+        interpreter.TensorHandle(data, scalar.type.scalar), block.with_element_ty(scalar.type.scalar)
+    )

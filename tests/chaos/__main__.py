@@ -19,7 +19,7 @@ import numpy as np
 
 from tests.chaos.disturbances import DISTURBANCES, Fleet
 from tests.chaos.traffic import Client, Nuisance, Tally, make_posts
-from tests.integration.servers import launch_server
+from tests.integration.harness.servers import launch_server
 
 _CLIENTS, _NUISANCES = 12, 6
 _MOST_GROWTH = 0.02

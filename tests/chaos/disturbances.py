@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 
-from tests.integration.wire import packed
+from tests.integration.harness.wire import packed
 
 
 class Fleet:

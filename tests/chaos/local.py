@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from normserve.client import Client, RetryPolicy
 
-from tests.integration.local_wire import LocalConnection
-from tests.integration.servers import ServerProcess, launch_server
+from tests.integration.harness.local_wire import LocalConnection
+from tests.integration.harness.servers import ServerProcess, launch_server
 
 _CLIENTS, _CONNECTING = 8, 4
 _MOST_GROWTH = 0.02

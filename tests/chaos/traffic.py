@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.integration.raw import Answer, Connection
-from tests.integration.wire import NPY, npy
+from tests.integration.harness.raw import Answer, Connection
+from tests.integration.harness.wire import NPY, npy
 
 Address = tuple[str, int]
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tests.integration.wire import NPY, from_npy, npy
+from tests.integration.harness.wire import NPY, from_npy, npy
 
 _ROWS, _COLS = 1024, 1024
 _HEADERS = {"content-type": NPY, "accept": NPY}

@@ -1,6 +1,6 @@
 """Every test here may use a real server process."""
 
-from tests.integration.servers import (
+from tests.integration.harness.servers import (
     api,
     launched,
     server,

@@ -19,7 +19,7 @@ from normload.measurements.result import PhaseResult, Result
 from normload.measurements.tally import Record, Tally
 from normserve.codec import safetensors
 
-from tests.integration.preloaded import forking
+from tests.integration.harness.preloaded import forking
 from tests.service.client.raw_server import RawServer
 
 

@@ -1,6 +1,6 @@
 """Every test here may attack a real server process."""
 
-from tests.integration.servers import api, launched, server, settled, stage_of, start_server, until
+from tests.integration.harness.servers import api, launched, server, settled, stage_of, start_server, until
 from tests.security.tls.encrypted import impatient, mutual, ours, secure, theirs, uds
 
 __all__ = [

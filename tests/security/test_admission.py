@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.integration.raw import Answer, Connection, head
-from tests.integration.wire import assert_alive, assert_problem, npy, post
+from tests.integration.harness.raw import Answer, Connection, head
+from tests.integration.harness.wire import assert_alive, assert_problem, npy, post
 
 GIB = 2**30
 #: Another address than that of the clients under attack.

@@ -18,8 +18,8 @@ from normserve.http.app import create_app
 from normserve.http.transport import PlainAsgi
 from normserve.settings import Settings
 
-from tests.integration.raw import exchange
-from tests.integration.wire import NPY, SAFETENSORS, X, npy, packed
+from tests.integration.harness.raw import exchange
+from tests.integration.harness.wire import NPY, SAFETENSORS, X, npy, packed
 
 TELLTALE = re.compile(
     r"0x[0-9a-f]{4,}|object at|<(class|function|bound|built-in|module|memory|_io)|Traceback|File \"|site-packages"

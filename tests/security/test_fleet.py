@@ -7,9 +7,9 @@ import httpx
 import pytest
 import torch
 
-from tests.integration.fleets import assert_right, layers, normalised, on_each, processes, put
-from tests.integration.raw import exchange
-from tests.integration.wire import assert_problem
+from tests.integration.harness.fleets import assert_right, layers, normalised, on_each, processes, put
+from tests.integration.harness.raw import exchange
+from tests.integration.harness.wire import assert_problem
 
 WEIGHTS = torch.linspace(1, 2, 12)
 KEY = {"authorization": "Bearer secret"}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.raw import exchange, head
-from tests.integration.wire import NPY, SAFETENSORS, assert_alive, assert_problem, npy, packed, unpacked
+from tests.integration.harness.raw import exchange, head
+from tests.integration.harness.wire import NPY, SAFETENSORS, assert_alive, assert_problem, npy, packed, unpacked
 
 MIB = 2**20
 # What a server of these tests grants: bodies, results and temporaries.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from fusednorm import reference
 
-from tests.integration.wire import SAFETENSORS, packed, unpacked
+from tests.integration.harness.wire import SAFETENSORS, packed, unpacked
 
 GROUPS = 4
 # Rounding of the result to its own type, and of what was summed in float32 on the way there.

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.integration.wire import SAFETENSORS, assert_alive, assert_problem, post
+from tests.integration.harness.wire import SAFETENSORS, assert_alive, assert_problem, post
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics", "/v1/info", "/docs", "/openapi.json", "/"])
@@ -67,7 +67,7 @@ def test_description_names_every_tensor(api):
     assert tensors("/v1/rms_norm/backward") == tensors("/v1/rms_norm") | of_backward - {"mean"}
 
 
-def test_strangers_add_no_series(api):
+def test_strangers_add_no_series(api, settled):
     def series():
         lines = api.get("/metrics").text.splitlines()
         return {line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")}
@@ -75,7 +75,7 @@ def test_strangers_add_no_series(api):
     for path in ("/x0", "/v1/y0"):
         api.get(path)
         api.request("BREW", path)
-    before = series()
+    before = settled(series)
     for index in range(30):
         api.get(f"/x{index}?layer=l{index}", headers={"x-request-id": f"r{index}"})
         api.request("BREW", f"/v1/y{index}")

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.integration.browser import browser, visit
+from tests.integration.harness.browser import browser, visit
 
 __all__ = ["browser", "visit"]
 

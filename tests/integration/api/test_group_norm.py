@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from normserve.client import AsyncClient, Client
 
 from tests.integration.api.cases import GROUPS, Case, assert_close, post
-from tests.integration.wire import DTYPES, NPY, SAFETENSORS, from_npy, packed
+from tests.integration.harness.wire import DTYPES, NPY, SAFETENSORS, from_npy, packed
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 PATH = "/v1/group_norm"

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.integration.wire import SAFETENSORS, X, packed, post
+from tests.integration.harness.wire import SAFETENSORS, X, packed, post
 
 STAGES = ("recv", "queue", "copy_in", "kernel", "copy_out")
 

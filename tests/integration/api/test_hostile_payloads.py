@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.integration.wire import NPY, SAFETENSORS, X, assert_alive, assert_problem, npy, packed, post
+from tests.integration.harness.wire import NPY, SAFETENSORS, X, assert_alive, assert_problem, npy, packed, post
 
 
 @pytest.fixture(autouse=True)

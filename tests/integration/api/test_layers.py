@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.wire import NPY, SAFETENSORS, X, assert_problem, from_npy, npy, packed, post, unpacked
+from tests.integration.harness.wire import (
+    NPY,
+    SAFETENSORS,
+    X,
+    assert_problem,
+    from_npy,
+    npy,
+    packed,
+    post,
+    unpacked,
+)
 
 
 @pytest.fixture

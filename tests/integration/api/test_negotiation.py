@@ -4,7 +4,17 @@ import httpx
 import pytest
 import torch
 
-from tests.integration.wire import NPY, SAFETENSORS, X, assert_problem, from_npy, npy, packed, post, unpacked
+from tests.integration.harness.wire import (
+    NPY,
+    SAFETENSORS,
+    X,
+    assert_problem,
+    from_npy,
+    npy,
+    packed,
+    post,
+    unpacked,
+)
 
 
 @pytest.mark.parametrize(

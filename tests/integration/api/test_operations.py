@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tests.integration.api.cases import GROUPS, Case, assert_close, default_eps, post
-from tests.integration.wire import DTYPES, NPY, from_npy, npy, packed
+from tests.integration.harness.wire import DTYPES, NPY, from_npy, npy, packed
 
 OPS = ("layer_norm", "rms_norm", "group_norm")
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.integration.wire import X, assert_problem, npy, post
+from tests.integration.harness.wire import X, assert_problem, npy, post
 
 
 @pytest.mark.parametrize(

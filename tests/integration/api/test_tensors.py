@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.integration.wire import SAFETENSORS, assert_problem, packed, post
+from tests.integration.harness.wire import SAFETENSORS, assert_problem, packed, post
 
 
 @pytest.mark.parametrize(

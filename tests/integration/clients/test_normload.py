@@ -25,13 +25,13 @@ duration_s = 0.5
 name = "calm"
 arrivals = "poisson"
 rate = "30%"
-duration_s = 1.0
+duration_s = 0.5
 
 [[phases]]
 name = "too much"
 arrivals = "constant"
 rate = "400%"
-duration_s = 1.0
+duration_s = 0.5
 """
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
@@ -67,7 +67,7 @@ def test_shared_memory_is_driven_too(launched, tmp_path):
     serving = launched("--local", str(path))
     (tmp_path / "own.toml").write_text(SCENARIO.replace('"400%"', '"60%"'))
     command = [sys.executable, "-m", "normload", "run", str(tmp_path / "own.toml"), "--url", f"unix://{path}"]
-    options = ["--verify", "--duration", "0.6", "--processes", "1", "--json", str(tmp_path / "a.json")]
+    options = ["--verify", "--duration", "0.3", "--processes", "1", "--json", str(tmp_path / "a.json")]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "a.json").read_text())

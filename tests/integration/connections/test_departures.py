@@ -5,8 +5,8 @@ import socket
 import numpy as np
 import pytest
 
-from tests.integration.raw import Connection, head
-from tests.integration.wire import npy
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.wire import npy
 
 _CLIENTS = 25
 _LEFT = 'normserve_cancelled_total{stage="send"}'

@@ -8,8 +8,8 @@ import time
 import httpx
 import pytest
 
-from tests.integration.raw import Connection, exchange, head
-from tests.integration.wire import X, assert_alive, assert_problem, npy
+from tests.integration.harness.raw import Connection, exchange, head
+from tests.integration.harness.wire import X, assert_alive, assert_problem, npy
 
 BODY = npy(X)
 LENGTH = f"Content-Length: {len(BODY)}"

@@ -5,8 +5,8 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.integration.raw import Connection, head
-from tests.integration.wire import X, assert_problem, npy
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.wire import X, assert_problem, npy
 
 BODY = npy(X)
 LENGTH = f"Content-Length: {len(BODY)}"

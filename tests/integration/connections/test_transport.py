@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.raw import Answer, Connection, head
-from tests.integration.wire import NPY, X, assert_alive, assert_problem, from_npy, npy
+from tests.integration.harness.raw import Answer, Connection, head
+from tests.integration.harness.wire import NPY, X, assert_alive, assert_problem, from_npy, npy
 
 LARGE = np.random.default_rng(1).standard_normal((3000, 1024), dtype=np.float32)
 BODY = npy(LARGE)

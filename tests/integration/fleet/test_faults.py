@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.fleets import (
+from tests.integration.harness.fleets import (
     WEIGHT,
     assert_right,
     clients,
@@ -27,8 +27,8 @@ from tests.integration.fleets import (
     put,
     right,
 )
-from tests.integration.raw import Connection, head
-from tests.integration.wire import assert_problem, from_npy, npy
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.wire import assert_problem, from_npy, npy
 
 HANG_S = 4
 LIMITED = str(Path(__file__).with_name("limited_files.py"))

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.fleets import WEIGHT, clients, layers, on_each, put
-from tests.integration.raw import Connection, head
-from tests.integration.stage import stage_on
-from tests.integration.wire import assert_alive, assert_problem, from_npy, npy, post
+from tests.integration.harness.fleets import WEIGHT, clients, layers, on_each, put
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.stage import stage_on
+from tests.integration.harness.wire import assert_alive, assert_problem, from_npy, npy, post
 
 HANG_S = 4
 X = np.linspace(-3, 3, 64 * 1024, dtype=np.float32).reshape(64, 1024) ** 3

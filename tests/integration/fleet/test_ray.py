@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from normserve.client import Client, RetryPolicy
 
-from tests.integration.servers import launch_command
+from tests.integration.harness.servers import launch_command
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'normserve[ray]'")
 

@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from tests.integration.raw import Connection, head
-from tests.integration.wire import X, assert_alive, assert_problem, npy
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.wire import X, assert_alive, assert_problem, npy
 
 WRONG = (None, "Bearer wrong", "s3cret-key", "Basic s3cret-key", "Bearer", "Bearer s3cret-ke\xff")
 

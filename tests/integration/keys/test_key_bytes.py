@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.integration.raw import Connection, head
-from tests.integration.wire import X, assert_problem, npy
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.wire import X, assert_problem, npy
 from tests.security.keys import bearing, table, write_keys
 
 KEYS = (

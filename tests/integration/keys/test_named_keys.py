@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.integration.fleet.test_fleet import WEIGHT, normalised, on_each, put
-from tests.integration.wire import NPY, SAFETENSORS, X, assert_alive, assert_problem, npy, packed
+from tests.integration.harness.wire import NPY, SAFETENSORS, X, assert_alive, assert_problem, npy, packed
 from tests.security.keys import (
     EVERYTHING,
     EXPIRED,

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import torch
 
-from tests.integration.wire import NPY, SAFETENSORS, npy, packed
+from tests.integration.harness.wire import NPY, SAFETENSORS, npy, packed
 
 ROWS = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0))
 IMAGES = ROWS.view(2, 16, 64, 64)

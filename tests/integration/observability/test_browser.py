@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.integration.browser import Opened, browser, visit
+from tests.integration.harness.browser import Opened, browser, visit
 from tests.integration.observability.load import drive
 from tests.security.keys import INFER, METRICS, write_keys
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.raw import exchange
-from tests.integration.wire import NPY, SAFETENSORS, npy, packed, post
+from tests.integration.harness.raw import exchange
+from tests.integration.harness.wire import NPY, SAFETENSORS, npy, packed, post
 
 
 def scrape(http) -> dict[tuple[str, frozenset], float]:

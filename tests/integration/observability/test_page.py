@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from normserve.http.routes.page import commands
 
-from tests.integration.wire import assert_problem
+from tests.integration.harness.wire import assert_problem
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "service/normserve/http/page"

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from tests.integration.harness.servers import ServerProcess
 from tests.integration.observability.load import BAD, GOOD, Tally, drive, leave
 from tests.integration.observability.prometheus import Prometheus, queries
-from tests.integration.servers import ServerProcess
 
 WARM_S, LOAD_S = 0.5, 3.0
 FLEET_REQUESTS = 40
 HARNESS = """
+warmup_s = 0.2
+
 [workload]
 max_mib = 0.1
 pool = 20
@@ -28,7 +30,7 @@ pool = 20
 name = "calm"
 arrivals = "constant"
 rate = 100
-duration_s = 2.0
+duration_s = 1.2
 """
 
 
@@ -122,7 +124,7 @@ def test_counters_equal_what_the_harness_sent(scene, tmp_path):
     for (op, code), count in scene.prometheus.values(REQUESTS, "op", "code").items():
         grown[code] += int(count - before.get((op, code), 0))
     assert +grown == Counter({code: count for code, count in sent.items() if count})
-    assert grown["200"] > 100
+    assert grown["200"] > 50
 
 
 def test_mean_kernel_bandwidth_is_what_the_headers_said(scene):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.misbehaving_server import HAS_A_BUG, RUNS_DRY
-from tests.integration.raw import Connection, head
-from tests.integration.stage import Stage
-from tests.integration.wire import SAFETENSORS, assert_alive, assert_problem, npy, packed, post
+from tests.integration.harness.misbehaving_server import HAS_A_BUG, RUNS_DRY
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.stage import Stage
+from tests.integration.harness.wire import SAFETENSORS, assert_alive, assert_problem, npy, packed, post
 
 
 def test_deadline_is_kept_while_the_device_is_busy(stage):
@@ -134,7 +134,7 @@ def slab_bytes_in_use(stage: Stage) -> float:
 def test_what_fails_on_the_device_leaves_no_slab_behind(stage, cols, status):
     for _ in range(3):
         assert stage.post(cols, rows=5000).status_code == status
-        stage.until(lambda: slab_bytes_in_use(stage) == 0, 3)
+        stage.until(lambda: slab_bytes_in_use(stage) == 0)
 
 
 def test_what_is_late_leaves_no_slab_behind(stage):
@@ -142,7 +142,7 @@ def test_what_is_late_leaves_no_slab_behind(stage):
     # What runs has a slab of its own, unless its body came with its header.
     before = slab_bytes_in_use(stage)
     assert stage.post(8, rows=50_000, timeout_ms=50).status_code == 504
-    stage.until(lambda: slab_bytes_in_use(stage) == before, 3)
+    stage.until(lambda: slab_bytes_in_use(stage) == before)
     stage.open_gate()
     assert running.result().status_code == 200
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.integration.harness.stage import SCRIPT
 from tests.integration.process.test_lifecycle import free_port, is_up
-from tests.integration.stage import SCRIPT
 
 K8S = Path(__file__).parents[3] / "docker/k8s"
 DEPLOYMENT = yaml.safe_load((K8S / "base/deployment.yaml").read_text(encoding="utf-8"))

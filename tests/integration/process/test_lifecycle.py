@@ -5,11 +5,11 @@ from concurrent.futures import Future
 
 import httpx
 
-from tests.integration.misbehaving_server import FAILS
-from tests.integration.raw import Connection
-from tests.integration.servers import of_one_process
-from tests.integration.stage import SCRIPT
-from tests.integration.wire import X, assert_alive, assert_problem, npy
+from tests.integration.harness.misbehaving_server import FAILS
+from tests.integration.harness.raw import Connection
+from tests.integration.harness.servers import of_one_process
+from tests.integration.harness.stage import SCRIPT
+from tests.integration.harness.wire import X, assert_alive, assert_problem, npy
 
 
 def test_sigterm_finishes_what_was_admitted_and_refuses_the_rest(stage_of):

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from tests.integration.raw import Connection, head
-from tests.integration.stage import SCRIPT, stage_on
-from tests.integration.wire import assert_problem, npy
+from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.stage import SCRIPT, stage_on
+from tests.integration.harness.wire import assert_problem, npy
 
 STALL_S = 0.3
 

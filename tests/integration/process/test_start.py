@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.integration.wire import assert_alive
+from tests.integration.harness.wire import assert_alive
 
 
 def test_port_in_use(start_server, server):

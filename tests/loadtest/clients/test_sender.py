@@ -1,5 +1,6 @@
 """Who sends, against a server that answers well, badly, or not for a while."""
 
+import threading
 import time
 
 import pytest
@@ -63,9 +64,9 @@ def test_a_stall_shows_in_every_request_that_was_due_during_it(fake_server, send
     assert sum(latency_s > 0.1 for latency_s in latencies) >= 35
     assert tally.total().latency.percentile(75) > 0.1
     # From when they were sent, one alone took long: what a closed loop would have seen.
-    assert sum(record.ended_s - record.sent_s > 0.1 for record in records) <= 3
+    assert sum(record.ended_s - record.sent_s > 0.25 for record in records) <= 3
     # The client itself was not late: nobody was free.
-    assert tally.lag.percentile(50) < 0.1
+    assert tally.lag.percentile(75) < tally.total().latency.percentile(75) / 2
 
 
 def test_a_closed_loop_asks_a_stalled_server_less(fake_server, sender):
@@ -75,10 +76,23 @@ def test_a_closed_loop_asks_a_stalled_server_less(fake_server, sender):
 
 
 def test_connections_are_used_at_once(fake_server, sender):
-    fake_server.before = lambda _: time.sleep(0.05)
-    records = played(sender, Phase("a", "closed", 0.3, connections=4), connections=4)
-    # One connection alone could send six.
-    assert len(records) >= 12
+    counting = threading.Lock()
+    at_once, most = 0, 0
+
+    def count(by):
+        nonlocal at_once, most
+        with counting:
+            at_once += by
+            most = max(most, at_once)
+
+    def stay(_):
+        count(1)
+        time.sleep(0.1)
+        count(-1)
+
+    fake_server.before = stay
+    played(sender, Phase("a", "closed", 0.3, connections=4), connections=4)
+    assert most == 4
 
 
 def test_what_was_due_too_long_ago_is_not_sent_but_counted(fake_server, sender):

@@ -7,8 +7,8 @@ server open a file, or register memory, by a name.
 import pytest
 import torch
 
-from tests.integration.raw import exchange
-from tests.integration.wire import SAFETENSORS, X, assert_alive, assert_problem, npy, packed
+from tests.integration.harness.raw import exchange
+from tests.integration.harness.wire import SAFETENSORS, X, assert_alive, assert_problem, npy, packed
 
 BODY = packed(weight=torch.ones(12))
 

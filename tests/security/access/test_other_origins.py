@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.integration.raw import exchange, head
-from tests.integration.wire import X, assert_alive, assert_problem, npy, post
+from tests.integration.harness.raw import exchange, head
+from tests.integration.harness.wire import X, assert_alive, assert_problem, npy, post
 
 BODY = npy(X)
 APP = "https://app.example"

@@ -5,8 +5,8 @@ import re
 import httpx
 import pytest
 
-from tests.integration.raw import Connection, exchange
-from tests.integration.wire import X, assert_alive, assert_problem, npy
+from tests.integration.harness.raw import Connection, exchange
+from tests.integration.harness.wire import X, assert_alive, assert_problem, npy
 from tests.security.keys import EVERYTHING, INFER, METRICS, bearing, write_keys
 
 BODY = npy(X)

@@ -9,8 +9,8 @@ import socket
 
 import pytest
 
-from tests.integration.raw import Connection, exchange
-from tests.integration.wire import assert_alive, assert_problem
+from tests.integration.harness.raw import Connection, exchange
+from tests.integration.harness.wire import assert_alive, assert_problem
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

@@ -6,8 +6,8 @@ import socket
 import numpy as np
 import pytest
 
-from tests.integration.raw import Answer, head
-from tests.integration.wire import X, npy
+from tests.integration.harness.raw import Answer, head
+from tests.integration.harness.wire import X, npy
 
 LARGE = npy(np.random.default_rng(0).standard_normal((3000, 1024), dtype=np.float32))
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.integration.raw import Connection, exchange
-from tests.integration.wire import X, assert_problem, npy
+from tests.integration.harness.raw import Connection, exchange
+from tests.integration.harness.wire import X, assert_problem, npy
 
 KEY = "Authorization: Bearer s3cret"
 BODY = npy(X)

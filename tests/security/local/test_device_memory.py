@@ -14,10 +14,10 @@ import pytest
 from normserve.codec import local_frames as frames
 from normserve.memory.device_segments import Device, DeviceSegment
 
-from tests.integration.local_wire import LocalConnection
+from tests.integration.harness.local_wire import LocalConnection
 from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
 
-SCRIPT = str(Path(__file__).parents[2] / "integration" / "device_server.py")
+SCRIPT = str(Path(__file__).parents[2] / "integration" / "harness" / "device_server.py")
 ROOT = Path(__file__).parents[3]
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 QUOTA = 6 * GRANULARITY
@@ -185,7 +185,7 @@ def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
 CLIENT = """
     import sys
     from normserve.codec import local_frames as frames
-    from tests.integration.local_wire import LocalConnection
+    from tests.integration.harness.local_wire import LocalConnection
     from tests.security.local.test_device_memory import Wire, forward
     wire = Wire(sys.argv[1])
     number = wire.grow_device(2 ** 22)

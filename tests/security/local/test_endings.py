@@ -16,10 +16,10 @@ from normserve.client import Client, ConnectionFailedError, RetryPolicy
 from normserve.codec import local_frames as frames
 
 from tests.chaos.local import churn
-from tests.integration.local_wire import LocalConnection, request
-from tests.integration.misbehaving_server import WAITS
-from tests.integration.servers import of_one_process
-from tests.integration.stage import SCRIPT, stage_on
+from tests.integration.harness.local_wire import LocalConnection, request
+from tests.integration.harness.misbehaving_server import WAITS
+from tests.integration.harness.servers import of_one_process
+from tests.integration.harness.stage import SCRIPT, stage_on
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 ONCE = RetryPolicy(tries=1)
@@ -64,7 +64,7 @@ class OtherProcess:
         program = (
             "import sys, time, numpy as np, msgspec\n"
             "from normserve.codec import local_frames as frames\n"
-            "from tests.integration.local_wire import LocalConnection, located, request\n"
+            "from tests.integration.harness.local_wire import LocalConnection, located, request\n"
             "client = LocalConnection(sys.argv[1]); client.grow(2**22)\n" + body
         )
         self.process = subprocess.Popen(

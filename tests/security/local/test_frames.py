@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from normserve.codec import local_frames as frames
 
-from tests.integration.local_wire import HALF, LocalConnection, located, request
+from tests.integration.harness.local_wire import HALF, LocalConnection, located, request
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 PLAIN = msgspec.to_builtins(request(X.shape))

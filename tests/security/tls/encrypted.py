@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.certificates import Certificates
-from tests.integration.raw import Answer, head
-from tests.integration.wire import X, assert_alive, npy
+from tests.integration.harness.raw import Answer, head
+from tests.integration.harness.wire import X, assert_alive, npy
 
 BODY = npy(X)
 WHOLE = head("/v1/layer_norm", f"Content-Length: {len(BODY)}") + BODY

@@ -14,8 +14,8 @@ import torch
 from normserve.client import Client, ConnectionFailedError
 
 from tests.certificates import Certificates
-from tests.integration.servers import HTTP_PROCESSES
-from tests.integration.wire import X, assert_alive
+from tests.integration.harness.servers import HTTP_PROCESSES
+from tests.integration.harness.wire import X, assert_alive
 from tests.security.tls.encrypted import WHOLE, ended, https, received, wrapped
 
 ROOT = Path(__file__).parents[3]

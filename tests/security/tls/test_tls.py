@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.raw import head
-from tests.integration.wire import NPY, assert_alive, from_npy, npy
+from tests.integration.harness.raw import head
+from tests.integration.harness.wire import NPY, assert_alive, from_npy, npy
 from tests.security.tls.encrypted import BODY, WHOLE, assert_serves, ended, https, received, wrapped
 
 LARGE = 2**24
@@ -226,7 +226,7 @@ def test_who_leaves_within_a_body_leaves_nothing(secure, ours, until, politely):
 def test_what_was_admitted_is_answered_while_the_server_drains(stage_of, ours, monkeypatch):
     """An idle connection, which never answers that TLS ends, holds up nothing."""
     monkeypatch.setattr(
-        "tests.integration.servers.ServerProcess.client", lambda server: https(server, ours.trust())
+        "tests.integration.harness.servers.ServerProcess.client", lambda server: https(server, ours.trust())
     )
     stage = stage_of(*ours.options())
     with wrapped(stage.server, ours.trust()) as idle:

@@ -199,10 +199,15 @@ async def test_the_journal_is_no_larger_than_the_layers(fleet):
 
 @fleet_of(2)
 async def test_what_has_begun_is_finished_though_the_client_leaves(fleet):
-    gate = asyncio.Event()
-    fleet.b.at_making = gate.wait
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def make() -> None:
+        begun.set()
+        await gate.wait()
+
+    fleet.b.at_making = make
     client = asyncio.create_task(fleet.a.put("a"))
-    await asyncio.sleep(0.01)
+    await begun.wait()
     client.cancel()
     with pytest.raises(asyncio.CancelledError):
         await client

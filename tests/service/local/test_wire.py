@@ -110,13 +110,13 @@ def test_the_clock_of_a_frame_stands_still_while_nobody_reads():
         theirs.send(frame(1, b"abc")[:-1])
         await asyncio.sleep(0.01)
         wire.read(wanted=False)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.4)
         assert wire.is_open
         wire.read(wanted=True)
         theirs.send(b"c")
         await until(lambda: told.frames)
 
-    wired(body, frame_s=0.05)
+    wired(body, frame_s=0.3)
 
 
 def test_nothing_is_read_while_too_many_answers_wait():

@@ -13,8 +13,8 @@ import pytest
 from normserve.process import connections
 from normserve.process.connections import ConnectionLimits, address_of, connections_for_descriptors
 
-from tests.integration.raw import Answer
-from tests.integration.wire import assert_problem
+from tests.integration.harness.raw import Answer
+from tests.integration.harness.wire import assert_problem
 
 
 def on_a_loop(play):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import torch
 
-from tests.integration.wire import NPY, SAFETENSORS, X, from_npy, npy, packed
+from tests.integration.harness.wire import NPY, SAFETENSORS, X, from_npy, npy, packed
 
 WEIGHT = torch.linspace(1, 2, 12)
 

@@ -16,8 +16,8 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from tests.integration.preloaded import PreloadedProcess
-from tests.integration.stage import Stage, stage_on
+from tests.integration.harness.preloaded import PreloadedProcess
+from tests.integration.harness.stage import Stage, stage_on
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from tests.integration.misbehaving_server import WAITS
-from tests.integration.wire import npy
+from tests.integration.harness.misbehaving_server import WAITS
+from tests.integration.harness.wire import npy
 
 SCRIPT = str(Path(__file__).with_name("misbehaving_server.py"))
 

@@ -26,7 +26,7 @@ import normserve.process.serving
 import normserve.process.supervisor
 import normserve.process.worker  # noqa: F401
 
-from tests.integration.forked_workers import fork_worker
+from tests.integration.harness.forked_workers import fork_worker
 
 
 def forking() -> ForkServerContext:

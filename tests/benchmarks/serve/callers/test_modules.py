@@ -1,6 +1,6 @@
 """Modules of the service beside those in process: the table."""
 
-from benchmarks.serve.modules import table
+from benchmarks.serve.callers.modules import table
 
 
 def row(rows, module, p50, ratio):

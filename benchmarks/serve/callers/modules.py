@@ -1,4 +1,4 @@
-"""What a module costs whose passes run in the service: `python -m benchmarks.serve.modules --out FILE.csv`.
+"""What a module costs whose passes run in the service: `python -m benchmarks.serve.callers.modules --out FILE.csv`.
 
 Forward and backward of a LayerNorm of x [rows, cols] with weight and bias, all gradients: `normserve.client.torch`
 over shared memory (x and dy there already, and elsewhere), over HTTP by the Unix socket and by TCP, beside
@@ -40,7 +40,7 @@ Step = Callable[[], Sequence[Tensor]]
 
 
 def main() -> int:
-    options = command.parser("modules", "the server and of the caller")
+    options = command.parser("callers.modules", "the server and of the caller")
     options.add_argument("--rows", type=int, action="append", help="of x; 16 and 1024 if not given")
     options.add_argument("--cols", type=int, default=4096, help="of x")
     options.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x and the parameters")

@@ -1,4 +1,4 @@
-from benchmarks.serve.client import table
+from benchmarks.serve.callers.client import table
 
 
 def row(transport, size, caller, p50_ms, over_socket):

@@ -1,4 +1,4 @@
-"""What a Python caller sees: `python -m benchmarks.serve.client --out FILE.csv`.
+"""What a Python caller sees: `python -m benchmarks.serve.callers.client --out FILE.csv`.
 
 Whole calls, arrays in and out, LayerNorm of [rows, 1024] float32 with a registered layer over one connection: the
 clients of `normserve.client`, plain httpx, and some thirty lines over a socket that do what any caller must.  TCP
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def main() -> int:
-    options = command.parser("client", "the servers and of the callers")
+    options = command.parser("callers.client", "the servers and of the callers")
     command.add_sizes(options, SIZES)
     options.add_argument("--transport", choices=TRANSPORTS, action="append", help="all if not given")
     options.add_argument("--caller", choices=CALLERS, action="append", help="besides the socket; all if not given")

@@ -1,4 +1,4 @@
-"""What sharing memory saves: `python -m benchmarks.serve.local --out FILE.csv`.
+"""What sharing memory saves: `python -m benchmarks.serve.callers.local --out FILE.csv`.
 
 Whole calls, arrays in and out, LayerNorm of [rows, 1024] float32 with a registered layer over one connection: the
 clients of `normserve.client` with shared memory, with x there already and with x copied there, beside some thirty
@@ -34,7 +34,7 @@ COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "socket_
 
 
 def main() -> int:
-    options = command.parser("local", "the server and of the callers")
+    options = command.parser("callers.local", "the server and of the callers")
     command.add_sizes(options)
     command.add_turns(options, "each caller", 1.0)
     options.add_argument("--threads", type=int, default=1, help="of each operation, wherever it runs")

@@ -1,4 +1,4 @@
-"""What sharing a GPU's memory saves: `python -m benchmarks.serve.device --out FILE.csv`; needs a GPU.
+"""What sharing a GPU's memory saves: `python -m benchmarks.serve.callers.device --out FILE.csv`; needs a GPU.
 
 A server with Triton's kernels and callers in processes of their own.  LayerNorm forward of [rows, 1024] float32,
 whole calls: x and y in the device's memory, in pinned memory that both share, by HTTP, beside torch's operation in
@@ -43,7 +43,7 @@ Call = Callable[[], object]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.device")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.callers.device")
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each caller")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")

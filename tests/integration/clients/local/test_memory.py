@@ -1,0 +1,98 @@
+"""Memory that clients share with a real server: what is copied, what stays, what comes back."""
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from normserve.client import (
+    Client,
+    OverloadedError,
+    RetryPolicy,
+    TooLargeError,
+)
+
+ONCE = RetryPolicy(tries=1)
+
+
+def shared_bytes(serving) -> float:
+    import httpx
+
+    text = httpx.get(serving.url + "/metrics", verify=False).text
+    (line,) = [line for line in text.splitlines() if line.startswith("normserve_local_bytes ")]
+    return float(line.split()[1])
+
+
+def test_a_tensor_in_the_arena_is_not_copied_and_a_result_stays_while_it_is_looked_at(local):
+    x = local.empty((300, 1024))
+    x[:] = 1.5
+    y = local.layer_norm(x, bias=np.full(1024, 7, np.float32)).y
+    more = [local.layer_norm(x, bias=np.full(1024, number, np.float32)).y for number in range(3)]
+    assert (y == 7).all()
+    assert [each[0, 0] for each in more] == [0, 1, 2]
+    assert (x == 1.5).all()
+    row = y[5]
+    del y
+    gc.collect()
+    local.layer_norm(x)
+    assert (row == 7).all()
+
+
+def test_memory_comes_back_with_the_last_view(serving, path):
+    with Client(f"unix://{path}", retries=ONCE) as client:
+        x = client.empty((2048, 1024))
+        x[:] = 1
+        # A quota of 256 MiB, and results of 8 MiB.
+        for _ in range(40):
+            client.layer_norm(x)
+        kept = [client.layer_norm(x) for _ in range(15)]
+        with pytest.raises(OverloadedError, match="local_bytes"):
+            kept += [client.layer_norm(x) for _ in range(20)]
+        kept.clear()
+        assert client.layer_norm(x).y.shape == x.shape
+
+
+def test_what_no_quota_allows_is_refused_at_once(local):
+    with pytest.raises(TooLargeError):
+        local.empty((2**20, 1024))
+
+
+def test_results_outlive_the_client(serving, path):
+    client = Client(f"unix://{path}")
+    x = np.full((64, 1024), 2, np.float32)
+    y = client.layer_norm(x, bias=np.full(1024, 3, np.float32)).y
+    client.close()
+    assert (y == 3).all()
+    other = Client(f"unix://{path}")
+    dropped = other.layer_norm(x, bias=np.full(1024, 4, np.float32)).y
+    del other
+    gc.collect()
+    assert (dropped == 4).all()
+
+
+def test_a_closed_client_gives_its_memory_back(serving, path, http, until, settled):
+    before = settled(lambda: shared_bytes(serving))
+    client = Client(f"unix://{path}")
+    y = client.layer_norm(np.ones((2**14, 1024), np.float32)).y
+    assert shared_bytes(serving) >= before + 2**27
+    client.close()
+    assert y.shape
+    del y
+    until(lambda: shared_bytes(serving) == before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_processes_that_share_neither_processes_nor_ipc(serving, path, until, settled):
+    before = settled(lambda: shared_bytes(serving))
+    program = (
+        "import os, numpy as np; from normserve.client import Client\n"
+        f"client = Client('unix://{path}'); x = client.empty((4, 8)); x[:] = 1\n"
+        "assert os.getpid() == 1 and (client.layer_norm(x).y == 0).all(); os._exit(0)"
+    )
+    apart = ["unshare", "--pid", "--ipc", "--fork", sys.executable, "-c", program]
+    subprocess.run(apart, check=True, timeout=60)
+    # It gave nothing back, and has ended.
+    until(lambda: shared_bytes(serving) == before)

@@ -1,0 +1,125 @@
+"""Clients that share memory with a real server: the same answers to the bit as over HTTP, and the same errors."""
+
+import numpy as np
+import pytest
+import torch
+from normserve.client import (
+    InvalidRequestError,
+    UnknownLayerError,
+)
+
+from tests.integration.clients.local.results import assert_same, random
+
+SHAPES = {"layer_norm": (6, 5, 48), "rms_norm": (30, 48), "group_norm": (3, 12, 5, 4)}
+
+
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+
+
+def arguments(op, kind=np.asarray, dtype=torch.float32):
+    shape = SHAPES[op]
+    size = shape[1] if op == "group_norm" else shape[-1]
+    affine = {"weight": kind(random(size, seed=3, dtype=dtype)), "bias": kind(random(size, seed=4, dtype=dtype))}
+    if op == "rms_norm":
+        del affine["bias"]
+    more = {"num_groups": 3} if op == "group_norm" else {}
+    return kind(random(*shape, dtype=dtype)), affine, more
+
+
+@pytest.mark.parametrize("op", SHAPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_both_passes_have_the_same_bits_as_over_http(http, local, op, activation):
+    x, affine, more = arguments(op)
+    more |= {"residual": np.asarray(random(*x.shape, seed=1)), "activation": activation, "eps": 3e-4}
+    forward = [getattr(each, op)(x, **affine, **more, stats=True) for each in (local, http)]
+    assert_same(*forward)
+    saved = {name: getattr(forward[0], name) for name in ("mean", "rstd")}
+    if saved["mean"] is None:
+        del saved["mean"]
+    dy, arrived = (np.asarray(random(*x.shape, seed=seed)) for seed in (6, 7))
+    backward = f"{op}_backward"
+    more["dresidual_out"] = arrived
+    assert_same(*[getattr(each, backward)(dy, x, **affine, **more, **saved) for each in (local, http)])
+
+
+@pytest.mark.parametrize("op", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_element_type_of_torch(http, local, op, dtype):
+    x, affine, more = arguments(op, torch.as_tensor, dtype)
+    more |= {"dropout": 0.3, "seed": -5, "out_dtype": torch.float16}
+    assert_same(*[getattr(each, op)(x, **affine, **more) for each in (local, http)])
+
+
+def test_group_norm_in_channels_last_with_scale_and_shift(http, local):
+    x, affine, more = arguments("group_norm")
+    x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
+    more |= {"layout": "nhwc"} | {name: np.asarray(random(3, 12, seed=9)) for name in ("scale", "shift")}
+    assert_same(*[each.group_norm(x, **affine, **more) for each in (local, http)])
+    assert_same(*[each.group_norm_backward(x, x, **affine, **more) for each in (local, http)])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 300, 5000])
+def test_any_number_of_rows(http, local, rows):
+    x = np.asarray(random(rows, 256))
+    assert_same(*[each.layer_norm(x, stats=True) for each in (local, http)])
+    assert_same(*[each.layer_norm_backward(x, x, np.ones(256, np.float32)) for each in (local, http)])
+
+
+def test_registered_layers(http, local):
+    weight, bias = (np.asarray(random(48, seed=seed)) for seed in (1, 2))
+    assert local.put_layer("ln.a", "layer_norm", weight, bias, eps=1e-4, activation="silu") is True
+    assert local.put_layer("ln.a", "layer_norm", weight, bias, eps=1e-4, activation="silu") is False
+    assert local.layer("ln.a") == http.layer("ln.a")
+    assert local.layers() == http.layers()
+    x = np.asarray(random(5, 48))
+    assert_same(*[each.layer_norm(x, layer="ln.a") for each in (local, http)])
+    assert_same(*[each.layer_norm_backward(x, x, layer="ln.a") for each in (local, http)])
+    local.put_layer("rms", "rms_norm", weight.astype(np.float16))
+    assert_same(*[each.rms_norm_backward(x, x, layer="rms") for each in (local, http)])
+    local.put_layer("gn", "group_norm", weight, num_groups=4)
+    groups = np.asarray(random(2, 48, 3))
+    assert_same(*[each.group_norm(groups, layer="gn", stats=True) for each in (local, http)])
+    assert_same(*[each.group_norm_backward(groups, groups, layer="gn") for each in (local, http)])
+    for name in ("ln.a", "rms", "gn"):
+        local.delete_layer(name)
+    with pytest.raises(UnknownLayerError):
+        local.layer("ln.a")
+    with pytest.raises(UnknownLayerError):
+        local.delete_layer("ln.a")
+    with pytest.raises(UnknownLayerError):
+        local.layer_norm(x, layer="ln.a")
+
+
+def test_what_the_server_is(http, local, path):
+    limits = {"max_bytes": 2**28, "max_connections": 64, "max_device_bytes": 2**30}
+    assert local.info()["local"] == {"path": str(path), "version": 1, **limits, "device": None}
+    assert local.info().keys() == http.info().keys()
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda client, x: client.layer_norm(x, eps=-1.0), "invalid_parameter"),
+        (lambda client, x: client.layer_norm(x, activation="swish"), "invalid_parameter"),
+        (lambda client, x: client.layer_norm(x, np.ones(3, np.float32)), "invalid_shape"),
+        (lambda client, x: client.layer_norm(np.float32(1.0)[None].reshape(())), "invalid_shape"),
+        (lambda client, x: client.group_norm(x), "invalid_parameter"),
+        (lambda client, x: client.group_norm(x, 5), "invalid_parameter"),
+        (lambda client, x: client.layer_norm_backward(x[:1], x), "invalid_shape"),
+        (lambda client, x: client.layer_norm_backward(x, x, mean=np.ones(2, np.float32)), "missing_tensor"),
+        (lambda client, x: client.layer_norm(x, dropout=0.5), "invalid_parameter"),
+        (lambda client, x: client.layer_norm(x, layer="a/b"), "invalid_parameter"),
+        (lambda client, x: client.put_layer("..", "layer_norm", x), "invalid_parameter"),
+        (lambda client, x: client.put_layer("l", "layer_norm", x), "invalid_shape"),
+        (lambda client, x: client.put_layer("l", "group_norm", x[0]), "invalid_parameter"),
+    ],
+)
+def test_refusals_are_those_of_http(http, local, call, code):
+    x = np.ones((2, 12), np.float32)
+    told = []
+    for client in (local, http):
+        with pytest.raises(InvalidRequestError) as caught:
+            call(client, x)
+        told.append((caught.value.status, caught.value.code, caught.value.detail))
+    assert told[0] == told[1]
+    assert told[0][1] == code
