@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.raw import Answer, Connection, exchange, head
-from tests.integration.wire import SAFETENSORS, assert_alive, packed
+from tests.integration.harness.raw import Answer, Connection, exchange, head
+from tests.integration.harness.wire import SAFETENSORS, assert_alive, packed
 from tests.security.keys import EXPIRED, INFER, LAYERS, METRICS, bearing, write_keys
 
 PATH = "/v2/models/layer_norm/infer"

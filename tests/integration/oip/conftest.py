@@ -4,7 +4,7 @@ import pytest
 import torch
 import tritonclient.http as triton
 
-from tests.integration.wire import packed
+from tests.integration.harness.wire import packed
 
 NORM = torch.linspace(0.5, 1.5, 8), torch.linspace(-1, 1, 8)
 

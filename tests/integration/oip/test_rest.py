@@ -8,8 +8,8 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.integration.harness.raw import Connection, exchange, head
 from tests.integration.oip.models import random
-from tests.integration.raw import Connection, exchange, head
 
 X = random(2, 4)
 

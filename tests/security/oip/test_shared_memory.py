@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.misbehaving_server import WAITS
-from tests.integration.raw import exchange, head
-from tests.integration.stage import stage_on
-from tests.integration.wire import assert_alive
+from tests.integration.harness.misbehaving_server import WAITS
+from tests.integration.harness.raw import exchange, head
+from tests.integration.harness.stage import stage_on
+from tests.integration.harness.wire import assert_alive
 from tests.security.keys import EVERYTHING, INFER, LAYERS, METRICS, bearing, write_keys
 
 PREFIX = f"normserve-test-{uuid.uuid4().hex[:8]}-"
