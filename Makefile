@@ -55,13 +55,13 @@ test-gpu:
 		--editable '.[ray]' pytest pytest-timeout safetensors
 	@touch $@
 
-# Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
-# nobody else's, which root may make.
 # The tests of HTTP once more, with processes that speak it for the one with the device.
 test-frontends: .venv/.dev
 	FRONTENDS=2 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/integration/api tests/integration/connections \
 		tests/integration/keys tests/integration/process tests/integration/clients tests/security
 
+# Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
+# nobody else's, which root may make.
 test-ray: .venv/ray/.done
 	unshare --net --pid --fork --mount-proc --kill-child sh -c 'ip link set lo up && exec "$$@"' sh \
 		.venv/ray/bin/python -m pytest tests/integration/fleet/test_ray.py
