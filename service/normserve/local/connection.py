@@ -30,6 +30,7 @@ from normserve.local.device import DeviceArenas, LentDeviceSegment
 from normserve.local.layers import LayerMessages, Sender
 from normserve.local.memory import Leftovers, Lent, LentSegment, SharedMemory, give_back
 from normserve.local.operations import Operations, Request, answered
+from normserve.local.own_memory import LentAllocation, OwnMemory
 from normserve.local.peer import Peer
 from normserve.local.session import Session
 from normserve.local.wire import Wire
@@ -77,6 +78,7 @@ class Service:
     progress: Progress
     memory: SharedMemory
     device_memory: DeviceArenas
+    own_memory: OwnMemory
     leftovers: Leftovers
     describe: Callable[[], Awaitable[dict[str, Any]]]
     is_logged: bool = False
@@ -99,6 +101,8 @@ class Connection:
         self._arena = Arena()
         # Of the device: given back, and charged until the client's process has ended.
         self._spent: list[LentDeviceSegment] = []
+        # Allocations of the client's that are being opened.
+        self._opening = 0
         self._waiting: deque[tuple[int, Said, float, float]] = deque()
         # What frames said that came before: clients send the like again and again.
         self._known: dict[bytes, Sequence[Said]] = {}
@@ -159,10 +163,12 @@ class Connection:
         self._known.clear()
         for job in tuple(self._jobs):
             self._service.operations.engine.abandon(job)
-        segments: list[Lent] = [_lent(memory) for memory in self._arena.segments.values()]
+        owned, segments = _divided(self._arena)
         segments += self._spent
         self._spent = []
         self._arena.segments.clear()
+        # What the client has allocated nobody is charged for, and nobody keeps.
+        give_back(owned)
         self.on_gone(segments)
 
     def _begin_waiting(self) -> None:
@@ -233,6 +239,10 @@ class Connection:
                 record.op = "grow"
                 self._session.authorise(_ANY, record)
                 descriptors = (await self._grow(message, answer),)
+            case frames.Own():
+                record.op = "own"
+                self._session.authorise(_ANY, record)
+                await self._open(message, answer)
             case frames.Info():
                 record.op = "info"
                 self._session.authorise(_ANY, record)
@@ -247,7 +257,10 @@ class Connection:
     def _offered(self) -> dict[str, Any]:
         """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
         service = self._service
-        return {} if service.operations.engine.device is None else {"device": service.device_memory.offer()}
+        if service.operations.engine.device is None:
+            return {}
+        offer = service.device_memory.offer()
+        return {"device": None if offer is None else {**offer, "own": service.own_memory.may(self.peer)}}
 
     async def _grow(self, message: frames.Grow, answer: Answer) -> int:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
@@ -266,6 +279,23 @@ class Connection:
             service.leftovers.keep(self.peer.pid, self.peer.watch(), [segment])
         answer.segment = self._arena.add(memory)
         return descriptor
+
+    async def _open(self, message: frames.Own, answer: Answer) -> None:
+        """Open what the client has allocated, and say its number in the answer."""
+        service = self._service
+        service.operations.engine.require_ready()
+        owned, _ = _divided(self._arena)
+        held = len(owned) + self._opening
+        self._opening += 1
+        try:
+            opened = await service.own_memory.open(self.peer, message.handle, message.nbytes, held)
+        finally:
+            self._opening -= 1
+        if self._wire is None or not self._wire.is_open:
+            give_back([opened])
+            return
+        answer.device, answer.nbytes = opened.device.uuid, len(opened)
+        answer.opened = self._arena.add(opened.whole())
 
     def _compute(self, asked: "_UnderWay") -> None:
         """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
@@ -368,7 +398,17 @@ class _UnderWay:
         self.permit: Permit | None = None
 
 
-def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment:
+def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment | LentAllocation:
     segment = memory.obj
-    assert isinstance(segment, LentSegment | LentDeviceSegment)
+    assert isinstance(segment, LentSegment | LentDeviceSegment | LentAllocation)
     return segment
+
+
+def _divided(arena: Arena) -> tuple[list[Lent], list[Lent]]:
+    """What the client has allocated itself, and what the server has lent."""
+    owned: list[Lent] = []
+    lent: list[Lent] = []
+    for memory in arena.segments.values():
+        segment = _lent(memory)
+        (owned if isinstance(segment, LentAllocation) else lent).append(segment)
+    return owned, lent
