@@ -167,8 +167,9 @@ class Connection:
         segments += self._spent
         self._spent = []
         self._arena.segments.clear()
-        # What the client has allocated nobody is charged for, and nobody keeps.
-        give_back(owned)
+        if owned:
+            # Nobody is charged for what the client has allocated, and nobody keeps it.
+            give_back(owned)
         self.on_gone(segments)
 
     def _begin_waiting(self) -> None:

@@ -70,16 +70,10 @@ class OwnMemory:
             raise OverloadedError(f"a connection may have {MOST_OPEN} allocations open", _RETRY_AFTER_S)
         try:
             # It takes the driver half a millisecond, which others shall not wait.
-            return await asyncio.to_thread(_opened, device, bytes.fromhex(handle), nbytes)
+            return await asyncio.to_thread(open_allocation, device, bytes.fromhex(handle), nbytes, LentAllocation)
         except ValueError as error:
             raise InvalidParameterError(str(error)) from None
         except DeviceMemoryError as error:
             # The text alone: an error's frames hold the device's.
             log.warning("a client's memory cannot be opened: %s", str(error))
             raise InvalidParameterError("the handle must be of memory that the server can open") from None
-
-
-def _opened(device: Device, handle: bytes, nbytes: int) -> LentAllocation:
-    opened = open_allocation(device, handle, nbytes, LentAllocation)
-    assert isinstance(opened, LentAllocation)
-    return opened

@@ -6,9 +6,11 @@ Memory of virtual mappings (expandable segments among them) and of the driver's 
 """
 
 import contextlib
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment, call, call_for_all
+
+_A = TypeVar("_A", bound="OpenedAllocation")
 
 HANDLE_BYTES = 64
 
@@ -48,7 +50,9 @@ def identity_of(device: Device, address: int) -> int:
         DeviceMemoryError: nothing is allocated there.
     """
     driver = device.driver
-    identity = call(driver.cuPointerGetAttribute, driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)
+    identity = call(
+        driver.cuPointerGetAttribute, driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address
+    )
     return int(identity)
 
 
@@ -68,7 +72,7 @@ def allocation_of(device: Device, address: int) -> Allocation:
     return Allocation(base, nbytes, bytes(handle.reserved))
 
 
-def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[OpenedAllocation]) -> OpenedAllocation:
+def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
     """Map what another process has allocated.
 
     Args:

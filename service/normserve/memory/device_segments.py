@@ -267,7 +267,7 @@ def call_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
         DeviceMemoryError: it fails.
     """
     try:
-        code, *values = function(*arguments)
+        code, *values = cast(Sequence[Any], function(*arguments))
     except RuntimeError as error:
         # The package is there and the driver's library is not, or lacks the function.
         raise DeviceMemoryError(str(error)) from None
