@@ -1,4 +1,4 @@
-"""A program in one container, its server in another: they share memory and the volume of a socket, and no network."""
+"""A program and its server in two containers: they share memory and the volume of a socket, and no network."""
 
 import contextlib
 import re
