@@ -162,11 +162,11 @@ def test_calls_name_it_keep_it_and_put_results_into_the_arena(arena, driver):
     message = prepared.message
     assert message.tensors["x"] == frames.Located(OWN, 0, "float32", (4, 256))
     assert message.tensors["weight"].segment == message.results["y"].segment == 3
-    del x, needs
+    del x, needs, offer
     gc.collect()
     # Whoever waited may have given up: the server reads there until it has answered.
     assert arena.own.withdrawn() == []
-    del prepared, offer
+    del prepared
     gc.collect()
     assert arena.own.withdrawn() == [OWN]
 
