@@ -9,7 +9,6 @@ has; the process that accepts (`front`), if it is near one.
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from benchmarks.serve.engine.processes import engines
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.servers import launch
 from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.processors import processor_seconds
 
 COLUMNS = (
     *("what", "nbytes", "connections", "devices", "round", "bytes_per_second", "over_one"),
@@ -36,7 +36,6 @@ _ENGINE_MIB = (16, 64)
 _IN_FLIGHT = 8
 # Bytes of a request, and connections that ask for it.
 _REQUESTS = ((2**12, 64), (2**20, 32), (2**24, 16), (2**26, 8))
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +126,10 @@ def _measure_servers(
     for number in range(rounds):
         alone = 0.0
         for fleet in fleets:
-            began, used = time.perf_counter(), _processor_seconds(fleet)
+            began, used = time.perf_counter(), processor_seconds(fleet.pids)
             turn = client.turn(fleet.served, "application/x-npy", body, seconds, connections)
             elapsed = time.perf_counter() - began
-            busy = {name: (now - used[name]) / elapsed for name, now in _processor_seconds(fleet).items()}
+            busy = {name: (now - used[name]) / elapsed for name, now in processor_seconds(fleet.pids).items()}
             alone = alone or turn.per_second
             results.add(
                 {
@@ -156,16 +155,6 @@ def _require_right(fleet: _Fleet, x: np.ndarray, body: bytes) -> None:
     for _ in range(fleet.devices):
         answer = httpx.post(url, content=body, headers={"content-type": "application/x-npy"}, timeout=60)
         posts.require_right(x, posts.make_parameters(), answer.raise_for_status().content)
-
-
-def _processor_seconds(fleet: _Fleet) -> dict[str, float]:
-    """Of each process so far."""
-    seconds = {}
-    for name, pid in fleet.pids.items():
-        # After the program's name, which may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        seconds[name] = (int(fields[11]) + int(fields[12])) / _TICKS
-    return seconds
 
 
 def _say(title: str, rows: Sequence[Mapping[str, object]]) -> None:

@@ -106,7 +106,7 @@ def _turn(worker: Worker, number: int, seconds: float, connections: int) -> Turn
     load = Load(number, (phase,), time.perf_counter(), connections, 0.0)
     done = worker.load(load, cast(Any, _Nobody()))
     (tally,) = done.tallies
-    return Turn(tally.in_time().ok / seconds, tally.service.percentile(50), done.cpu)
+    return Turn(tally.in_time().ok / seconds, tally.service.percentile(50), tally.service.percentile(99), done.cpu)
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

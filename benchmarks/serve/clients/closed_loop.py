@@ -18,12 +18,13 @@ class Turn:
 
     Attributes:
         per_second: answers a second, of all connections together.
-        p50_s: median time of one.
+        p50_s, p99_s: median and 99th percentile of one's time.
         client_cores: how many cores the client kept busy.
     """
 
     per_second: float
     p50_s: float
+    p99_s: float
     client_cores: float
 
 

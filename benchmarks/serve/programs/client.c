@@ -4,8 +4,8 @@
  *   ADDRESS  a port on 127.0.0.1, or the path of a Unix domain socket
  *   http     the file is a whole HTTP request; answers have a Content-Length and must be 200
  *   raw      the file is sent as it is and as many bytes come back
- * Writes one line: answers a second, the median time of one in seconds, and how many processors the client kept
- * busy.  A fifth of the time is spent before anything is counted; each connection counts one answer at least.  Its
+ * Writes one line: answers a second, the median and the 99th percentile of one's time in seconds, and how many
+ * processors the client kept busy.  A fifth of the time is spent before anything is counted; each connection counts one answer at least.  Its
  * rate is taken from its first counted request to its last answer, and the rates of all are added.
  */
 #define _GNU_SOURCE
@@ -175,6 +175,6 @@ int main(int argc, char **argv) {
     for (size_t i = 0, filled = 0; i < connections; filled += lines[i].count, i++)
         if (lines[i].count) memcpy(times + filled, lines[i].times, lines[i].count * sizeof *times);
     qsort(times, count, sizeof *times, ascending);
-    printf("%.6f %.9f %.4f\n", rate, times[count / 2], busy);
+    printf("%.6f %.9f %.9f %.4f\n", rate, times[count / 2], times[count * 99 / 100], busy);
     return 0;
 }

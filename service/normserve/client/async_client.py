@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from math import prod
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -28,6 +28,9 @@ def _operation(
     build: Callable[P, Call[R]],
 ) -> "Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]]":
     async def operation(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        transport = self._transport
+        if isinstance(transport, AsyncLocalTransport):
+            return await self._run_again(transport, build, args, kwargs)
         return await self._run(build(*args, **kwargs))
 
     adopt(operation, build)
@@ -102,12 +105,42 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    async def _run_again(
+        self,
+        transport: AsyncLocalTransport,
+        build: Callable[..., Call[R]],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> R:
+        """As `Client._run_again`."""
+        recurring = transport.recurring(on_device=arrays.is_on_device(args, kwargs))
+        key = None if recurring is None else recurring.key(build, args, kwargs)
+        if recurring is None or key is None:
+            return await self._run(build(*args, **kwargs))
+
+        async def ask(deadline: Deadline) -> R:
+            known: R | None = await transport.ask_again(recurring, key, deadline)
+            if known is not None:
+                return known
+            call = build(*args, **kwargs)
+            result = call.read(await transport.exchange(call, deadline), self._server.api_key)
+            recurring.learn(key, call, result)
+            return result
+
+        return await self._repeated(ask)
+
     async def _run(self, call: Call[R]) -> R:
+        async def ask(deadline: Deadline) -> R:
+            return call.read(await self._transport.exchange(call, deadline), self._server.api_key)
+
+        return await self._repeated(ask)
+
+    async def _repeated(self, attempt: Callable[[Deadline], Awaitable[R]]) -> R:
         deadline = Deadline(self._server.timeout_s)
         attempts = None
         while True:
             try:
-                return call.read(await self._transport.exchange(call, deadline), self._server.api_key)
+                return await attempt(deadline)
             except ClientError as failure:
                 attempts = attempts or Attempts(self._retries, deadline)
                 pause_s = attempts.pause_after(failure)

@@ -1,6 +1,5 @@
 """The blocking client."""
 
-import contextlib
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from normserve.client.calls import administration, arrays, operations
 from normserve.client.calls.call import Call
 from normserve.client.connecting import Server, transport_to
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ClientError, ConnectionFailedError
+from normserve.client.errors import ClientError
 from normserve.client.local.blocking import LocalTransport
 from normserve.client.methods import DEFAULT_URL, adopt
 from normserve.client.retries import Attempts, RetryPolicy
@@ -27,9 +26,9 @@ R = TypeVar("R")
 
 def _operation(build: Callable[P, Call[R]]) -> "Callable[Concatenate[Client, P], R]":
     def operation(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        x = args[0] if args else kwargs.get("x")
-        if getattr(x, "is_cuda", False) and isinstance(self._transport, LocalTransport):
-            return self._run_on_device(self._transport, build, args, kwargs)
+        transport = self._transport
+        if isinstance(transport, LocalTransport):
+            return self._run_again(transport, build, args, kwargs)
         return self._run(build(*args, **kwargs))
 
     adopt(operation, build)
@@ -131,30 +130,37 @@ class Client:
     ) -> None:
         self.close()
 
-    def _run_on_device(
+    def _run_again(
         self, transport: LocalTransport, build: Callable[..., Call[R]], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> R:
         """What was asked before with tensors at the same places is not made anew."""
-        deadline = Deadline(self._server.timeout_s)
-        recurring = transport.recurring()
+        recurring = transport.recurring(on_device=arrays.is_on_device(args, kwargs))
         key = None if recurring is None else recurring.key(build, args, kwargs)
         if recurring is None or key is None:
             return self._run(build(*args, **kwargs))
-        with contextlib.suppress(ConnectionFailedError):
+
+        def ask(deadline: Deadline) -> R:
             known: R | None = transport.ask_again(recurring, key, deadline)
             if known is not None:
                 return known
-        call = build(*args, **kwargs)
-        result = self._run(call)
-        recurring.learn(key, call, result)
-        return result
+            call = build(*args, **kwargs)
+            result = call.read(transport.exchange(call, deadline), self._server.api_key)
+            recurring.learn(key, call, result)
+            return result
+
+        return self._repeated(ask)
 
     def _run(self, call: Call[R]) -> R:
+        return self._repeated(
+            lambda deadline: call.read(self._transport.exchange(call, deadline), self._server.api_key)
+        )
+
+    def _repeated(self, attempt: Callable[[Deadline], R]) -> R:
         deadline = Deadline(self._server.timeout_s)
         attempts = None
         while True:
             try:
-                return call.read(self._transport.exchange(call, deadline), self._server.api_key)
+                return attempt(deadline)
             except ClientError as failure:
                 attempts = attempts or Attempts(self._retries, deadline)
                 pause_s = attempts.pause_after(failure)

@@ -14,8 +14,8 @@ from enum import Enum
 
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
-from normserve.engine.executor import Executor, Outcome, Reply
-from normserve.engine.progress import Progress
+from normserve.engine.executor import Executor, Outcome, Reply, on_loop
+from normserve.engine.launches import Launches
 from normserve.engine.waiters import Replies
 from normserve.errors import (
     ClientLeftError,
@@ -25,7 +25,7 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob, NormResult, Op
+from normserve.jobs.job import Batch, Execution, NormJob, NormResult, Op
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.metrics import Metrics
@@ -56,9 +56,8 @@ class Engine:
         self._metrics = metrics
         self._replies = Replies(self._withdraw)
         self._arrivals: dict[NormJob, bool] = {}
-        self._running = dict.fromkeys(Lane, 0)
-        self._launched = 0
-        self.launches = Progress()
+        self._on_device = Launches(executor, self._finish)
+        self.launches = self._on_device.progress
         self._failure: NormserveError | None = None
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
@@ -205,7 +204,7 @@ class Engine:
         if kind in self._compilation:
             return True
         if self._compilation.wait_for(kind, job):
-            self._executor.compile(job, self._on_loop(functools.partial(self._end_compile, kind)))
+            self._executor.compile(job, on_loop(functools.partial(self._end_compile, kind)))
         return False
 
     def _end_compile(self, kind: Hashable, outcome: Outcome) -> None:
@@ -243,7 +242,7 @@ class Engine:
             return
         if is_compiled:
             lane = self._batcher.lane_of(job)
-            if not self._batcher and self._has_room(lane):
+            if not self._batcher and self._on_device.has_room(lane):
                 self._launch(Batch((job,), lane))
             else:
                 self._batcher.add(job)
@@ -251,37 +250,16 @@ class Engine:
         self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
-        while (batch := self._batcher.take(self._free_lanes())) is not None:
+        while self._failure is None and (batch := self._batcher.take(self._on_device.free_lanes())) is not None:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
         self._replies.note_start(batch)
-        reply = self._on_loop(functools.partial(self._finish, batch))
-        # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
-        if not self._launched and self._executor.runs_soon(batch):
-            outcome = self._executor.run_here(batch, reply)
-            if outcome is not None:
-                self._conclude(batch, outcome)
-                return
-        else:
-            self._executor.run(batch, reply)
-        self._running[batch.lane] += 1
-        self._launched += 1
-        self.launches.begin()
-
-    def _free_lanes(self) -> list[Lane]:
-        """Of which lanes the device would take another batch now."""
-        return [lane for lane in Lane if self._has_room(lane)]
-
-    def _has_room(self, lane: Lane) -> bool:
-        """Whether the device would take another batch of that lane now."""
-        depth = self._executor.backend.depth
-        return self._launched < depth.total and self._running[lane] < depth.lanes[lane] and self._failure is None
+        outcome = self._on_device.run(batch)
+        if outcome is not None:
+            self._conclude(batch, outcome)
 
     def _finish(self, batch: Batch, outcome: Outcome) -> None:
-        self._running[batch.lane] -= 1
-        self._launched -= 1
-        self.launches.end()
         self._conclude(batch, outcome)
         self._feed()
 
@@ -319,22 +297,9 @@ class Engine:
     async def _ask(self, request: Callable[[Reply], None]) -> object:
         """Hand something to the executor and wait for its reply."""
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        request(self._on_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
+        request(on_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
         outcome = await future
         if outcome.error is not None:
             self._note_failure(outcome.error)
             raise copy.copy(outcome.error)
         return outcome.value
-
-    def _on_loop(self, reply: Reply) -> Reply:
-        """A reply that the device's thread may call: it runs on the loop, or not at all once that is gone."""
-        loop = asyncio.get_running_loop()
-
-        def hand_over(outcome: Outcome) -> None:
-            try:
-                loop.call_soon_threadsafe(reply, outcome)
-            except RuntimeError:
-                if not loop.is_closed():
-                    raise
-
-        return hand_over

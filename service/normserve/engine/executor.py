@@ -1,5 +1,6 @@
 """The one thread that owns the device, and those that wait for what it has set going."""
 
+import asyncio
 import functools
 import logging
 import queue
@@ -38,6 +39,20 @@ class Outcome(NamedTuple):
 
 
 Reply = Callable[[Outcome], None]
+
+
+def on_loop(reply: Reply) -> Reply:
+    """A reply that any thread may call: it runs on the loop that runs now, or not at all once that is gone."""
+    loop = asyncio.get_running_loop()
+
+    def hand_over(outcome: Outcome) -> None:
+        try:
+            loop.call_soon_threadsafe(reply, outcome)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+
+    return hand_over
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,50 +1,33 @@
-"""One client: its arena, the requests that it has under way, and what each of them is answered."""
+"""One client: what its frames say, its arena, and the messages beside operations."""
 
 import asyncio
 import functools
-import logging
-import random
-import time
+import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from normserve.admission.keys import Keyring, KeyScope
-from normserve.admission.permits import Permit
+from normserve.admission.keys import KeyScope
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import Answer, Message
-from normserve.engine.progress import Progress
-from normserve.errors import (
-    ClientLeftError,
-    DeviceFailureError,
-    DrainingError,
-    MalformedPayloadError,
-    NormserveError,
-    RetryLaterError,
-)
-from normserve.jobs.job import NormJob, NormResult
-from normserve.local import access_log
+from normserve.errors import MalformedPayloadError, NormserveError
+from normserve.local.answers import Answers, new_request_id
 from normserve.local.arena import Arena
-from normserve.local.device import DeviceArenas, LentDeviceSegment
-from normserve.local.layers import LayerMessages, Sender
-from normserve.local.memory import Leftovers, Lent, LentSegment, SharedMemory, give_back
-from normserve.local.operations import Operations, Request, answered
-from normserve.local.own_memory import LentAllocation, OwnMemory
+from normserve.local.computations import Computations
+from normserve.local.device import LentDeviceSegment
+from normserve.local.layers import Sender
+from normserve.local.memory import Lent, LentSegment, give_back
+from normserve.local.operations import Request
+from normserve.local.own_memory import LentAllocation
 from normserve.local.peer import Peer
+from normserve.local.service import Service
 from normserve.local.session import Session
 from normserve.local.wire import Wire
-from normserve.logs.audit import Refusals
-from normserve.metrics.metrics import Metrics
-from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
-from normserve.problems import document, retry_after, status_of, unexpected
-
-log = logging.getLogger(__name__)
+from normserve.metrics.requests import RequestRecord
 
 #: Requests of one connection that are answered at the same time; of more the frames stay with the kernel.
 MOST_UNDER_WAY = 64
 
-_INFER = frozenset([KeyScope.INFER])
 _ANY = frozenset(KeyScope)
 
 # Frames that are remembered of each connection: those of a few requests that come by turns.
@@ -52,36 +35,7 @@ _MOST_KNOWN, _LONGEST_KNOWN = 64, 2048
 
 _UNANSWERED = (frames.Cancel, frames.Free)
 
-_names = random.Random()
-
 Said = Message | Request
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """What connections work with.
-
-    Attributes:
-        keys: None where no key is asked for.
-        refusals: is told of messages that were refused for want of a key.
-        progress: is told when work begins and ends.
-        is_logged: whether the access log has a line for each message.
-        leftovers: segments of connections that have ended.
-        describe: what `/v1/info` answers.
-    """
-
-    operations: Operations
-    layers: LayerMessages
-    keys: Keyring | None
-    refusals: Refusals
-    metrics: Metrics
-    progress: Progress
-    memory: SharedMemory
-    device_memory: DeviceArenas
-    own_memory: OwnMemory
-    leftovers: Leftovers
-    describe: Callable[[], Awaitable[dict[str, Any]]]
-    is_logged: bool = False
 
 
 class Connection:
@@ -92,9 +46,14 @@ class Connection:
         on_gone: told that the connection has ended, and of the segments that the client has not given back.
     """
 
-    def __init__(self, service: Service, peer: Peer, key_name: str | None) -> None:
-        """Args: key_name: of the API key that stands for the peer's user."""
+    def __init__(self, service: Service, peer: Peer, key_name: str | None, watch: Callable[[], int | None]) -> None:
+        """Args:
+        key_name: of the API key that stands for the peer's user.
+        watch: makes a descriptor that can be read once the peer has ended, while the connection is open; None
+            where there is none.
+        """
         self._service = service
+        self._watch = watch
         self.peer = peer
         self.on_gone: Callable[[list[Lent]], None] = give_back
         self._session = Session(peer.uid, key_name, service.keys, service.refusals)
@@ -107,24 +66,22 @@ class Connection:
         # What frames said that came before: clients send the like again and again.
         self._known: dict[bytes, Sequence[Said]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Each with its tag.
-        self._jobs: dict[NormJob, int] = {}
-        self._wire: Wire | None = None
+        self._answers = Answers(service, self._session)
+        self._computations = Computations(service, self._session, self._arena, self._answers, self._on_room)
 
     @property
     def is_busy(self) -> bool:
         """Whether requests of it are under way."""
-        return bool(self._tasks or self._jobs)
+        return bool(self._tasks or self._computations.jobs)
 
     def serve(self, wire: Wire) -> None:
         """Begin."""
-        self._wire = wire
+        self._answers.wire = wire
         wire.read(wanted=True)
 
     def close(self) -> None:
         """End it from this side."""
-        if self._wire is not None:
-            self._wire.close()
+        self._answers.close()
 
     def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
         """Answer what a frame says, each message under a tag of its own."""
@@ -133,7 +90,8 @@ class Connection:
             try:
                 messages = self._read(content)
             except MalformedPayloadError as error:
-                self._refuse(tag, error, RequestRecord(transport="local", began=began), self._request_id())
+                record = RequestRecord(transport="local", began=began)
+                self._answers.refuse(tag, error, record, new_request_id())
                 return
         if len(messages) == 1 and not self._waiting and self._has_room:
             self._begin(tag, messages[0], began, ended)
@@ -154,34 +112,43 @@ class Connection:
 
     def on_fault(self, error: NormserveError) -> None:
         """Say what is wrong, and end: nobody knows where the next frame begins."""
-        self._refuse(0, error, RequestRecord(transport="local"), self._request_id())
+        self._answers.refuse(0, error, RequestRecord(transport="local"), new_request_id())
         self.close()
 
     def on_end(self) -> None:
         """The client is gone: what waits is dropped, what runs completes for nobody."""
         self._waiting.clear()
         self._known.clear()
-        for job in tuple(self._jobs):
-            self._service.operations.engine.abandon(job)
+        self._computations.abandon()
+        self.on_gone(self._segments_left())
+
+    def _segments_left(self) -> list[Lent]:
+        """What the client has of the server's memory; this connection has that no more, nor the client's own."""
         owned, segments = _divided(self._arena)
-        segments += self._spent
-        self._spent = []
-        self._arena.segments.clear()
         if owned:
             # Nobody is charged for what the client has allocated, and nobody keeps it.
             give_back(owned)
-        self.on_gone(segments)
+        segments += self._spent
+        # In its place: what is lent again while the connection ends may return there.
+        self._spent.clear()
+        self._arena.segments.clear()
+        return segments
 
     def _begin_waiting(self) -> None:
         while self._waiting and self._has_room:
             self._begin(*self._waiting.popleft())
-        if self._wire is not None:
-            self._wire.read(wanted=not self._waiting)
+        wire = self._answers.wire
+        if wire is not None:
+            wire.read(wanted=not self._waiting)
+
+    def _on_room(self) -> None:
+        if self._waiting:
+            self._begin_waiting()
 
     @property
     def _has_room(self) -> bool:
         """Whether another request may be answered now."""
-        return len(self._tasks) + len(self._jobs) < MOST_UNDER_WAY
+        return len(self._tasks) + len(self._computations.jobs) < MOST_UNDER_WAY
 
     def _begin(self, tag: int, message: Said, began: float, ended: float) -> None:
         """Do what a message says; its frame came from `began` to `ended`."""
@@ -189,9 +156,9 @@ class Connection:
             self._let_go(message)
             return
         record = RequestRecord(transport="local", stages={"recv": ended - began}, began=began)
-        request_id = self._request_id()
+        request_id = new_request_id()
         if isinstance(message, Request):
-            self._guarded(_UnderWay(tag, message, record, request_id), self._compute)
+            self._computations.begin(tag, message, record, request_id)
             return
         task = asyncio.get_running_loop().create_task(self._attend(tag, message, record, request_id))
         self._tasks.add(task)
@@ -199,8 +166,7 @@ class Connection:
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if self._waiting:
-            self._begin_waiting()
+        self._on_room()
 
     def _let_go(self, message: frames.Cancel | frames.Free) -> None:
         """What has no answer: of what is not there, or not any more, there is nothing to let go."""
@@ -215,19 +181,18 @@ class Connection:
                 else:
                     give_back([segment])
             return
-        for job in [job for job, tag in self._jobs.items() if tag == message.request]:
-            self._service.operations.engine.withdraw(job)
+        self._computations.withdraw(message.request)
 
     async def _attend(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
         """Answer one message but an operation, whatever becomes of it, and account for it."""
         try:
             await self._answer(tag, message, record, request_id)
         except NormserveError as error:
-            self._refuse(tag, error, record, request_id)
+            self._answers.refuse(tag, error, record, request_id)
         except Exception as error:
-            self._refuse(tag, self._unexpected(error, request_id), record, request_id)
+            self._answers.refuse_unexpected(tag, error, record, request_id)
         else:
-            self._account(record, request_id)
+            self._answers.account(record, request_id)
 
     async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
         descriptors: tuple[int, ...] = ()
@@ -253,7 +218,7 @@ class Connection:
                 sender = Sender(self._arena, functools.partial(self._session.authorise, record=record), request_id)
                 answer.document, answer.status = await self._service.layers.answer(message, sender)
         record.status = answer.status
-        self._send(frames.write(tag, answer), descriptors)
+        self._answers.send(frames.write(tag, answer), descriptors)
 
     def _offered(self) -> dict[str, Any]:
         """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
@@ -267,6 +232,19 @@ class Connection:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
         service = self._service
         service.operations.engine.require_ready()
+        # Of a connection that has ended meanwhile nobody could say any more whose it was.
+        watch = self._watch()
+        try:
+            return await self._grown(message, answer)
+        finally:
+            if self._answers.is_open:
+                if watch is not None:
+                    os.close(watch)
+            else:
+                service.leftovers.keep(self.peer.pid, watch, self._segments_left())
+
+    async def _grown(self, message: frames.Grow, answer: Answer) -> int:
+        service = self._service
         segment: LentSegment | LentDeviceSegment
         if message.memory == "device":
             lend = service.device_memory.lend(self.peer, message.nbytes, self._spent, service.leftovers)
@@ -276,8 +254,6 @@ class Connection:
         else:
             descriptor, segment = await service.memory.lend(self.peer.uid, message.nbytes)
             memory = memoryview(segment)
-        if self._wire is None or not self._wire.is_open:
-            service.leftovers.keep(self.peer.pid, self.peer.watch(), [segment])
         answer.segment = self._arena.add(memory)
         return descriptor
 
@@ -292,111 +268,11 @@ class Connection:
             opened = await service.own_memory.open(self.peer, message.handle, message.nbytes, held)
         finally:
             self._opening -= 1
-        if self._wire is None or not self._wire.is_open:
+        if not self._answers.is_open:
             give_back([opened])
             return
         answer.device, answer.nbytes = opened.device.uuid, len(opened)
         answer.opened = self._arena.add(opened.whole())
-
-    def _compute(self, asked: "_UnderWay") -> None:
-        """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
-        operations = self._service.operations
-        caller = self._session.authorise(_INFER, asked.record)
-        job, deadline, permit = operations.admit(asked.request, self._arena, caller, asked.record)
-        try:
-            reply = operations.engine.begin(job, deadline)
-        except BaseException:
-            permit.release()
-            raise
-        self._service.progress.begin()
-        self._jobs[job] = asked.tag
-        asked.job, asked.permit = job, permit
-        reply.add_done_callback(functools.partial(self._guarded, asked, self._conclude))
-
-    def _conclude(self, asked: "_UnderWay", reply: asyncio.Future[NormResult]) -> None:
-        service = self._service
-        assert asked.job is not None
-        assert asked.permit is not None
-        del self._jobs[asked.job]
-        service.operations.engine.end(asked.job)
-        service.progress.end()
-        asked.permit.release()
-        error = reply.exception()
-        if error is not None and isinstance(error, DrainingError | DeviceFailureError):
-            # It may run still, and would write where the client, once it has an answer, keeps something else.
-            self.close()
-        if self._waiting:
-            self._begin_waiting()
-        record, request_id = asked.record, asked.request_id
-        if error is not None:
-            # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
-            known = error if isinstance(error, NormserveError) else self._unexpected(error, request_id)
-            self._refuse(asked.tag, known, record, request_id)
-            return
-        began = time.perf_counter()
-        frame = frames.write(asked.tag, answered(asked.request, reply.result(), request_id, record))
-        record.stages["serialize"] = time.perf_counter() - began
-        record.status = 200
-        record.waiting_in = "send"
-        self._send(frame)
-        self._account(record, request_id)
-
-    def _guarded(self, asked: "_UnderWay", work: Callable[..., None], *arguments: Any) -> None:
-        """Do something for a request that answers it, now or later; refuse it if that goes wrong."""
-        try:
-            work(asked, *arguments)
-        except NormserveError as error:
-            self._refuse(asked.tag, error, asked.record, asked.request_id)
-        except Exception as error:
-            known = self._unexpected(error, asked.request_id)
-            self._refuse(asked.tag, known, asked.record, asked.request_id)
-
-    def _unexpected(self, error: BaseException, request_id: str) -> NormserveError:
-        fields = {"request_id": request_id, "key": self._session.caller.key}
-        log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
-        return unexpected(error)
-
-    def _refuse(self, tag: int, error: NormserveError, record: RequestRecord, request_id: str) -> None:
-        record.error = error.code
-        record.status = status_of(error)
-        answer = Answer(status=record.status, request_id=request_id, problem=document(error, request_id))
-        if isinstance(error, RetryLaterError):
-            answer.retry_after_s = retry_after(error)
-        self._send(frames.write(tag, answer))
-        self._account(record, request_id)
-
-    def _send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        assert self._wire is not None
-        self._wire.send(frame, descriptors)
-
-    def _account(self, record: RequestRecord, request_id: str) -> None:
-        if record.error == ClientLeftError.code or self._wire is None or not self._wire.is_open:
-            record.status = CLIENT_LEFT
-        self._service.metrics.observe_request(record)
-        if self._service.is_logged:
-            access_log.note(record, self._session.caller, request_id)
-
-    def _request_id(self) -> str:
-        # Names, no secrets: the system's source of those takes a call for each.
-        return f"{_names.getrandbits(128):032x}"
-
-
-class _UnderWay:
-    """An operation that is to be answered.
-
-    Attributes:
-        job, permit: None until it has been admitted.
-    """
-
-    __slots__ = ("job", "permit", "record", "request", "request_id", "tag")
-
-    def __init__(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
-        self.tag = tag
-        self.request = request
-        self.record = record
-        self.request_id = request_id
-        self.job: NormJob | None = None
-        self.permit: Permit | None = None
 
 
 def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment | LentAllocation:

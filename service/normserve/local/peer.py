@@ -38,13 +38,11 @@ class Peer:
         pid, uid, _ = _CREDENTIALS.unpack(told)
         return cls(pid, uid & 0xFFFFFFFF)
 
-    def watch(self, connection: socket.socket | None = None) -> int | None:
+    def watch(self, connection: socket.socket) -> int | None:
         """A descriptor that can be read once the process has ended; None where the kernel gives none.
 
-        Args: connection: the process's, if it is open still.
+        Args: connection: the process's; one that is closed says nothing of it, and its number may be another's.
         """
-        if connection is None:
-            return self._watch_by_number()
         try:
             told = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
             descriptor: int = struct.unpack("i", told)[0]

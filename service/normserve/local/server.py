@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from normserve.codec.local_frames import Answer, write
 from normserve.errors import ForbiddenError, NormserveError
-from normserve.local.connection import Connection, Service
+from normserve.local.connection import Connection
 from normserve.local.memory import Lent
 from normserve.local.peer import Peer, Users
+from normserve.local.service import Service
 from normserve.local.wire import Wire
 from normserve.problems import document, status_of
 
@@ -49,7 +50,7 @@ class LocalServer:
             connected.close()
             on_end()
             return
-        connection = Connection(self._service, peer, key_name)
+        connection = Connection(self._service, peer, key_name, functools.partial(peer.watch, connected))
         connection.on_gone = functools.partial(self._end, connection, connected, on_end)
         self._connections.add(connection)
         timing = {"frame_s": self._frame_s, "send_s": self._send_s}

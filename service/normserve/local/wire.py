@@ -133,6 +133,8 @@ class Wire:
             self._began = ended if found else began
             self._time_frame(runs=True)
         for tag, content in found:
+            if not self.is_open:
+                return
             self._listener.on_frame(tag, content, began, ended)
             began = ended
 

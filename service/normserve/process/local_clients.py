@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from normserve.http.app import Service
-from normserve.local.connection import Service as LocalService
 from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
@@ -12,6 +11,7 @@ from normserve.local.operations import Operations
 from normserve.local.own_memory import OwnMemory
 from normserve.local.peer import Users
 from normserve.local.server import LocalServer, refusal
+from normserve.local.service import Service as LocalService
 from normserve.logs.audit import Refusals
 from normserve.process.connections import ConnectionLimits
 from normserve.requests.admission import Admission

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import weakref
 
 import pytest
 from normserve.errors import InvalidParameterError, OverloadedError, TooLargeError
@@ -32,10 +33,11 @@ class Lender:
 
     async def end_of_process(self) -> None:
         """What `Leftovers` does when a process has ended."""
+        segments = [weakref.ref(each) for each in self.spent]
         give_back([*self.spent])
         self.spent.clear()
-        await asyncio.sleep(0)
-        await asyncio.get_running_loop().run_in_executor(None, gc.collect)
+        while any(segment() for segment in segments):
+            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

@@ -69,6 +69,23 @@ def test_frames_come_in_any_parts():
     wired(body)
 
 
+def test_frames_behind_the_end_are_not_told_of():
+    # One call of the system may bring many, and what the first of them leads to may end the connection.
+    async def body(wire, told, theirs):
+        note = told.on_frame
+
+        def note_and_close(*arguments):
+            note(*arguments)
+            wire.close()
+
+        told.on_frame = note_and_close
+        theirs.send(frame(1, b"abc") + frame(2, b"def"))
+        await until(lambda: told.ends)
+        assert told.frames == [(1, b"abc")]
+
+    wired(body)
+
+
 def test_a_frame_that_is_too_long_is_a_fault():
     async def body(wire, told, theirs):
         theirs.send(PREFIX.pack(MAX_FRAME_BYTES + 1, 1))

@@ -6,6 +6,7 @@ torch is imported only for a tensor on a device that is asked for: who hands ove
 import functools
 import importlib
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -91,6 +92,12 @@ def empty_on(device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
     """A tensor in the memory of a device, torch's own."""
     torch: Any = importlib.import_module("torch")
     return torch.empty(shape, dtype=getattr(torch, dtype.value), device=device)
+
+
+def is_on_device(arguments: Sequence[object], named: Mapping[str, object]) -> bool:
+    """Whether an operation's first tensor lies on a device."""
+    first = arguments[0] if arguments else named.get("x")
+    return bool(getattr(first, "is_cuda", False))
 
 
 def check_holds(like: object, dtype: str) -> None:

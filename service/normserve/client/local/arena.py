@@ -71,7 +71,11 @@ class Arena:
         return list(self._parts)
 
     def add(self, number: int, segment: Segment) -> None:
-        """Take in what the server has made."""
+        """Take in what the server has made.
+
+        Raises:
+            ValueError: there is a segment of that number.
+        """
         memory = np.frombuffer(segment, np.uint8)
         self._add(Part(number, memory, memory.__array_interface__["data"][0], len(segment)))
 
@@ -88,10 +92,12 @@ class Arena:
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
         """The segment and the offset at which these bytes lie; None where they lie elsewhere."""
-        return self._located(_address(data))
+        return self.locate_address(_address(data))
 
     def _add(self, part: Part) -> None:
         with self._lock:
+            if part.number in self._parts:
+                raise ValueError("a new segment has the number of another")
             self._parts[part.number] = part
             self.nbytes += part.nbytes
 
@@ -107,7 +113,8 @@ class Arena:
                     return part, Place(part.number, start, size)
         return None
 
-    def _located(self, address: int) -> tuple[int, int] | None:
+    def locate_address(self, address: int) -> tuple[int, int] | None:
+        """As `locate`, of what begins at an address."""
         for part in self._parts.values():
             if part.address <= address < part.address + part.nbytes:
                 return part.number, address - part.address

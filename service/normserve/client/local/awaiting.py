@@ -1,39 +1,24 @@
 """Calls of the asynchronous client."""
 
 import asyncio
-import functools
-import itertools
-import socket
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable
 from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from normserve.client.answers.answer import Answer
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ClientError, ConnectionFailedError
-from normserve.client.local.arena import Arena
-from normserve.client.local.device import Busy, DeviceArena
+from normserve.client.local.async_link import AsyncLink
 from normserve.client.local.device_messages import (
-    DeviceNeeds,
-    growth_on_device,
     prepare_on_device,
     taken_on_device,
     understood_on_device,
     x_of,
 )
-from normserve.client.local.messages import Needs, growth, prepare, refusal_of, required, taken, understood
-from normserve.client.local.offers import Offers
-from normserve.client.local.own_memory import Offer
-from normserve.client.local.sockets import Incoming
-from normserve.client.quoting import quoted
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import TAGS, VERSION, Message
+from normserve.client.local.messages import prepare, taken, understood
+from normserve.client.local.recurring import Recurring
 from normserve.memory.host_tensors import DType
-
-_R = TypeVar("_R")
 
 
 class AsyncLocalTransport:
@@ -60,6 +45,30 @@ class AsyncLocalTransport:
                 return understood(await link.ask(prepared.message, prepared), prepared.results)
         except TimeoutError:
             raise deadline.error() from None
+
+    def recurring(self, *, on_device: bool) -> Recurring | None:
+        """As `LocalTransport.recurring`."""
+        link = self._link
+        if link is None or not link.is_usable:
+            return None
+        return link.recurring_on_device if on_device else link.recurring
+
+    async def ask_again(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+        """As `LocalTransport.ask_again`."""
+        link = self._link
+        if link is None or (recurring is not link.recurring and recurring is not link.recurring_on_device):
+            return None
+        try:
+            async with deadline.ends():
+                if busy := recurring.busy(key):
+                    await asyncio.to_thread(busy.wait)
+                again = recurring.begin(key)
+                if again is None:
+                    return None
+                told = await link.ask(again.content, again.blocks, again.make_results)
+        except TimeoutError:
+            raise deadline.error() from None
+        return recurring.end(key, again, told, self._api_key)
 
     async def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """As `LocalTransport.memory`."""
@@ -91,7 +100,7 @@ class AsyncLocalTransport:
         self._forget()
         self._link = None
 
-    async def _connected(self) -> "AsyncLink":
+    async def _connected(self) -> AsyncLink:
         link = self._link
         if link is not None and link.is_usable:
             return link
@@ -111,206 +120,3 @@ class AsyncLocalTransport:
             self._finalizer.detach()
         if self._link is not None:
             self._link.retire()
-
-
-class AsyncLink:
-    """One connection, its arena, and the tasks that wait for answers on it."""
-
-    def __init__(self) -> None:
-        self.arena = Arena()
-        self.is_open = True
-        self._loop = asyncio.get_running_loop()
-        self._tags = itertools.count(1)
-        # What a request uses, until it has its answer: whoever waited for that may have given up.
-        self._used: dict[int, tuple[asyncio.Future[frames.Answer], object]] = {}
-        self._unsent = bytearray()
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.setblocking(False)
-        self._incoming = Incoming(self._socket, self.arena)
-        self._offers = Offers(self._incoming)
-        self._api_key: str | None = None
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it is open, and of the event loop that runs."""
-        return self.is_open and self._is_here()
-
-    def _is_here(self) -> bool:
-        try:
-            return asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            return False
-
-    async def device_arena(self, index: int) -> DeviceArena | None:
-        """As `blocking.Link.device_arena`."""
-        offers = self._offers
-        if not offers.is_known:
-            await self._greet()
-        return offers.arena(index)
-
-    async def _greet(self) -> None:
-        answer = await self.ask(frames.Hello(VERSION, self._api_key))
-        required(answer)
-        self._offers.hear(answer.document)
-
-    async def connect(self, path: str, api_key: str | None) -> None:
-        """Raises: ClientError: the server is not there, or does not want this client."""
-        self._api_key = api_key
-        try:
-            await self._loop.sock_connect(self._socket, path)
-        except OSError as error:
-            self._socket.close()
-            raise ConnectionFailedError(quoted(str(error), 200)) from error
-        except BaseException:
-            self._socket.close()
-            raise
-        self._loop.add_reader(self._socket, self._receive)
-        try:
-            await self._greet()
-        except BaseException as error:
-            self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
-            raise
-
-    async def ask(self, message: Message, used: object = None) -> frames.Answer:
-        """Send a message and wait for its answer.
-
-        Args: used: kept until there is an answer, also if nobody waits for it any more.
-
-        Raises:
-            ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
-        """
-        tag = next(self._tags) % (TAGS - 1) + 1
-        answer: asyncio.Future[frames.Answer] = self._loop.create_future()
-        self._used[tag] = (answer, used)
-        if self._offers.has_withdrawals:
-            for number in self._offers.withdrawn():
-                self._send(frames.write(0, frames.Free(number)))
-        self._send(frames.write(tag, message))
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if self.is_open:
-                self._send(frames.write(0, frames.Cancel(tag)))
-            raise
-
-    async def filled(self, needs: Needs[_R]) -> _R:
-        """What needs memory, once it has it."""
-        try:
-            while True:
-                await self._grow(next(needs))
-        except StopIteration as done:
-            result: _R = done.value
-            return result
-
-    async def filled_on_device(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> _R:
-        """What needs memory of the device, once it has it, and the device has done what it waits for."""
-        try:
-            while True:
-                lacking = next(needs)
-                if isinstance(lacking, Busy):
-                    await asyncio.to_thread(lacking.wait)
-                elif isinstance(lacking, Offer):
-                    lacking.hear(await self.ask(lacking.message))
-                else:
-                    await self._grow_by(growth_on_device(lacking, arena.nbytes), "device")
-        except StopIteration as done:
-            result: _R = done.value
-            return result
-
-    def retire(self) -> None:
-        """Close, once nobody has a block of the arenas."""
-        if self.is_open:
-            self._from_anywhere(self._withdraw_all)
-            self._offers.once_empty(self.arena, functools.partial(self._from_anywhere, self._leave))
-
-    def _from_anywhere(self, work: Callable[[], None]) -> None:
-        """A block may return on any thread, and its event loop may be over."""
-        if self._loop.is_closed() or self._is_here():
-            work()
-        else:
-            self._loop.call_soon_threadsafe(work)
-
-    def _withdraw_all(self) -> None:
-        """Let the server use this process's own memory no more."""
-        if self.is_open:
-            with suppress(OSError):
-                for number in self._offers.withdraw_all():
-                    self._socket.send(frames.write(0, frames.Free(number)))
-
-    async def _grow(self, lacking: int) -> None:
-        await self._grow_by(growth(lacking, self.arena.nbytes), "host")
-
-    async def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"]) -> None:
-        answer = await self.ask(frames.Grow(sizes[0], memory))
-        if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = await self.ask(frames.Grow(sizes[1], memory))
-        required(answer)
-
-    def _send(self, frame: bytes) -> None:
-        if not self.is_open:
-            raise ConnectionFailedError("the connection has ended")
-        was_waiting = bool(self._unsent)
-        self._unsent += frame
-        if not was_waiting:
-            self._flush()
-            if self._unsent:
-                self._loop.add_writer(self._socket, self._flush_rest)
-
-    def _flush_rest(self) -> None:
-        self._flush()
-        if not self._unsent and self.is_open:
-            self._loop.remove_writer(self._socket)
-
-    def _flush(self) -> None:
-        try:
-            del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except OSError:
-            # The server may have said why it closed; whoever receives will hear.
-            self._unsent.clear()
-
-    def _receive(self) -> None:
-        try:
-            found = self._incoming.receive()
-        except BlockingIOError:
-            return
-        except ClientError as error:
-            self._fail(functools.partial(type(error), str(error)))
-            return
-        except OSError as error:
-            self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
-            return
-        for tag, answer in found:
-            if not tag and answer.status >= 400:
-                self._fail(functools.partial(refusal_of, answer))
-                return
-            waiting = self._used.pop(tag, None)
-            if waiting is not None and not waiting[0].done():
-                waiting[0].set_result(answer)
-
-    def _fail(self, failure: Callable[[], ClientError]) -> None:
-        """The connection is of no more use; what clients see of its arena stays as it is."""
-        if not self.is_open:
-            return
-        self._close()
-        for answer, _ in self._used.values():
-            if not answer.done():
-                answer.set_exception(failure())
-        self._used.clear()
-
-    def _leave(self) -> None:
-        """Give the arena back: nobody looks at it."""
-        if self.is_open:
-            with suppress(OSError):
-                for number in [*self.arena.segments, *self._offers.given_up()]:
-                    self._socket.send(frames.write(0, frames.Free(number)))
-            self._close()
-
-    def _close(self) -> None:
-        self.is_open = False
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
-        self._incoming.close()
-        self._socket.close()

@@ -82,7 +82,7 @@ class DeviceArena(Arena):
         """Take in what the server has made.
 
         Raises:
-            ValueError: the descriptor is of no such memory.
+            ValueError: the descriptor is of no such memory, or there is a segment of that number.
         """
         try:
             segment = self._device.open(descriptor, nbytes, _Mapping)
@@ -100,7 +100,7 @@ class DeviceArena(Arena):
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
         """The segment and the offset at which a contiguous tensor lies; None of any other, and elsewhere."""
-        return self._located(tensor.data_ptr()) if tensor.is_contiguous() else None
+        return self.locate_address(tensor.data_ptr()) if tensor.is_contiguous() else None
 
     def tensor(self, block: DeviceBlock, dtype: DType, shape: tuple[int, ...]) -> Any:
         """A tensor in a block, which it keeps."""

@@ -1,4 +1,7 @@
-"""Calls that come again with tensors at the same places of the device's memory: what they are is found out once."""
+"""Calls that come again with tensors at the same places of shared memory: what they are is found out once.
+
+How to wait for the device and for answers is the clients', each in its own way; all else is here.
+"""
 
 import functools
 import sys
@@ -8,26 +11,101 @@ from math import prod
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from normserve.client.answers.failures import api_error
+from normserve.client.calls import arrays
 from normserve.client.calls.call import Call
 from normserve.client.calls.on_device import OnDevice
-from normserve.client.deadlines import Deadline
-from normserve.client.local.device import DeviceArena, DeviceBlock
+from normserve.client.local.arena import Arena, Block
+from normserve.client.local.device import Busy, DeviceArena
 from normserve.client.local.messages import compute, understood
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import ALIGNMENT, Located
-from normserve.memory.host_tensors import DType
+from normserve.codec.local_frames import ALIGNMENT, Located, Place
+from normserve.memory.host_tensors import DType, HostTensor
 
 _MOST_CALLS, _MOST_PLACES = 256, 16
 
+# Of others numpy finds the name slowly.
+_NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
 
-class Link(Protocol):
-    """What calls go over."""
+_PLAIN = (int, float, bool, str, type(None))
 
-    def ask(
-        self, message: msgspec.Raw, deadline: Deadline, used: object, meanwhile: Callable[[], None]
-    ) -> frames.Answer:
-        """Send a message and wait for its answer."""
+
+class Taken(Protocol):
+    """A block.
+
+    Attributes:
+        place: where it lies, as the protocol says it.
+    """
+
+    place: Place
+
+
+class Memory(Protocol):
+    """Of one kind, which a connection shares with the server."""
+
+    def described(self, value: Any) -> Hashable:
+        """A tensor that the server finds as it is: by its place, dtype and shape; () of anything else."""
+
+    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+        """The segment and the offset of a call's tensor; None where it lies elsewhere."""
+
+    def take(self, nbytes: int) -> Taken | None:
+        """A block of at least so many bytes; None where there is no room."""
+
+    def tensor(self, block: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """What a caller gets: a tensor in a block, which it keeps."""
+
+    def busy(self) -> Busy | None:
+        """What must be waited for before the server may read what the caller has written, if anything."""
+
+
+class HostMemory:
+    """The host's: calls of numpy's arrays."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def described(self, value: Any) -> Hashable:
+        if type(value) is not np.ndarray or not value.flags.c_contiguous or value.dtype not in _NUMPY:
+            return ()
+        found = self._arena.locate_address(value.__array_interface__["data"][0])
+        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+
+    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+        return self._arena.locate(tensor.data)
+
+    def take(self, nbytes: int) -> Block | None:
+        return self._arena.take(nbytes)
+
+    def tensor(self, block: Block, dtype: DType, shape: tuple[int, ...]) -> Any:
+        # Through a memoryview, so that whatever is made of it keeps the block itself.
+        return arrays.empty(block.data[: prod(shape) * dtype.itemsize], dtype, shape, as_torch=False)
+
+    def busy(self) -> None:
+        return None
+
+
+class DeviceMemory:
+    """A device's: calls of torch's tensors."""
+
+    def __init__(self, arena: DeviceArena) -> None:
+        self._arena = arena
+        torch: Any = sys.modules["torch"]
+        self._types = frozenset([torch.Tensor, torch.nn.Parameter])
+        self.take = arena.take_block
+        self.tensor = arena.tensor
+        self.busy = arena.busy_stream
+
+    def described(self, value: Any) -> Hashable:
+        if type(value) not in self._types or not value.is_cuda or value.is_neg():
+            return ()
+        found = self._arena.locate_tensor(value)
+        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+
+    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+        return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +124,7 @@ class _Known:
     make: Callable[..., Any]
     contents: dict[Hashable, msgspec.Raw] = field(default_factory=dict)
 
-    def content(self, blocks: Sequence[DeviceBlock]) -> msgspec.Raw:
+    def content(self, blocks: Sequence[Taken]) -> msgspec.Raw:
         """The message with these places."""
         key = tuple([(block.place.segment, block.place.offset) for block in blocks])
         known = self.contents.get(key)
@@ -59,13 +137,42 @@ class _Known:
         return known
 
 
-class Recurring:
-    """Those of one connection."""
+class Again:
+    """A call that is asked for again: what is sent, and what to make of the answer.
 
-    def __init__(self, arena: DeviceArena) -> None:
-        self._arena = arena
-        torch: Any = sys.modules["torch"]
-        self._types = frozenset([torch.Tensor, torch.nn.Parameter])
+    Attributes:
+        content: the message, encoded.
+        blocks: where the results will lie.
+    """
+
+    __slots__ = ("_found", "_known", "_memory", "blocks", "content")
+
+    def __init__(self, memory: Memory, known: _Known, blocks: Sequence[Taken]) -> None:
+        self._memory = memory
+        self._known = known
+        self._found: dict[str, Any] = {}
+        self.blocks = blocks
+        self.content = known.content(blocks)
+
+    def make_results(self) -> None:
+        """Make the results' tensors, while the server computes what they hold."""
+        for (name, _, dtype, shape), block in zip(self._known.results, self.blocks, strict=True):
+            self._found[name] = self._memory.tensor(block, dtype, shape)
+
+    def fits(self, told: frames.Answer) -> bool:
+        """Whether an answer is what it was before."""
+        return told.status == 200 and _are_as_known(told.results, self._known)
+
+    def result(self, told: frames.Answer) -> Any:
+        """The call's result, of an answer that fits."""
+        return self._known.make(**self._found, timing=understood(told, {}).timing())
+
+
+class Recurring:
+    """Those of one connection, in memory of one kind."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._known: dict[Hashable, _Known] = {}
 
     def key(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> Hashable:
@@ -79,39 +186,46 @@ class Recurring:
         # Whatever could not be described.
         return None if () in parts else tuple(parts)
 
-    def ask(self, key: Hashable, link: Link, deadline: Deadline) -> Any:
-        """The result of a call; None where nothing is known of it, or it needs more than was needed before."""
+    def busy(self, key: Hashable) -> Busy | None:
+        """What must be waited for before a call is asked for again, if it is known, and if there is anything."""
+        return self._memory.busy() if key in self._known else None
+
+    def begin(self, key: Hashable) -> Again | None:
+        """Ask for a call again; None where nothing is known of it, or it needs more than was needed before."""
         known = self._known.get(key)
         if known is None:
             return None
-        arena = self._arena
-        if busy := arena.busy_stream():
-            busy.wait()
         blocks = []
         for _, nbytes, _, _ in known.results:
-            block = arena.take_block(nbytes)
+            block = self._memory.take(nbytes)
             if block is None:
                 return None
             blocks.append(block)
-        found: dict[str, Any] = {}
+        return Again(self._memory, known, blocks)
 
-        def make_results() -> None:
-            for (name, _, dtype, shape), block in zip(known.results, blocks, strict=True):
-                found[name] = arena.tensor(block, dtype, shape)
+    def end(self, key: Hashable, again: Again, told: frames.Answer, api_key: str | None) -> Any:
+        """The call's result; None where it is not what it was before, and must be asked for anew.
 
-        told = link.ask(known.content(blocks), deadline, blocks, make_results)
-        if told.status != 200 or not _are_as_known(told.results, known):
-            # Whoever asks anew hears what is wrong.
-            self._known.pop(key, None)
+        Args: api_key: what no error may repeat.
+
+        Raises:
+            ApiError: the server refused.
+        """
+        if again.fits(told):
+            return again.result(told)
+        self._known.pop(key, None)
+        if told.status < 400:
             return None
-        return known.make(**found, timing=understood(told, {}).timing())
+        refused = understood(told, {})
+        raise api_error(refused.status, refused.headers, bytes(refused.body), api_key)
 
     def learn(self, key: Hashable, call: Call[Any], result: Any) -> None:
-        """Remember a call that was answered."""
+        """Remember an operation that was answered."""
+        if call.outputs is None or call.tensors is None:
+            return
         located = {}
-        for name, tensor in (call.tensors or {}).items():
-            assert isinstance(tensor, OnDevice)
-            there = self._arena.locate_tensor(tensor.tensor)
+        for name, tensor in call.tensors.items():
+            there = self._memory.located(tensor)
             assert there is not None
             located[name] = Located(*there, tensor.dtype.label, tensor.shape)
         names = [name for name in result.__slots__ if name != "timing"]
@@ -121,7 +235,7 @@ class Recurring:
             if tensor is None:
                 continue
             dtype, shape = DType(str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
-            if not tensor.numel():
+            if 0 in shape:
                 return
             results.append((name, prod(shape) * dtype.itemsize, dtype, shape))
         if len(self._known) >= _MOST_CALLS:
@@ -134,12 +248,7 @@ class Recurring:
     def _described(self, value: Any) -> Hashable:
         """A tensor by its place, and what else the call says; () of what is neither."""
         kind = type(value)
-        if kind not in self._types:
-            return (kind, value) if kind in (int, float, bool, str, type(None)) else ()
-        if not value.is_cuda or value.is_neg():
-            return ()
-        found = self._arena.locate_tensor(value)
-        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+        return (kind, value) if kind in _PLAIN else self._memory.described(value)
 
 
 def _are_as_known(told: Mapping[str, Located], known: _Known) -> bool:

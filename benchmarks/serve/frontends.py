@@ -1,0 +1,149 @@
+"""Processes that speak HTTP for the one with the device: `python -m benchmarks.serve.frontends --out FILE.csv`.
+
+LayerNorm of float32 rows of 1024 with a registered layer, npy in and out, asked for by the client in C.  A server
+without front ends and one with each number of them have their turns in each round, and ratios are taken within a
+round.  How many cores the client and each process kept busy says who was the limit.
+"""
+
+import argparse
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import httpx
+
+from benchmarks.serve import command
+from benchmarks.serve.clients import posts
+from benchmarks.serve.clients.closed_loop import ClosedLoop
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch, scrape
+from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.processors import processor_seconds
+
+COLUMNS = (
+    *("nbytes", "connections", "front_ends", "round", "per_second", "bytes_per_second", "p50_ms", "p99_ms"),
+    *("rate_over_none", "p50_over_none", "requests_a_launch", "client_cores", "server_cores"),
+)
+_NPY = "application/x-npy"
+# Bytes of x, and connections that ask for it.
+_REQUESTS = ((2**12, 1), (2**12, 64), (2**20, 1), (2**20, 64), (2**24, 1), (2**24, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server, its processes by name, and how many of them speak HTTP for it."""
+
+    served: Served
+    pids: dict[str, int]
+    front_ends: int
+
+
+def main() -> int:
+    options = command.parser("frontends", "the servers and of the client")
+    options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
+    options.add_argument("--frontends", type=int, nargs="+", default=(1, 2), help="beside none")
+    command.add_turns(options, "each server", 1.5, rounds=5)
+    return command.run(options.parse_args(), COLUMNS, measure, table)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each size, number of connections, server and round."""
+    server_cores, client_cores = asked.cores
+    with contextlib.ExitStack() as stack:
+        client = ClosedLoop(folder, client_cores)
+        counts = (0, *asked.frontends)
+        servers = [_server(stack, folder / str(count), server_cores, asked.backend, count) for count in counts]
+        for nbytes, connections in _REQUESTS:
+            with results.part(f"{nbytes} bytes, {connections} connections"):
+                _measure(results, client, servers, nbytes, connections, asked.rounds, asked.seconds)
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """The medians of the rounds in Markdown."""
+    lines = [
+        "| bytes of x | connections | front ends | requests/s | GB/s in and out | p50, ms | p99, ms | over none |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    kinds = dict.fromkeys((row["nbytes"], row["connections"], row["front_ends"]) for row in rows)
+    for kind in kinds:
+        own = [row for row in rows if (row["nbytes"], row["connections"], row["front_ends"]) == kind]
+
+        def middle(column: str, own: Sequence[Mapping[str, object]] = own) -> float:
+            return median(float(str(row[column])) for row in own)
+
+        figures = f"{middle('per_second'):.0f} | {middle('bytes_per_second') / 1e9:.2f} | {middle('p50_ms'):.3f}"
+        said = " | ".join(map(str, kind))
+        lines.append(f"| {said} | {figures} | {middle('p99_ms'):.3f} | {middle('rate_over_none'):.2f} |")
+    return "\n".join(lines)
+
+
+def _server(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str, count: int) -> _Server:
+    folder.mkdir()
+    parameters = posts.make_parameters()
+    options = ("--frontends", str(count))
+    served, _ = stack.enter_context(launch.normserve(cores, folder, parameters, backend, options))
+    told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
+    pids = {f"front end {each['index']}": each["pid"] for each in told.get("front_ends", ())}
+    if count:
+        # What the server has started besides has the device.
+        children = Path(f"/proc/{served.pid}/task/{served.pid}/children").read_text(encoding="ascii").split()
+        (pids["owner"],) = set(map(int, children)).difference(pids.values())
+    pids["server"] = served.pid
+    return _Server(served, pids, count)
+
+
+def _measure(
+    results: Results,
+    client: ClosedLoop,
+    servers: Sequence[_Server],
+    nbytes: int,
+    connections: int,
+    rounds: int,
+    seconds: float,
+) -> None:
+    x = posts.make_x(nbytes)
+    body = posts.npy(x)
+    for server in servers:
+        url = f"http://127.0.0.1:{server.served.address}{server.served.path}"
+        answer = httpx.post(url, content=body, headers={"content-type": _NPY}, timeout=300)
+        posts.require_right(x, posts.make_parameters(), answer.raise_for_status().content)
+        # Once for the slabs of as many at once.
+        client.turn(server.served, _NPY, body, seconds / 3, connections)
+    for number in range(rounds):
+        turns = {}
+        for server in random.Random(number).sample(servers, len(servers)):
+            began, used = time.perf_counter(), processor_seconds(server.pids)
+            before = scrape.samples(server.served.address)
+            turn = client.turn(server.served, _NPY, body, seconds, connections)
+            shared = scrape.requests_a_launch(before, scrape.samples(server.served.address))
+            elapsed = time.perf_counter() - began
+            busy = {name: (now - used[name]) / elapsed for name, now in processor_seconds(server.pids).items()}
+            turns[server.front_ends] = turn, shared, busy
+        alone, _, _ = turns[0]
+        for count, (turn, shared, busy) in sorted(turns.items()):
+            results.add(
+                {
+                    "nbytes": nbytes,
+                    "connections": connections,
+                    "front_ends": count,
+                    "round": number,
+                    "per_second": f"{turn.per_second:.1f}",
+                    "bytes_per_second": f"{2 * len(body) * turn.per_second:.0f}",
+                    "p50_ms": f"{turn.p50_s * 1000:.4f}",
+                    "p99_ms": f"{turn.p99_s * 1000:.4f}",
+                    "rate_over_none": f"{turn.per_second / alone.per_second:.3f}",
+                    "p50_over_none": f"{turn.p50_s / alone.p50_s:.3f}",
+                    "requests_a_launch": f"{shared:.2f}",
+                    "client_cores": f"{turn.client_cores:.2f}",
+                    "server_cores": ", ".join(f"{name} {cores:.2f}" for name, cores in busy.items()),
+                }
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What the device has been given and has not returned.
+
+Not thread-safe: it belongs to the event loop's thread.
+"""
+
+import functools
+from collections.abc import Callable
+
+from normserve.engine.executor import Executor, Outcome, on_loop
+from normserve.engine.progress import Progress
+from normserve.jobs.job import Batch, Lane
+
+
+class Launches:
+    """Gives batches to an executor and counts those that it has.
+
+    Attributes:
+        progress: of those that its threads run and have run.
+    """
+
+    def __init__(self, executor: Executor, on_end: Callable[[Batch, Outcome], None]) -> None:
+        """Args: on_end: is told what became of a batch that `run` did not wait for."""
+        self._executor = executor
+        self._on_end = on_end
+        self._running = dict.fromkeys(Lane, 0)
+        self._launched = 0
+        self.progress = Progress()
+
+    def has_room(self, lane: Lane) -> bool:
+        """Whether the device would take another batch of that lane now."""
+        depth = self._executor.backend.depth
+        return self._launched < depth.total and self._running[lane] < depth.lanes[lane]
+
+    def free_lanes(self) -> list[Lane]:
+        """Of which lanes the device would take another batch now."""
+        return [lane for lane in Lane if self.has_room(lane)]
+
+    def run(self, batch: Batch) -> Outcome | None:
+        """Run a batch; what became of it, or None where `on_end` will be told."""
+        reply = on_loop(functools.partial(self._end, batch))
+        # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
+        if not self._launched and self._executor.runs_soon(batch):
+            outcome = self._executor.run_here(batch, reply)
+            if outcome is not None:
+                return outcome
+        else:
+            self._executor.run(batch, reply)
+        self._running[batch.lane] += 1
+        self._launched += 1
+        self.progress.begin()
+        return None
+
+    def _end(self, batch: Batch, outcome: Outcome) -> None:
+        self._running[batch.lane] -= 1
+        self._launched -= 1
+        self.progress.end()
+        self._on_end(batch, outcome)

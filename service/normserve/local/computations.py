@@ -1,0 +1,125 @@
+"""The operations that one client has under way, from their admission to their answers."""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from normserve.admission.keys import KeyScope
+from normserve.admission.permits import Permit
+from normserve.codec import local_frames as frames
+from normserve.errors import DeviceFailureError, DrainingError, NormserveError
+from normserve.jobs.job import NormJob, NormResult
+from normserve.local.answers import Answers
+from normserve.local.arena import Arena
+from normserve.local.operations import Request, answered
+from normserve.local.service import Service
+from normserve.local.session import Session
+from normserve.metrics.requests import RequestRecord
+
+_INFER = frozenset([KeyScope.INFER])
+
+
+class Computations:
+    """Those of one connection.
+
+    Attributes:
+        jobs: each with its tag.
+    """
+
+    def __init__(
+        self, service: Service, session: Session, arena: Arena, answers: Answers, on_end: Callable[[], None]
+    ) -> None:
+        """Args: on_end: called once an operation is over, before it is answered."""
+        self._service = service
+        self._session = session
+        self._arena = arena
+        self._answers = answers
+        self._on_end = on_end
+        self.jobs: dict[NormJob, int] = {}
+
+    def begin(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
+        """Have an operation run; it is answered, now or later, whatever becomes of it."""
+        self._guarded(_Asked(tag, request, record, request_id), self._run)
+
+    def withdraw(self, tag: int) -> None:
+        """The client does not want what it asked for under this tag, if that waits still."""
+        for job in [job for job, other in self.jobs.items() if other == tag]:
+            self._service.operations.engine.withdraw(job)
+
+    def abandon(self) -> None:
+        """The client is gone."""
+        for job in tuple(self.jobs):
+            self._service.operations.engine.abandon(job)
+
+    def _run(self, asked: "_Asked") -> None:
+        """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
+        operations = self._service.operations
+        caller = self._session.authorise(_INFER, asked.record)
+        job, deadline, permit = operations.admit(asked.request, self._arena, caller, asked.record)
+        try:
+            reply = operations.engine.begin(job, deadline)
+        except BaseException:
+            permit.release()
+            raise
+        self._service.progress.begin()
+        self.jobs[job] = asked.tag
+        asked.job, asked.permit = job, permit
+        reply.add_done_callback(functools.partial(self._guarded, asked, self._conclude))
+
+    def _conclude(self, asked: "_Asked", reply: asyncio.Future[NormResult]) -> None:
+        service, answers = self._service, self._answers
+        assert asked.job is not None
+        assert asked.permit is not None
+        del self.jobs[asked.job]
+        service.operations.engine.end(asked.job)
+        service.progress.end()
+        asked.permit.release()
+        error = reply.exception()
+        if error is not None and isinstance(error, DrainingError | DeviceFailureError):
+            # It may run still, and would write where the client, once it has an answer, keeps something else.
+            answers.close()
+        self._on_end()
+        tag, record, request_id = asked.tag, asked.record, asked.request_id
+        if error is not None:
+            # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
+            if isinstance(error, NormserveError):
+                answers.refuse(tag, error, record, request_id)
+            else:
+                answers.refuse_unexpected(tag, error, record, request_id)
+            return
+        began = time.perf_counter()
+        frame = frames.write(tag, answered(asked.request, reply.result(), request_id, record))
+        record.stages["serialize"] = time.perf_counter() - began
+        record.status = 200
+        record.waiting_in = "send"
+        answers.send(frame)
+        answers.account(record, request_id)
+
+    def _guarded(self, asked: "_Asked", work: Callable[..., None], *arguments: Any) -> None:
+        """Do something for a request that answers it, now or later; refuse it if that goes wrong."""
+        try:
+            work(asked, *arguments)
+        except NormserveError as error:
+            self._answers.refuse(asked.tag, error, asked.record, asked.request_id)
+        except Exception as error:
+            self._answers.refuse_unexpected(asked.tag, error, asked.record, asked.request_id)
+
+
+class _Asked:
+    """An operation that is to be answered.
+
+    Attributes:
+        job, permit: None until it has been admitted.
+    """
+
+    __slots__ = ("job", "permit", "record", "request", "request_id", "tag")
+
+    def __init__(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
+        self.tag = tag
+        self.request = request
+        self.record = record
+        self.request_id = request_id
+        self.job: NormJob | None = None
+        self.permit: Permit | None = None

@@ -1,0 +1,42 @@
+"""What connections work with."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from normserve.admission.keys import Keyring
+from normserve.engine.progress import Progress
+from normserve.local.device import DeviceArenas
+from normserve.local.layers import LayerMessages
+from normserve.local.memory import Leftovers, SharedMemory
+from normserve.local.operations import Operations
+from normserve.local.own_memory import OwnMemory
+from normserve.logs.audit import Refusals
+from normserve.metrics.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What connections work with.
+
+    Attributes:
+        keys: None where no key is asked for.
+        refusals: is told of messages that were refused for want of a key.
+        progress: is told when work begins and ends.
+        is_logged: whether the access log has a line for each message.
+        leftovers: segments of connections that have ended.
+        describe: what `/v1/info` answers.
+    """
+
+    operations: Operations
+    layers: LayerMessages
+    keys: Keyring | None
+    refusals: Refusals
+    metrics: Metrics
+    progress: Progress
+    memory: SharedMemory
+    device_memory: DeviceArenas
+    own_memory: OwnMemory
+    leftovers: Leftovers
+    describe: Callable[[], Awaitable[dict[str, Any]]]
+    is_logged: bool = False

@@ -1,0 +1,97 @@
+"""A connection of the blocking client to servers that answer what they like, or not at all."""
+
+import os
+import socket
+import struct
+import threading
+from contextlib import contextmanager, suppress
+
+import msgspec
+import pytest
+from normserve.client import Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy, UnexpectedAnswerError
+from normserve.client.deadlines import Deadline
+from normserve.client.local.link import Link
+from normserve.codec import local_frames as frames
+from normserve.memory.segments import Segment, make_segment
+
+LONG = {str(number): frames.Located(0, 0, "x" * 200, (1,)) for number in range(200)}
+
+
+@contextmanager
+def serving(path, answer):
+    """A server of one connection; `answer(connection, tag, message)` is told of each message after hello."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+
+    def serve():
+        connected, _ = listener.accept()
+        found = frames.Frames(2**30)
+        with connected, suppress(OSError):
+            while data := connected.recv(2**16):
+                for tag, content in found.feed(data):
+                    (message,) = frames.read_messages(content)
+                    if isinstance(message, frames.Hello):
+                        connected.sendall(frames.write(tag, frames.Answer(200, document={})))
+                    elif answer(connected, tag, message):
+                        return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.close()
+        thread.join(20)
+
+
+def test_a_segment_whose_number_came_before_is_no_answer(tmp_path):
+    # Its places would be those of another, which somebody has.
+    def answer(connected, tag, message):
+        descriptor, _ = make_segment(2**22, Segment)
+        rights = struct.pack("i", descriptor)
+        frame = frames.write(tag, frames.Answer(200, segment=0))
+        connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        os.close(descriptor)
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer), Client(f"unix://{path}", retries=RetryPolicy(tries=1)) as client:
+        x = client.empty((2**20,))
+        x[:] = 1
+        with pytest.raises(UnexpectedAnswerError, match="number"):
+            client.empty((2**20,))
+        assert x.sum() == 2**20
+
+
+def test_what_follows_a_frame_that_was_cut_is_not_sent(tmp_path):
+    heard = threading.Event()
+    over = threading.Event()
+
+    def answer(connected, tag, message):
+        heard.set()
+        over.wait(20)
+        return True
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer):
+        link = Link(path, None, Deadline(20))
+        try:
+            link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+            link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 10_000))
+            threading.Thread(target=lambda: ask(link, frames.Info(), 0.5)).start()
+            heard.wait(20)
+            message = msgspec.Raw(msgspec.json.encode(frames.Compute("layer_norm", LONG, {})))
+            with pytest.raises(RequestTimeoutError):
+                link.ask(message, Deadline(0.1))
+            # Nobody knows where a next frame would begin.
+            assert not link.is_usable
+        finally:
+            over.set()
+            link._socket.close()
+
+
+def ask(link, message, timeout_s):
+    try:
+        link.ask(message, Deadline(timeout_s))
+    except (RequestTimeoutError, ConnectionFailedError):
+        return

@@ -1,0 +1,174 @@
+"""A connection without a socket, on an engine whose device does what a test says."""
+
+import asyncio
+import os
+import struct
+import time
+from collections.abc import Callable
+
+import msgspec
+from normserve.admission.permits import Limits
+from normserve.codec import local_frames as frames
+from normserve.layers.registry import LayerRegistry
+from normserve.local.connection import Connection
+from normserve.local.device import DeviceArenas
+from normserve.local.layers import LayerMessages
+from normserve.local.memory import Leftovers, SharedMemory
+from normserve.local.operations import Operations
+from normserve.local.own_memory import OwnMemory
+from normserve.local.peer import Peer
+from normserve.local.service import Service
+from normserve.logs.audit import Refusals
+from normserve.memory.device_segments import Device
+from normserve.requests.admission import Admission
+
+from tests.service.engine.fake_engine import Scene, turn
+from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
+
+MIB = 2**20
+
+
+class FakeWire:
+    """Keeps what is sent.
+
+    Attributes:
+        sent: answers with their tags.
+        is_wanted: whether frames are read.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.sent: list[tuple[int, frames.Answer]] = []
+        self.is_open = True
+        self.is_wanted = False
+
+    def read(self, *, wanted: bool) -> None:
+        self.is_wanted = wanted
+
+    def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if self.is_open:
+            tag = struct.unpack_from("<II", frame)[1]
+            self.sent.append((tag, frames.read_answer(frame[frames.PREFIX.size :])))
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._connection.on_end()
+
+
+class Client:
+    """One connection, and the engine behind it.
+
+    Attributes:
+        left: segments of the connection, once it has ended.
+    """
+
+    def __init__(self, *, most_requests: int = 1000, pid: int | None = None) -> None:
+        """Args: pid: what the kernel says of the client's process, which is this one."""
+        self.scene = Scene()
+        self.engine, self.executor = self.scene.engine, self.scene.executor
+        self.limits = Limits(max_requests=most_requests, max_bytes=2**40)
+        self.layers = LayerRegistry(max_layers=4, max_bytes=2**30)
+        operations = Operations(
+            self.engine, self.layers, self.limits, Admission(self.engine, 2**40), timeout_ms=20_000
+        )
+        self.progress = self.engine.launches
+        self.memory = SharedMemory(64 * MIB)
+        self.leftovers = Leftovers()
+        self.driver = FakeDriver()
+        self.device_memory = DeviceArenas(4 * GRANULARITY, lambda: Device(0, self.driver))
+        self.service = Service(
+            operations,
+            LayerMessages(operations, None, self.progress),
+            None,
+            Refusals(),
+            self.scene.metrics,
+            self.progress,
+            self.memory,
+            self.device_memory,
+            OwnMemory(False, lambda: None),
+            self.leftovers,
+            self._describe,
+        )
+        self.described = asyncio.Event()
+        self.left: list | None = None
+        peer = Peer(os.getpid() if pid is None else pid, os.geteuid())
+        self.connection = Connection(self.service, peer, None, lambda: os.pidfd_open(os.getpid()))
+        self.connection.on_gone = self._end
+        self.wire = FakeWire(self.connection)
+        self._tag = 0
+
+    async def start(self, *, greet: bool = True) -> None:
+        """Start the engine, and say hello."""
+        await self.engine.start()
+        self.engine.open()
+        self.connection.serve(self.wire)
+        if greet:
+            assert (await self.ask(frames.Hello(frames.VERSION))).status == 200
+
+    def send(self, message, tag: int = 0) -> None:
+        """Have a frame come in: a message, several, or bytes."""
+        content = message if isinstance(message, bytes) else msgspec.json.encode(message)
+        now = time.perf_counter()
+        self.connection.on_frame(tag, content, now, now)
+
+    async def ask(self, message) -> frames.Answer:
+        """Send a message and wait for its answer, which must be the last that came."""
+        self._tag += 1
+        before = len(self.wire.sent)
+        self.send(message, self._tag)
+        while len(self.wire.sent) == before:
+            await asyncio.sleep(0)
+        assert self.wire.sent[-1][0] == self._tag
+        return self.wire.sent[-1][1]
+
+    def compute(self, *, offset: int = 0, query: str = "") -> frames.Compute:
+        """LayerNorm of 2 rows of 4 in segment 0, which `grow` has made."""
+        return frames.Compute(
+            "layer_norm",
+            {"x": frames.Located(0, offset, "float32", (2, 4))},
+            {"y": frames.Place(0, offset + MIB // 2, 32)},
+            query=query,
+        )
+
+    def statuses(self) -> dict[int, int]:
+        """What has been answered, by tag."""
+        return {tag: answer.status for tag, answer in self.wire.sent}
+
+    async def finish(self, error=None) -> None:
+        """End everything that runs."""
+        await turn()
+        while self.executor.running:
+            self.executor.finish(error)
+            await turn()
+
+    async def _describe(self) -> dict[str, object]:
+        await self.described.wait()
+        return {"version": "a version"}
+
+    def _end(self, segments: list) -> None:
+        assert self.left is None, "the end is told of once"
+        self.left = segments
+
+
+def played(body: Callable, **options) -> None:
+    """Run `body(client)` with a client that has a segment; afterwards nothing may be held."""
+
+    async def run() -> None:
+        client = Client(**options)
+        await client.start()
+        assert (await client.ask(frames.Grow(1))).segment == 0
+        client.wire.sent.clear()
+        await turn()
+        await body(client)
+        await client.finish()
+        client.described.set()
+        client.wire.close()
+        await turn()
+        assert client.limits.requests == client.limits.bytes == 0
+        assert client.progress.idle_s == 0
+        assert not client.connection.is_busy
+
+    asyncio.run(asyncio.wait_for(run(), 20))

@@ -1,0 +1,344 @@
+"""One client's connection: what its frames lead to, in which order, and what is left once it is gone."""
+
+import asyncio
+import gc
+import weakref
+from pathlib import Path
+
+import msgspec
+import pytest
+from normserve.codec import local_frames as frames
+from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, TooLargeError
+from normserve.local.connection import MOST_UNDER_WAY
+
+from tests.service.engine.fake_engine import turn
+from tests.service.jobs.fake_jobs import layer
+from tests.service.local.fake_wire import Client, played
+from tests.service.memory.fake_driver import GRANULARITY
+
+
+def test_an_operation_is_answered_where_its_result_lies():
+    async def body(client):
+        client.send(client.compute(), 5)
+        assert not client.wire.sent
+        await client.finish()
+        [(tag, answer)] = client.wire.sent
+        assert (tag, answer.status, answer.batch_size) == (5, 200, 1)
+        assert answer.results == {"y": frames.Located(0, 2**19, "float32", (2, 4))}
+        assert set(answer.stages_ms) == {"recv", "queue", "copy_in", "kernel", "copy_out"}
+        assert len(answer.request_id) == 32
+
+    played(body)
+
+
+def test_each_message_of_a_frame_has_a_tag_of_its_own():
+    async def body(client):
+        client.send([client.compute(), client.compute(offset=64)], 2**32 - 1)
+        await client.finish()
+        assert client.statuses() == {2**32 - 1: 200, 0: 200}
+
+    played(body)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"\xff",
+        b"[" * 30_000,
+        b'{"do": "nothing"}',
+        b'{"do": "grow", "nbytes": -1}',
+        b'{"do": "grow", "nbytes": 1, "more": 1}',
+        b'{"do": "cancel", "request": 1e999}',
+        msgspec.json.encode([{"do": "info"}] * 65),
+    ],
+)
+def test_what_is_no_message_is_refused_and_the_connection_goes_on(content):
+    async def body(client):
+        for _ in range(2):
+            client.send(content, 3)
+        assert [(tag, answer.status) for tag, answer in client.wire.sent] == [(3, 400)] * 2
+        client.send(client.compute(), 4)
+        await client.finish()
+        assert client.statuses()[4] == 200
+
+    played(body)
+
+
+def test_before_hello_nothing_is_done():
+    async def run():
+        client = Client()
+        await client.start(greet=False)
+        for message in (frames.Grow(1), frames.Info(), frames.Layers(), frames.Layer("a"), client.compute()):
+            answer = await client.ask(message)
+            assert (answer.status, answer.segment) == (400, None)
+            assert "hello" in answer.problem["detail"]
+        assert client.memory.nbytes == 0
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_requests_beyond_the_most_wait_and_nothing_more_is_read():
+    async def body(client):
+        for tag in range(MOST_UNDER_WAY):
+            client.send(client.compute(), tag)
+        assert client.wire.is_wanted
+        client.send([client.compute()] * 3, 100)
+        assert not client.wire.is_wanted
+        assert client.limits.requests == MOST_UNDER_WAY
+        await client.finish()
+        assert len(client.statuses()) == MOST_UNDER_WAY + 3
+        assert set(client.statuses().values()) == {200}
+        assert client.wire.is_wanted
+
+    played(body)
+
+
+def test_messages_that_wait_keep_their_order():
+    async def body(client):
+        # What fills the connection, and then: let the segment go before the last, which is not there any more.
+        for tag in range(MOST_UNDER_WAY):
+            client.send(frames.Info(), tag)
+        client.send([client.compute(), frames.Free(0), client.compute(offset=16)], 100)
+        client.described.set()
+        await turn()
+        await client.finish()
+        assert {tag: client.statuses()[tag] for tag in (100, 102)} == {100: 200, 102: 422}
+
+    played(body)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_what_is_refused_gives_room(limit):
+    async def body(client):
+        client.send([client.compute()] * 64, 0)
+        client.send([client.compute()] * 64, 64)
+        await client.finish()
+        assert len(client.statuses()) == 128
+        assert set(client.statuses().values()) == {200, 429}
+        assert client.wire.is_wanted
+
+    played(body, most_requests=limit)
+
+
+def test_a_frame_that_comes_again_is_checked_by_what_holds_now():
+    async def body(client):
+        content = msgspec.json.encode(client.compute(query="layer=a"))
+        for status, change in [
+            (404, lambda: client.layers.put(layer("a"))),
+            (200, lambda: client.layers.put(layer("a", size=8))),
+            (422, lambda: client.layers.put(layer("a"))),
+            (200, lambda: client.send(frames.Free(0))),
+            (422, lambda: None),
+        ]:
+            client.wire.sent.clear()
+            client.send(content, 1)
+            await client.finish()
+            assert client.statuses() == {1: status}
+            change()
+
+    played(body)
+
+
+def test_what_is_freed_is_not_kept_by_frames_that_are_known():
+    async def body(client):
+        for offset in range(0, 160, 16):
+            client.send(client.compute(offset=offset), offset)
+        await client.finish()
+        assert client.memory.nbytes > 0
+        client.send(frames.Free(0))
+        while client.memory.nbytes:
+            await asyncio.sleep(0.001)
+            gc.collect()
+
+    played(body)
+
+
+def test_a_segment_that_a_request_uses_stays_until_it_is_answered():
+    async def body(client):
+        client.send(client.compute(), 1)
+        await turn()
+        client.send(frames.Free(0))
+        await turn()
+        assert client.memory.nbytes > 0
+        await client.finish()
+        assert client.statuses() == {1: 200}
+        while client.memory.nbytes:
+            await asyncio.sleep(0.001)
+            gc.collect()
+
+    played(body)
+
+
+def test_frames_by_the_thousand_are_not_remembered():
+    async def body(client):
+        for offset in range(0, 16 * 300, 16):
+            client.send(client.compute(offset=offset), offset)
+            await client.finish()
+        client.send([client.compute(query="eps=1e-5")] * 64, 0)
+        await client.finish()
+        assert len(client.connection._known) <= 64
+        assert max(map(len, client.connection._known)) <= 2048
+
+    played(body)
+
+
+@pytest.mark.parametrize("number", [1, 2**63 - 1])
+def test_what_is_not_there_is_let_go_in_silence(number):
+    async def body(client):
+        client.send([frames.Free(number), frames.Cancel(number)], 9)
+        client.send(frames.Cancel(9))
+        await turn()
+        assert client.wire.sent == []
+
+    played(body)
+
+
+def test_what_waits_can_be_taken_back_and_what_runs_cannot():
+    async def body(client):
+        client.send(client.compute(), 1)
+        await turn()
+        client.send(client.compute(), 2)
+        await turn()
+        client.send([frames.Cancel(1), frames.Cancel(2)])
+        await turn()
+        assert client.statuses() == {2: 499}
+        await client.finish()
+        assert client.statuses() == {1: 200, 2: 499}
+
+    played(body)
+
+
+def test_an_error_of_the_device_is_the_answer_and_the_connection_goes_on():
+    async def body(client):
+        client.send(client.compute(), 1)
+        await client.finish(DeviceOutOfMemoryError("there is no memory"))
+        [(tag, answer)] = client.wire.sent
+        assert (tag, answer.status) == (1, answer.problem["status"])
+        assert answer.problem["request_id"] == answer.request_id
+        assert client.wire.is_open
+
+    played(body)
+
+
+def test_an_unknown_error_is_not_told(caplog):
+    async def body(client):
+        client.send(client.compute(), 1)
+        await client.finish(RuntimeError("the secret of another client"))
+        [(_, answer)] = client.wire.sent
+        assert answer.status == 500
+        assert "secret" not in str(msgspec.json.encode(answer))
+        assert "secret" in caplog.text
+
+    played(body)
+
+
+def test_a_device_that_failed_ends_the_connection_without_an_answer():
+    # The job may run still, and would write where the client keeps something else once it is answered.
+    async def body(client):
+        client.send(client.compute(), 1)
+        await client.finish(DeviceFailureError("it hangs"))
+        assert client.wire.sent == []
+        assert not client.wire.is_open
+
+    played(body)
+
+
+def test_a_fault_of_the_wire_is_told_and_ends_the_connection():
+    async def body(client):
+        client.send(client.compute(), 1)
+        client.connection.on_fault(TooLargeError("a frame is too long"))
+        assert client.statuses() == {0: 413}
+        assert not client.wire.is_open
+
+    played(body)
+
+
+def test_who_leaves_is_forgotten_with_all_that_waits():
+    async def body(client):
+        client.send(client.compute(), 1)
+        await turn()
+        for tag in range(2, 100):
+            client.send(client.compute(), tag)
+        client.wire.close()
+        assert [len(segment) for segment in client.left] == [2**20]
+        await turn()
+        # One runs, for nobody.
+        assert len(client.executor.running) == 1
+        client.executor.finish()
+        await turn()
+        assert client.executor.running == []
+        assert client.wire.sent == []
+
+    played(body)
+
+
+def test_nothing_of_a_connection_that_has_ended_is_kept():
+    async def run():
+        client = Client()
+        await client.start()
+        await client.ask(frames.Grow(1))
+        client.send(client.compute(), 1)
+        await client.finish()
+        client.wire.close()
+        await turn()
+        gone = [weakref.ref(client.connection), weakref.ref(client.left[0])]
+        del client
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None]
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_segment_that_comes_too_late_is_kept_until_the_process_has_ended():
+    async def body(client):
+        client.send(frames.Grow(2**20), 1)
+        client.wire.close()
+        while not client.leftovers:
+            await asyncio.sleep(0.001)
+        assert client.wire.sent == []
+        assert client.memory.nbytes == 2 * 2**20
+        client.leftovers.close()
+
+    played(body)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("pid", [None, 0])
+def test_device_memory_that_the_client_had_stays_charged_when_it_leaves_while_it_is_lent_again(fails, pid):
+    # What its process has mapped it has still, whatever the driver says of lending it again.
+    async def body(client):
+        answer = await client.ask(frames.Grow(1, "device"))
+        client.send(frames.Free(answer.segment))
+        if fails:
+            client.driver.refusals["cuMemsetD8"] = 999
+        client.send(frames.Grow(1, "device"), 7)
+        await asyncio.sleep(0)
+        client.wire.close()
+        while not client.leftovers:
+            await asyncio.sleep(0.001)
+        gc.collect()
+        assert client.device_memory.nbytes == GRANULARITY
+        client.leftovers.close()
+
+    played(body, pid=pid)
+
+
+def descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_growing_leaves_no_descriptor_behind():
+    async def body(client):
+        before = descriptors()
+        for _ in range(3):
+            await client.ask(frames.Grow(1))
+        for _ in range(3):
+            assert (await client.ask(frames.Grow(2**62))).status == 413
+        await turn()
+        # Each mapping has one.
+        assert descriptors() == before + 3
+
+    played(body)

@@ -1,0 +1,165 @@
+"""What a client may do: after hello, with the key that it brings or that stands for its user."""
+
+import hashlib
+
+import pytest
+from normserve.admission.keys import ApiKey, Keyring, KeyScope
+from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Hello
+from normserve.errors import (
+    ForbiddenError,
+    InvalidParameterError,
+    MalformedPayloadError,
+    RateLimitedError,
+    UnauthorizedError,
+)
+from normserve.local.session import Session
+from normserve.metrics.requests import RequestRecord
+
+INFER = frozenset([KeyScope.INFER])
+LAYERS = frozenset([KeyScope.LAYERS])
+GREETING = Hello(VERSION)
+
+
+class Refusals:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told = []
+
+    def tell(self, reason, method, path, **who):
+        self.told.append((reason, method, path, who))
+
+
+def key(name, secret, scopes=INFER, **limits):
+    return ApiKey(name, hashlib.sha256(secret).digest(), scopes, **limits)
+
+
+def keyring(*keys):
+    return Keyring(keys, clock=lambda: 0.0)
+
+
+def session(keys=None, key_name=None, *, hello=GREETING):
+    made = Session(7, key_name, keys, Refusals())
+    if hello is not None:
+        made.greet(hello, {})
+    return made
+
+
+def authorise(of, needed=INFER):
+    record = RequestRecord(op="grow")
+    return of.authorise(needed, record), record
+
+
+def test_the_greeting_says_what_clients_must_know():
+    greeting = session(hello=None).greet(Hello(VERSION), {"device": None})
+    assert greeting == {
+        "version": VERSION,
+        "alignment": ALIGNMENT,
+        "max_frame_bytes": MAX_FRAME_BYTES,
+        "device": None,
+    }
+
+
+def test_nothing_comes_before_hello():
+    with pytest.raises(MalformedPayloadError, match="hello"):
+        authorise(session(hello=None))
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1, 2**63 - 1])
+def test_a_hello_of_another_version_is_none(version):
+    of = session(hello=None)
+    with pytest.raises(InvalidParameterError, match="version"):
+        of.greet(Hello(version), {})
+    with pytest.raises(MalformedPayloadError):
+        authorise(of)
+
+
+def test_a_hello_of_another_version_leaves_what_was_said_before():
+    of = session(keyring(key("batch", b"secret")), hello=Hello(VERSION, "secret"))
+    with pytest.raises(InvalidParameterError):
+        of.greet(Hello(VERSION + 1, "other"), {})
+    assert authorise(of)[0].key == "batch"
+
+
+def test_without_keys_a_client_is_its_user():
+    caller, record = authorise(session())
+    assert (caller.address, caller.tenant, caller.key, caller.quota) == ("uid 7", "uid 7", None, None)
+    assert record.key is None
+
+
+def test_a_key_that_is_not_asked_for_says_nothing():
+    assert authorise(session(hello=Hello(VERSION, "anything")))[0].tenant == "uid 7"
+
+
+def test_a_key_says_who_the_client_is():
+    caller, record = authorise(
+        session(keyring(key("batch", b"secret", max_inflight_bytes=9)), hello=Hello(VERSION, "secret"))
+    )
+    assert (caller.tenant, caller.quota.max_inflight_bytes) == ("key:batch", 9)
+    assert record.key == "batch"
+
+
+def test_a_key_stands_for_a_user_who_brings_none():
+    keys = keyring(key("batch", b"secret"), key("other", b"theirs"))
+    assert authorise(session(keys, "batch"))[0].key == "batch"
+    assert authorise(session(keys, "batch", hello=Hello(VERSION, "theirs")))[0].key == "other"
+
+
+@pytest.mark.parametrize("brought", ["", "wrong", "\N{LATIN SMALL LETTER E WITH ACUTE}", "batch"])
+def test_a_wrong_key_is_refused_though_another_stands_for_the_user(brought):
+    of = session(keyring(key("batch", b"secret")), "batch", hello=Hello(VERSION, brought))
+    with pytest.raises(UnauthorizedError, match="not one that the server knows"):
+        authorise(of)
+    assert of._refusals.told == [("unauthorized", "local", "grow", {"key": None, "address": "uid 7"})]
+
+
+@pytest.mark.parametrize("named", [None, "gone"])
+def test_a_key_must_come_from_somewhere(named):
+    with pytest.raises(UnauthorizedError, match="hello"):
+        authorise(session(keyring(key("batch", b"secret")), named))
+
+
+def test_a_key_does_no_more_than_its_scopes():
+    of = session(keyring(key("batch", b"secret")), hello=Hello(VERSION, "secret"))
+    with pytest.raises(ForbiddenError, match="layers"):
+        authorise(of, LAYERS)
+    assert [told[0] for told in of._refusals.told] == ["forbidden"]
+    assert authorise(of)[0].key == "batch"
+
+
+def test_a_key_that_has_expired_is_refused():
+    of = session(keyring(key("batch", b"secret", expires=1.0)), hello=Hello(VERSION, "secret"))
+    with pytest.raises(UnauthorizedError, match="expired"):
+        authorise(of)
+
+
+def test_a_key_is_asked_for_at_each_message():
+    keys = keyring(key("batch", b"secret"))
+    of = session(keys, hello=Hello(VERSION, "secret"))
+    authorise(of)
+    keys.replace([key("batch", b"new")])
+    with pytest.raises(UnauthorizedError):
+        authorise(of)
+    of.greet(Hello(VERSION, "new"), {})
+    assert authorise(of)[0].key == "batch"
+
+
+def test_requests_of_a_key_are_counted_and_refused_ones_are_not():
+    of = session(keyring(key("batch", b"secret", requests_per_second=2)), hello=Hello(VERSION, "secret"))
+    for _ in range(5):
+        with pytest.raises(ForbiddenError):
+            authorise(of, LAYERS)
+    for _ in range(2):
+        authorise(of)
+    with pytest.raises(RateLimitedError):
+        authorise(of)
+
+
+def test_who_greets_anew_is_nobody_until_the_key_is_known():
+    of = session(keyring(key("batch", b"secret")), hello=Hello(VERSION, "secret"))
+    authorise(of)
+    of.greet(Hello(VERSION, "wrong"), {})
+    with pytest.raises(UnauthorizedError):
+        authorise(of)
+    # Otherwise the access log would say that this key sent it.
+    assert of.caller.key is None
