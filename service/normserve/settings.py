@@ -38,6 +38,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Bytes of the device's memory that the connections of one user may have together, or 0.",
     )
+    local_own_memory: bool = Field(
+        False,
+        description="Let processes of the server's own user have memory of the device used that they have allocated"
+        " themselves, without a copy. One that frees it while it is used can end the server.",
+    )
     local_connections: int = Field(
         64, ge=1, description="Connections to that socket that one user may have open at once."
     )

@@ -11,7 +11,7 @@ import io
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from itertools import pairwise
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,10 @@ from normserve.codec import safetensors as safetensors_codec
 from normserve.errors import InvalidParameterError, MalformedPayloadError, NormserveError, TooLargeError
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
 from normserve.jobs.job import Op, Pass
-from normserve.local.arena import Arena, check_places
+from normserve.local.arena import Arena, check_places, check_together
+from normserve.memory.allocations import HANDLE_BYTES, OpenedAllocation, open_allocation
+from normserve.memory.device_segments import DeviceBytes, DeviceSegment
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.peers import siblings
 from normserve.peers.siblings import Link, RefusedError
 from normserve.requests.parameters import make_spec, operation_parameters, parse_query
@@ -135,6 +138,8 @@ def local_frames(data: bytes) -> None:
             for message in messages:
                 if isinstance(message, local_codec.Compute):
                     _refers_to_its_arena(message)
+                if isinstance(message, local_codec.Own):
+                    _opens_what_it_says(message)
         with contextlib.suppress(MalformedPayloadError):
             local_codec.read_answer(content)
 
@@ -151,19 +156,84 @@ def _local_frames_of(pieces: list[bytes]) -> tuple[list[tuple[int, bytes]], bool
     return found, False
 
 
+class _OnDevice(DeviceSegment):
+    """Memory of a device that is nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, 2**40, 4096)  # type: ignore[arg-type]
+
+    def __del__(self) -> None:
+        pass
+
+
 def _refers_to_its_arena(message: local_codec.Compute) -> None:
+    """Segment 0 is the host's, segment 1 a device's."""
     arena = Arena()
-    memory = memoryview(bytearray(4096))
-    arena.add(memory)
+    memories = [memoryview(bytearray(4096)), _OnDevice().whole()]
+    for memory in memories:
+        arena.add(memory)
     with contextlib.suppress(NormserveError):
         located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
         for tensor, span in located.values():
-            assert tensor.data.obj is memory.obj
+            assert tensor.data.obj is memories[span.segment].obj
             assert len(tensor.data) == tensor.nbytes == span.stop - span.start
+            assert isinstance(tensor, DeviceTensor) == (span.segment == 1)
+            _lies_within(tensor.data)
+        places = {name: arena.place(name, place) for name, place in message.results.items()}
         for name, place in message.results.items():
-            assert len(arena.place(name, place)) == place.nbytes
+            assert len(places[name]) == place.nbytes
+            _lies_within(places[name])
+        check_together({name: tensor for name, (tensor, _) in located.items()}, places)
         described = {name: (tensor.dtype, tensor.shape) for name, (tensor, _) in located.items()}
         check_places(described, message.results, {name: span for name, (_, span) in located.items()}, {"y": "x"})
+
+
+def _lies_within(data: memoryview) -> None:
+    if isinstance(data, DeviceBytes):
+        start = data.__cuda_array_interface__["data"][0] - data.obj.address  # type: ignore[index]
+        assert 0 <= start <= start + len(data) <= len(data.obj)
+
+
+class _Opening:
+    """A driver that opens any handle, as memory of 4096 bytes whose last 1024 the handle points to."""
+
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9)
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def CUipcMemHandle(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace()
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[int, int]:  # noqa: N802
+        assert len(handle.reserved) == HANDLE_BYTES
+        self.opened += 1
+        return 0, 2**40 + 3072
+
+    def cuIpcCloseMemHandle(self, address: int) -> tuple[int]:  # noqa: N802
+        self.opened -= 1
+        return (0,)
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:  # noqa: N802
+        return 0, 2**40, 4096
+
+    def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int]:  # noqa: N802
+        return 0, 0
+
+
+def _opens_what_it_says(message: local_codec.Own) -> None:
+    """An allocation is open if it has what the message says, and closed else, and afterwards."""
+    driver = _Opening()
+    device: Any = SimpleNamespace(driver=driver, ordinal=0, current=contextlib.nullcontext)
+    try:
+        opened = open_allocation(device, bytes.fromhex(message.handle), message.nbytes, OpenedAllocation)
+    except ValueError:
+        assert not 0 < message.nbytes <= 1024
+    else:
+        assert len(opened) == message.nbytes <= 1024
+        assert driver.opened == 1
+        del opened
+    assert driver.opened == 0
 
 
 def _cut(data: bytes) -> tuple[list[bytes], bytes, int]:

@@ -18,6 +18,7 @@ from normserve.local.device import LentDeviceSegment
 from normserve.local.layers import Sender
 from normserve.local.memory import Lent, LentSegment, give_back
 from normserve.local.operations import Request
+from normserve.local.own_memory import LentAllocation
 from normserve.local.peer import Peer
 from normserve.local.service import Service
 from normserve.local.session import Session
@@ -59,6 +60,8 @@ class Connection:
         self._arena = Arena()
         # Of the device: given back, and charged until the client's process has ended.
         self._spent: list[LentDeviceSegment] = []
+        # Allocations of the client's that are being opened.
+        self._opening = 0
         self._waiting: deque[tuple[int, Said, float, float]] = deque()
         # What frames said that came before: clients send the like again and again.
         self._known: dict[bytes, Sequence[Said]] = {}
@@ -120,8 +123,11 @@ class Connection:
         self.on_gone(self._segments_left())
 
     def _segments_left(self) -> list[Lent]:
-        """What the client has of all memory; this connection has it no more."""
-        segments: list[Lent] = [_lent(memory) for memory in self._arena.segments.values()]
+        """What the client has of the server's memory; this connection has that no more, nor the client's own."""
+        owned, segments = _divided(self._arena)
+        if owned:
+            # Nobody is charged for what the client has allocated, and nobody keeps it.
+            give_back(owned)
         segments += self._spent
         # In its place: what is lent again while the connection ends may return there.
         self._spent.clear()
@@ -199,6 +205,10 @@ class Connection:
                 record.op = "grow"
                 self._session.authorise(_ANY, record)
                 descriptors = (await self._grow(message, answer),)
+            case frames.Own():
+                record.op = "own"
+                self._session.authorise(_ANY, record)
+                await self._open(message, answer)
             case frames.Info():
                 record.op = "info"
                 self._session.authorise(_ANY, record)
@@ -213,7 +223,10 @@ class Connection:
     def _offered(self) -> dict[str, Any]:
         """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
         service = self._service
-        return {} if service.operations.engine.device is None else {"device": service.device_memory.offer()}
+        if service.operations.engine.device is None:
+            return {}
+        offer = service.device_memory.offer()
+        return {"device": None if offer is None else {**offer, "own": service.own_memory.may(self.peer)}}
 
     async def _grow(self, message: frames.Grow, answer: Answer) -> int:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
@@ -244,8 +257,35 @@ class Connection:
         answer.segment = self._arena.add(memory)
         return descriptor
 
+    async def _open(self, message: frames.Own, answer: Answer) -> None:
+        """Open what the client has allocated, and say its number in the answer."""
+        service = self._service
+        service.operations.engine.require_ready()
+        owned, _ = _divided(self._arena)
+        held = len(owned) + self._opening
+        self._opening += 1
+        try:
+            opened = await service.own_memory.open(self.peer, message.handle, message.nbytes, held)
+        finally:
+            self._opening -= 1
+        if not self._answers.is_open:
+            give_back([opened])
+            return
+        answer.device, answer.nbytes = opened.device.uuid, len(opened)
+        answer.opened = self._arena.add(opened.whole())
 
-def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment:
+
+def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment | LentAllocation:
     segment = memory.obj
-    assert isinstance(segment, LentSegment | LentDeviceSegment)
+    assert isinstance(segment, LentSegment | LentDeviceSegment | LentAllocation)
     return segment
+
+
+def _divided(arena: Arena) -> tuple[list[Lent], list[Lent]]:
+    """What the client has allocated itself, and what the server has lent."""
+    owned: list[Lent] = []
+    lent: list[Lent] = []
+    for memory in arena.segments.values():
+        segment = _lent(memory)
+        (owned if isinstance(segment, LentAllocation) else lent).append(segment)
+    return owned, lent

@@ -10,6 +10,7 @@ from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
+from normserve.local.own_memory import OwnMemory
 from normserve.logs.audit import Refusals
 from normserve.metrics.metrics import Metrics
 
@@ -35,6 +36,7 @@ class Service:
     progress: Progress
     memory: SharedMemory
     device_memory: DeviceArenas
+    own_memory: OwnMemory
     leftovers: Leftovers
     describe: Callable[[], Awaitable[dict[str, Any]]]
     is_logged: bool = False

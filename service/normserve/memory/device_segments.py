@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 _S = TypeVar("_S", bound="DeviceSegment")
@@ -29,6 +30,7 @@ class Device:
 
     Attributes:
         ordinal: among the devices that this process sees, as the driver and torch count them.
+        driver: the functions of `cuda.bindings.driver`.
         uuid: 32 hexadecimal digits, the same in every process.
         granularity: segments are multiples of so many bytes.
     """
@@ -39,21 +41,21 @@ class Device:
         Raises:
             DeviceMemoryError: the device's memory cannot be shared so, or there is no such device.
         """
-        self._driver = driver = _bindings() if driver is None else driver
+        self.driver = driver = _bindings() if driver is None else driver
         self.ordinal = ordinal
-        _call(driver.cuInit, 0)
-        self._device = _call(driver.cuDeviceGet, ordinal)
+        call(driver.cuInit, 0)
+        self._device = call(driver.cuDeviceGet, ordinal)
         attributes = driver.CUdevice_attribute
         for needed in (
             attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
             attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         ):
-            if not _call(driver.cuDeviceGetAttribute, needed, self._device):
+            if not call(driver.cuDeviceGetAttribute, needed, self._device):
                 raise DeviceMemoryError("the device's memory cannot be handed over as a descriptor")
         self.uuid = _uuid(driver, self._device)
         self._handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(_call(driver.cuMemGetAllocationGranularity, self._properties(), smallest))
+        self.granularity = int(call(driver.cuMemGetAllocationGranularity, self._properties(), smallest))
 
     @classmethod
     def find(cls, uuid: str, driver: Any = None) -> "Device":
@@ -63,9 +65,9 @@ class Device:
             DeviceMemoryError: this process does not see it, or its memory cannot be shared.
         """
         driver = _bindings() if driver is None else driver
-        _call(driver.cuInit, 0)
-        for ordinal in range(_call(driver.cuDeviceGetCount)):
-            if _uuid(driver, _call(driver.cuDeviceGet, ordinal)) == uuid:
+        call(driver.cuInit, 0)
+        for ordinal in range(call(driver.cuDeviceGetCount)):
+            if _uuid(driver, call(driver.cuDeviceGet, ordinal)) == uuid:
                 return cls(ordinal, driver)
         raise DeviceMemoryError("this process does not see the server's device")
 
@@ -81,7 +83,7 @@ class Device:
             DeviceMemoryError: the driver refuses.
         """
         nbytes = self.rounded(nbytes)
-        handle = _call(self._driver.cuMemCreate, nbytes, self._properties(), 0)
+        handle = call(self.driver.cuMemCreate, nbytes, self._properties(), 0)
         segment = self._mapped(handle, nbytes, kind)
         self.clear(segment)
         return segment
@@ -92,11 +94,11 @@ class Device:
 
     def clear(self, segment: "DeviceSegment") -> None:
         """Overwrite all of it with zeros, which it holds when this returns."""
-        driver = self._driver
-        with self._current():
-            _call(driver.cuMemsetD8, segment.address, 0, len(segment))
+        driver = self.driver
+        with self.current():
+            call(driver.cuMemsetD8, segment.address, 0, len(segment))
             # Only of the stream that it was put on: others' work need not be waited for.
-            _call(driver.cuStreamSynchronize, 0)
+            call(driver.cuStreamSynchronize, 0)
 
     def export(self, segment: "DeviceSegment") -> int:
         """A descriptor to hand over, which is the caller's to close.
@@ -104,7 +106,7 @@ class Device:
         Raises:
             DeviceMemoryError: the driver refuses.
         """
-        descriptor = int(_call(self._driver.cuMemExportToShareableHandle, segment.handle, self._handle_type, 0))
+        descriptor = int(call(self.driver.cuMemExportToShareableHandle, segment.handle, self._handle_type, 0))
         os.set_inheritable(descriptor, False)
         return descriptor
 
@@ -114,31 +116,31 @@ class Device:
         Raises:
             DeviceMemoryError: it is no such memory, or of another size.
         """
-        handle = _call(self._driver.cuMemImportFromShareableHandle, descriptor, self._handle_type)
+        handle = call(self.driver.cuMemImportFromShareableHandle, descriptor, self._handle_type)
         return self._mapped(handle, nbytes, kind)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """End a mapping, whose memory nothing uses any more."""
-        _call(self._driver.cuMemUnmap, address, nbytes)
-        _call(self._driver.cuMemAddressFree, address, nbytes)
+        call(self.driver.cuMemUnmap, address, nbytes)
+        call(self.driver.cuMemAddressFree, address, nbytes)
 
     def release(self, handle: Any) -> None:
         """Let go of memory: it is free once nothing maps it."""
-        _call(self._driver.cuMemRelease, handle)
+        call(self.driver.cuMemRelease, handle)
 
     def _mapped(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:
-        driver = self._driver
+        driver = self.driver
         try:
-            address = int(_call(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
+            address = int(call(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
             try:
-                _call(driver.cuMemMap, address, nbytes, 0, handle, 0)
+                call(driver.cuMemMap, address, nbytes, 0, handle, 0)
                 try:
-                    _call(driver.cuMemSetAccess, address, nbytes, [self._access()], 1)
+                    call(driver.cuMemSetAccess, address, nbytes, [self._access()], 1)
                 except BaseException:
-                    _call(driver.cuMemUnmap, address, nbytes)
+                    call(driver.cuMemUnmap, address, nbytes)
                     raise
             except BaseException:
-                _call(driver.cuMemAddressFree, address, nbytes)
+                call(driver.cuMemAddressFree, address, nbytes)
                 raise
         except BaseException:
             self.release(handle)
@@ -146,7 +148,7 @@ class Device:
         return kind(self, handle, address, nbytes)
 
     def _properties(self) -> Any:
-        driver = self._driver
+        driver = self.driver
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -155,7 +157,7 @@ class Device:
         return properties
 
     def _access(self) -> Any:
-        driver = self._driver
+        driver = self.driver
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.ordinal
@@ -163,17 +165,17 @@ class Device:
         return access
 
     @contextlib.contextmanager
-    def _current(self) -> Any:
+    def current(self) -> Iterator[None]:
         """This thread uses the device's primary context inside, which is torch's as well."""
-        _call(self._driver.cuCtxPushCurrent, self._context)
+        call(self.driver.cuCtxPushCurrent, self._context)
         try:
             yield
         finally:
-            _call(self._driver.cuCtxPopCurrent)
+            call(self.driver.cuCtxPopCurrent)
 
     @functools.cached_property
     def _context(self) -> Any:
-        return _call(self._driver.cuDevicePrimaryCtxRetain, self._device)
+        return call(self.driver.cuDevicePrimaryCtxRetain, self._device)
 
 
 class DeviceSegment:
@@ -248,24 +250,34 @@ def _bindings() -> Any:
         raise DeviceMemoryError("the package cuda-bindings is not installed") from None
 
 
-def _call(function: Any, *arguments: Any) -> Any:
-    """What a function of the driver gives.
+def call(function: Any, *arguments: Any) -> Any:
+    """The first that a function of the driver gives; None of one that gives nothing.
+
+    Raises:
+        DeviceMemoryError: it fails.
+    """
+    values = call_for_all(function, *arguments)
+    return values[0] if values else None
+
+
+def call_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
+    """All that a function of the driver gives.
 
     Raises:
         DeviceMemoryError: it fails.
     """
     try:
-        code, *values = function(*arguments)
+        code, *values = cast(Sequence[Any], function(*arguments))
     except RuntimeError as error:
         # The package is there and the driver's library is not, or lacks the function.
         raise DeviceMemoryError(str(error)) from None
     if int(code):
         kind = DeviceMemoryFullError if int(code) == _OUT_OF_MEMORY else DeviceMemoryError
         raise kind(f"{function.__name__} failed: {code}")
-    return values[0] if values else None
+    return values
 
 
 def _uuid(driver: Any, device: Any) -> str:
     # Of a part of a device (MIG) the older function of this name tells the whole one's.
     tell = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
-    return bytes(_call(tell, device).bytes).hex()
+    return bytes(call(tell, device).bytes).hex()

@@ -185,24 +185,26 @@ def test_what_is_no_file_of_this_user_is_refused_in_the_same_words(http, made, m
         "",
         "/",
         "..",
-        f"{PREFIX}a/",
-        f"../shm/{PREFIX}a",
-        f"//{PREFIX}a",
-        f"{PREFIX}a/../{PREFIX}a",
-        f"/dev/shm/{PREFIX}a",
-        f"{PREFIX}a\0",
-        f"\0{PREFIX}a",
-        f"{PREFIX}%61",
-        f"%2e%2e%2f{PREFIX}a",
-        f"{PREFIX}%00a",
-        f"{PREFIX}a\n",
-        f"{PREFIX}{'a' * 300}",
-        PREFIX.upper() + "a",
+        "PREFIX-a/",
+        "../shm/PREFIX-a",
+        "//PREFIX-a",
+        "PREFIX-a/../PREFIX-a",
+        "/dev/shm/PREFIX-a",
+        "PREFIX-a\0",
+        "\0PREFIX-a",
+        "PREFIX-%61",
+        "%2e%2e%2fPREFIX-a",
+        "PREFIX-%00a",
+        "PREFIX-a\n",
+        "PREFIX-" + "a" * 300,
+        "NORMSERVE-TEST-a",
         "passwd",
     ],
 )
 def test_a_key_is_one_name_with_the_prefix(http, made, key):
     made()
+    # Which one it is differs from run to run, and names of tests must not.
+    key = key.replace("PREFIX-", PREFIX)
     assert_refused(register(http, key=key), "a key must begin with")
 
 

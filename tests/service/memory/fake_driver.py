@@ -55,6 +55,22 @@ class Memory:
             os.close(self.descriptor)
 
 
+class Allocation:
+    """What the runtime has allocated, as a file that other processes of the user find by its process's number."""
+
+    def __init__(self, descriptor: int, *, is_expandable: bool = False, device: int = 0) -> None:
+        self.descriptor = descriptor
+        self.nbytes = os.fstat(descriptor).st_size
+        self.address = _map(None, self.nbytes, descriptor)
+        self.identity = next(_names)
+        self.is_expandable = is_expandable
+        self.device = device
+
+    def unmap(self) -> None:
+        _libc.munmap(self.address, self.nbytes)
+        os.close(self.descriptor)
+
+
 class FakeDriver:
     """One process's driver, which sees devices of these UUIDs.
 
@@ -71,6 +87,11 @@ class FakeDriver:
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUpointer_attribute = SimpleNamespace(
+        CU_POINTER_ATTRIBUTE_BUFFER_ID=7,
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9,
+        CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE=10,
+    )
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
 
     def __init__(self, *uuids: bytes) -> None:
@@ -82,6 +103,10 @@ class FakeDriver:
         self.mappings: dict[int, Memory] = {}
         self.accessible: set[int] = set()
         self.attribute = 1
+        # Of the runtime's allocations, this process's own by their addresses, and how often each other's is open.
+        self.allocations: dict[int, Allocation] = {}
+        self.opened: dict[int, Allocation] = {}
+        self.opens: dict[int, int] = {}
 
     def __getattribute__(self, name: str):
         found = super().__getattribute__(name)
@@ -195,6 +220,73 @@ class FakeDriver:
 
     def cuStreamSynchronize(self, stream):  # noqa: N802
         return (0,)
+
+    def allocate(self, nbytes: int, **options: bool) -> int:
+        """Memory as `cudaMalloc` gives it: its address."""
+        descriptor = os.memfd_create("allocation")
+        os.ftruncate(descriptor, nbytes)
+        made = Allocation(descriptor, **options)
+        self.allocations[made.address] = made
+        return made.address
+
+    def free(self, address: int) -> None:
+        """As `cudaFree`."""
+        self.allocations.pop(address).unmap()
+
+    def CUipcMemHandle(self):  # noqa: N802
+        return SimpleNamespace(reserved=bytes(64))
+
+    def cuIpcGetMemHandle(self, address):  # noqa: N802
+        found = self.allocations.get(address)
+        if found is None or found.is_expandable:
+            return 1, None
+        handle = self.CUipcMemHandle()
+        handle.reserved = b"%d %d" % (os.getpid(), found.descriptor)
+        handle.reserved = handle.reserved.ljust(64, b"\0")
+        return 0, handle
+
+    def cuIpcOpenMemHandle(self, handle, flags):  # noqa: N802
+        assert flags == 1
+        assert len(handle.reserved) == 64
+        try:
+            pid, number = map(int, handle.reserved.rstrip(b"\0").split())
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except (ValueError, OSError):
+            return 1, None
+        inode = os.fstat(descriptor).st_ino
+        for address, each in self.opened.items():
+            # The same mapping for whoever opens it again, as the driver does.
+            if os.fstat(each.descriptor).st_ino == inode:
+                os.close(descriptor)
+                self.opens[address] += 1
+                return 0, address
+        opened = Allocation(descriptor)
+        self.opened[opened.address] = opened
+        self.opens[opened.address] = 1
+        return 0, opened.address
+
+    def cuIpcCloseMemHandle(self, address):  # noqa: N802
+        self.opens[address] -= 1
+        if not self.opens[address]:
+            del self.opens[address]
+            self.opened.pop(address).unmap()
+        return (0,)
+
+    def cuMemGetAddressRange(self, address):  # noqa: N802
+        found = self._allocation_at(address)
+        return (1, None, None) if found is None else (0, found.address, found.nbytes)
+
+    def cuPointerGetAttribute(self, attribute, address):  # noqa: N802
+        found = self._allocation_at(address)
+        if found is None:
+            return 1, None
+        return 0, {7: found.identity, 9: found.device, 10: not found.is_expandable}[attribute]
+
+    def _allocation_at(self, address: int) -> Allocation | None:
+        for each in (*self.allocations.values(), *self.opened.values()):
+            if each.address <= address < each.address + each.nbytes:
+                return each
+        return None
 
     def _handle(self, memory: Memory) -> int:
         memory.users += 1

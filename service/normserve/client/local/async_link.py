@@ -19,6 +19,7 @@ from normserve.client.local.device_messages import (
 )
 from normserve.client.local.messages import Needs, growth, refusal_of, required
 from normserve.client.local.offers import Offers
+from normserve.client.local.own_memory import Offer
 from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
 from normserve.client.local.sockets import Incoming
 from normserve.client.quoting import quoted
@@ -111,6 +112,9 @@ class AsyncLink:
         tag = next(self._tags) % (TAGS - 1) + 1
         answer: asyncio.Future[frames.Answer] = self._loop.create_future()
         self._used[tag] = (answer, used)
+        if self._offers.has_withdrawals:
+            for number in self._offers.withdrawn():
+                self._send(frames.write(0, frames.Free(number)))
         self._send(frames.write(tag, message))
         try:
             if meanwhile is not None:
@@ -137,6 +141,8 @@ class AsyncLink:
                 lacking = next(needs)
                 if isinstance(lacking, Busy):
                     await asyncio.to_thread(lacking.wait)
+                elif isinstance(lacking, Offer):
+                    lacking.hear(await self.ask(lacking.message))
                 else:
                     await self._grow_by(growth_on_device(lacking, arena.nbytes), "device")
         except StopIteration as done:
@@ -146,14 +152,22 @@ class AsyncLink:
     def retire(self) -> None:
         """Close, once nobody has a block of the arenas."""
         if self.is_open:
-            self._offers.once_empty(self.arena, self._leave_from_anywhere)
+            self._from_anywhere(self._withdraw_all)
+            self._offers.once_empty(self.arena, functools.partial(self._from_anywhere, self._leave))
 
-    def _leave_from_anywhere(self) -> None:
+    def _from_anywhere(self, work: Callable[[], None]) -> None:
         """A block may return on any thread, and its event loop may be over."""
         if self._loop.is_closed() or self._is_here():
-            self._leave()
+            work()
         else:
-            self._loop.call_soon_threadsafe(self._leave)
+            self._loop.call_soon_threadsafe(work)
+
+    def _withdraw_all(self) -> None:
+        """Let the server use this process's own memory no more."""
+        if self.is_open:
+            with suppress(OSError):
+                for number in self._offers.withdraw_all():
+                    self._socket.send(frames.write(0, frames.Free(number)))
 
     async def _grow(self, lacking: int) -> None:
         await self._grow_by(growth(lacking, self.arena.nbytes), "host")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from normserve.client.local.arena import Arena, Part
+from normserve.client.local.own_memory import OwnMemory
 from normserve.codec.local_frames import Place
 from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment
 from normserve.memory.host_tensors import DType
@@ -63,10 +64,12 @@ class DeviceArena(Arena):
 
     Attributes:
         ordinal: the device's, as torch counts.
+        own: memory that the process has allocated itself; None where the server does not open it.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, is_own_opened: bool = False) -> None:
         super().__init__()
+        self.own = OwnMemory(device) if is_own_opened else None
         self._torch: Any = importlib.import_module("torch")
         self._device = device
         self.ordinal = device.ordinal
@@ -219,7 +222,7 @@ def arena_on(offer: Any) -> DeviceArena | None:
     if not isinstance(offer, dict) or not isinstance(offer.get("uuid"), str):
         return None
     try:
-        return DeviceArena(Device.find(offer["uuid"]))
+        return DeviceArena(Device.find(offer["uuid"]), is_own_opened=offer.get("own") is True)
     except DeviceMemoryError as error:
         log.warning("tensors on the device are sent by way of the host's memory: %s", error)
         return None

@@ -19,6 +19,7 @@ from normserve.client.local.device import Busy, DeviceArena
 from normserve.client.local.device_messages import DeviceNeeds, growth_on_device
 from normserve.client.local.messages import Needs, growth, refusal_of, required
 from normserve.client.local.offers import Offers
+from normserve.client.local.own_memory import Offer
 from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
 from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
 from normserve.client.quoting import quoted
@@ -105,6 +106,9 @@ class Link:
             RequestTimeoutError: there was no answer in time.
         """
         tag = next(self._tags) % (TAGS - 1) + 1
+        if self._offers.has_withdrawals:
+            for number in self._offers.withdrawn():
+                self._send(frames.write(0, frames.Free(number)), deadline)
         self._used[tag] = used
         try:
             self._send(frames.write(tag, message), deadline)
@@ -141,6 +145,8 @@ class Link:
                 lacking = next(needs)
                 if isinstance(lacking, Busy):
                     lacking.wait()
+                elif isinstance(lacking, Offer):
+                    lacking.hear(self.ask(lacking.message, deadline))
                 else:
                     self._grow_by(growth_on_device(lacking, arena.nbytes), "device", deadline)
         except StopIteration as done:
@@ -149,6 +155,10 @@ class Link:
 
     def retire(self) -> None:
         """Close, once nobody has a block of the arenas."""
+        if self.is_usable:
+            with suppress(OSError):
+                for number in self._offers.withdraw_all():
+                    self._socket.send(frames.write(0, frames.Free(number)), socket.MSG_DONTWAIT)
         self._offers.once_empty(self.arena, self._leave)
 
     def _greet(self, deadline: Deadline) -> None:

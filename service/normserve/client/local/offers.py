@@ -43,6 +43,22 @@ class Offers:
         arena = self._arena
         return arena if arena is not None and index == arena.ordinal else None
 
+    @property
+    def has_withdrawals(self) -> bool:
+        """Whether memory of this process's own may be withdrawn: `withdrawn` tells."""
+        arena = self._arena
+        return arena is not None and arena.own is not None and arena.own.is_idle
+
+    def withdrawn(self) -> Sequence[int]:
+        """The numbers of segments of the process's own memory that are to be freed."""
+        own = None if self._arena is None else self._arena.own
+        return () if own is None else own.withdrawn()
+
+    def withdraw_all(self) -> Sequence[int]:
+        """The numbers of all such segments, none of which is used from here on."""
+        own = None if self._arena is None else self._arena.own
+        return () if own is None else own.withdraw_all()
+
     def once_empty(self, host: Arena, then: Callable[[], None]) -> None:
         """Call this once nobody has a block of any arena; nothing may be taken from here on."""
         device = self._arena

@@ -1,0 +1,108 @@
+"""A process that normalises: `python -m benchmarks.serve.clients.normalising WHERE BYTES CORES`.
+
+WHERE is the URL of a server that shares memory, with #device where that is a GPU's, or "own cpu" or "own cuda":
+with kernels of its own.  It says when it had its first answer, by `time.perf_counter`; then for each line that says
+until when to work, the calls that ended meanwhile.  Without a reason it does not import torch: that is a part of
+what a server saves.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+_COLS = 1024
+
+Call = Callable[[], Any]
+
+
+def main() -> None:
+    where, nbytes, cores = sys.argv[1:]
+    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    x = np.random.default_rng(0).standard_normal((int(nbytes) // 4 // _COLS, _COLS), np.float32)
+    with _caller(where, x) as call:
+        y = call()
+        answered = time.perf_counter()
+        _require_right(x, np.asarray(y.cpu() if hasattr(y, "cpu") else y))
+        print(json.dumps(answered), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(taken_until(json.loads(line), call)), flush=True)
+
+
+def taken_until(until: float, call: Call) -> Mapping[str, Any]:
+    """Call again and again: of each call when it ended and the seconds that it took, and how many raised."""
+    calls: list[tuple[float, float]] = []
+    errors = 0
+    ended = time.perf_counter()
+    while ended < until:
+        begun = time.perf_counter()
+        try:
+            call()
+        except Exception:
+            errors += 1
+        ended = time.perf_counter()
+        calls.append((ended, ended - begun))
+    return {"calls": calls, "errors": errors}
+
+
+def _require_right(x: np.ndarray, y: np.ndarray) -> None:
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(1, keepdims=True)
+    right = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(y, right, rtol=1e-5, atol=3e-5)
+
+
+@contextlib.contextmanager
+def _caller(where: str, x: np.ndarray) -> Iterator[Call]:
+    """What normalises x, with a server or without."""
+    if where == "own cpu":
+        yield _torch_in_process(x)
+        return
+    if where == "own cuda":
+        yield _kernels_in_process(x)
+        return
+    from normserve.client import Client, RetryPolicy
+
+    url, _, is_on_device = where.partition("#")
+    with Client(url, retries=RetryPolicy(tries=1)) as client:
+        if is_on_device:
+            import torch
+
+            there = client.empty(x.shape, torch.float32, device="cuda")
+            there.copy_(torch.from_numpy(x))
+            yield lambda: client.layer_norm(there, eps=1e-5).y
+        else:
+            shared = client.empty(x.shape)
+            shared[:] = x
+            yield lambda: client.layer_norm(shared, eps=1e-5).y
+
+
+def _torch_in_process(x: np.ndarray) -> Call:
+    import torch
+
+    torch.set_num_threads(1)
+    tensor = torch.from_numpy(x)
+    return lambda: torch.nn.functional.layer_norm(tensor, (_COLS,))
+
+
+def _kernels_in_process(x: np.ndarray) -> Call:
+    import fusednorm
+    import torch
+
+    tensor = torch.from_numpy(x).cuda()
+
+    def call() -> Any:
+        y = fusednorm.layer_norm(tensor)
+        torch.cuda.synchronize()
+        return y
+
+    return call
+
+
+if __name__ == "__main__":
+    main()

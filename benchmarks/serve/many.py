@@ -1,0 +1,237 @@
+"""What one server for many processes saves: `python -m benchmarks.serve.many --out FILE.csv`.
+
+1, 4 and 16 processes that normalise, all through one server, which shares its memory with each, or with kernels (on
+a GPU: and a CUDA context) of their own.  LayerNorm forward of [rows, 1024] float32, whole calls, complete when they
+return: rates and latencies with all at work, how long a process takes from its start to its first answer, what
+memory all take together, the server with them, and what the others notice when one is killed.  Then the server's
+latencies for one client while another process keeps the device, or a core, busy with kernels of its own.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.serve import command
+from benchmarks.serve.clients import posts
+from benchmarks.serve.command import SIZES
+from benchmarks.serve.report import memory
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+
+SHARED, DEVICE, OWN, BESIDE = "host memory", "device memory", "kernels of their own", "busy neighbour"
+COLUMNS = (
+    *("size", "nbytes", "clients", "caller", "round", "calls", "per_second", "p50_us", "p99_us"),
+    *("first_answer_s", "resident_bytes", "device_bytes", "killed_errors", "killed_worst_us"),
+)
+_QUOTA = 2**33
+# Of the second after a process was killed.
+_BEFORE_KILL_S, _AFTER_KILL_S = 0.3, 1.0
+
+
+def main() -> int:
+    options = command.parser("many", "the server and of its clients; processes with kernels of their own have both")
+    command.add_sizes(options)
+    command.add_turns(options, "each number of processes", 2.0, rounds=3)
+    options.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="how many at once")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels run")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each size, number of clients, caller and round."""
+    server_cores, client_cores = asked.cores
+    before = memory.device_bytes() if asked.device == "cuda" else 0
+    shared = folder / "many.sock"
+    quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
+    backend = "triton" if asked.device == "cuda" else "torch"
+    for size, count in itertools.product(asked.size or ["4 KiB", "1 MiB"], asked.clients):
+        load = _Load(size, count, asked, before)
+        with results.part(f"{OWN}, {count} of {size}"):
+            for number in range(asked.rounds):
+                results.add(load.row(OWN, number, server_cores | client_cores, f"own {asked.device}", None))
+    with launch.normserve(
+        server_cores, folder, posts.make_parameters(), backend, ("--local", str(shared), *quotas)
+    ) as (served, _):
+        callers = {SHARED: f"unix://{shared}"}
+        if asked.device == "cuda":
+            callers[DEVICE] = f"unix://{shared}#device"
+        for size, count in itertools.product(asked.size or ["4 KiB", "1 MiB"], asked.clients):
+            load = _Load(size, count, asked, before)
+            for caller, where in callers.items():
+                with results.part(f"{caller}, {count} of {size}"):
+                    for number in range(asked.rounds):
+                        results.add(load.row(caller, number, client_cores, where, served.pid))
+        for size, (caller, where) in itertools.product(asked.size or ["4 KiB", "1 MiB"], callers.items()):
+            with results.part(f"{BESIDE}, {size}"), _busy(client_cores, asked.device):
+                load = _Load(size, 1, asked, before)
+                for number in range(asked.rounds):
+                    results.add(load.row(caller, number, client_cores, where, served.pid, BESIDE))
+
+
+class _Load:
+    """So many processes with tensors of one size."""
+
+    def __init__(self, size: str, count: int, asked: argparse.Namespace, device_before: int) -> None:
+        self._size, self._count, self._asked = size, count, asked
+        self._device_before = device_before
+
+    def row(
+        self, caller: str, number: int, cores: set[int], where: str, server: int | None, beside: str = ""
+    ) -> Mapping[str, object]:
+        """Start them, let them work, kill one, and say how it went."""
+        with contextlib.ExitStack() as stack:
+            clients = [_Process(cores, where, SIZES[self._size]) for _ in range(self._count)]
+            for client in clients:
+                stack.callback(client.end)
+            first = [client.ready() for client in clients]
+            taken = _work(clients, self._asked.seconds)
+            pids = [client.pid for client in clients] + ([] if server is None else [server])
+            resident = memory.resident_bytes(pids)
+            on_device = memory.device_bytes() - self._device_before if self._asked.device == "cuda" else 0
+            killed = _kill_one(clients) if self._count > 1 else ("", "")
+        seconds = sorted(each for one in taken for _, each in one["calls"])
+        assert not any(one["errors"] for one in taken), "calls failed that nobody disturbed"
+        return {
+            "size": self._size,
+            "nbytes": SIZES[self._size],
+            "clients": self._count,
+            "caller": f"{caller}, {beside}" if beside else caller,
+            "round": number,
+            "calls": len(seconds),
+            "per_second": f"{sum(_rate(one) for one in taken):.5g}",
+            "p50_us": f"{1e6 * median(seconds):.4g}",
+            "p99_us": f"{1e6 * seconds[int(0.99 * len(seconds))]:.4g}",
+            "first_answer_s": f"{median(first):.3g}",
+            "resident_bytes": resident,
+            "device_bytes": on_device,
+            "killed_errors": killed[0],
+            "killed_worst_us": killed[1],
+        }
+
+
+class _Process:
+    """One of the processes that normalise."""
+
+    def __init__(self, cores: set[int], where: str, nbytes: int) -> None:
+        module = "benchmarks.serve.clients.normalising"
+        command = [sys.executable, "-m", module, where, str(nbytes), ",".join(map(str, cores))]
+        self._began = time.perf_counter()
+        self._running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._running.pid
+
+    def ready(self) -> float:
+        """Wait for its first answer; the seconds from its start to that."""
+        answered: float = self._told()
+        return answered - self._began
+
+    def begin(self, until: float) -> None:
+        """Have it work until then, by `time.perf_counter`."""
+        assert self._running.stdin is not None
+        self._running.stdin.write(f"{until}\n")
+        self._running.stdin.flush()
+
+    def taken(self) -> Mapping[str, Any]:
+        """What came of it: see `normalising.taken_until`."""
+        taken: Mapping[str, Any] = self._told()
+        return taken
+
+    def kill(self) -> None:
+        self._running.kill()
+
+    def end(self) -> None:
+        self._running.kill()
+        self._running.communicate()
+
+    def _told(self) -> Any:
+        assert self._running.stdout is not None
+        line = self._running.stdout.readline()
+        if not line:
+            raise RuntimeError("a process that normalises has ended")
+        return json.loads(line)
+
+
+def _work(clients: Sequence[_Process], seconds: float) -> list[Mapping[str, Any]]:
+    until = time.perf_counter() + seconds
+    for client in clients:
+        client.begin(until)
+    return [client.taken() for client in clients]
+
+
+def _rate(one: Mapping[str, Any]) -> float:
+    """Calls a second."""
+    calls = one["calls"]
+    return float(len(calls) / sum(seconds for _, seconds in calls))
+
+
+def _kill_one(clients: Sequence[_Process]) -> tuple[int, str]:
+    """Errors of the others, and the longest that one of their calls took in the second after a process' death."""
+    first, *others = clients
+    began = time.perf_counter()
+    for client in clients:
+        client.begin(began + _BEFORE_KILL_S + _AFTER_KILL_S)
+    time.sleep(_BEFORE_KILL_S)
+    killed_at = time.perf_counter()
+    first.kill()
+    taken = [client.taken() for client in others]
+    after = [seconds for one in taken for ended, seconds in one["calls"] if ended >= killed_at]
+    return sum(one["errors"] for one in taken), f"{1e6 * max(after):.4g}"
+
+
+@contextlib.contextmanager
+def _busy(cores: set[int], device: str) -> Iterator[None]:
+    """A process that computes without an end."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_compute, args=(ready, cores, device), daemon=True)
+    process.start()
+    try:
+        ready.wait()
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _compute(ready: Any, cores: set[int], device: str) -> None:
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(1)
+    a = torch.randn(4096 if device == "cuda" else 256, 4096, device=device)
+    while True:
+        (a @ a.T).sum().item()
+        ready.set()
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A line for each size, number of clients and caller: medians of the rounds."""
+    lines = [
+        "| size | clients | caller | p50, µs | p99, µs | calls a second | first answer, s | resident, MiB |"
+        " on the device, MiB | errors when one is killed | worst then, µs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    columns = {"p50_us": 1.0, "p99_us": 1.0, "per_second": 1.0, "first_answer_s": 1.0}
+    columns |= {"resident_bytes": 2.0**-20, "device_bytes": 2.0**-20, "killed_errors": 1.0, "killed_worst_us": 1.0}
+    keys = ("size", "clients", "caller")
+    for key in dict.fromkeys(tuple(str(row[name]) for name in keys) for row in rows):
+        of = [row for row in rows if tuple(str(row[name]) for name in keys) == key]
+        cells = []
+        for column, scale in columns.items():
+            known = [float(str(row[column])) for row in of if row[column] != ""]
+            cells.append(f"{scale * median(known):.4g}" if known else "")
+        lines.append(f"| {' | '.join(key)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""What memory processes take."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def resident_bytes(pids: Sequence[int]) -> int:
+    """Of the host's memory, all together; what several share counts once among them."""
+    kib = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                kib += int(line.split()[1])
+    return 1024 * kib
+
+
+def device_bytes() -> int:
+    """Of the first GPU's memory, whoever has it."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(said.stdout) * 2**20

@@ -1,0 +1,104 @@
+"""Memory of a CUDA device that a process has allocated with the runtime and lets another use, by its handle.
+
+A handle is 64 bytes that whoever has them may open, for as long as the process that allocated lives.  What that
+process frees while another has it open is undefined behaviour: whoever lets another use memory must keep it.
+Memory of virtual mappings (expandable segments among them) and of the driver's pools has no handle.
+"""
+
+import contextlib
+from typing import NamedTuple, TypeVar
+
+from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment, call, call_for_all
+
+_A = TypeVar("_A", bound="OpenedAllocation")
+
+HANDLE_BYTES = 64
+
+# The only way to open one that the driver knows.
+_LAZY_PEER_ACCESS = 1
+
+
+class Allocation(NamedTuple):
+    """What a pointer points into.
+
+    Attributes:
+        address: of its first byte.
+        handle: `HANDLE_BYTES` for the process that is to open it.
+    """
+
+    address: int
+    nbytes: int
+    handle: bytes
+
+
+class OpenedAllocation(DeviceSegment):
+    """Another process's allocation: open for as long as this, or a view of it, is."""
+
+    def __init__(self, device: Device, address: int, nbytes: int) -> None:
+        super().__init__(device, None, address, nbytes)
+
+    def __del__(self) -> None:
+        # Of a device that has failed, or a driver that has ended, all is gone anyway.
+        with contextlib.suppress(DeviceMemoryError), self.device.current():
+            call(self.device.driver.cuIpcCloseMemHandle, self.address)
+
+
+def identity_of(device: Device, address: int) -> int:
+    """A number of the allocation that an address lies in, which no other allocation of this process ever has.
+
+    Raises:
+        DeviceMemoryError: nothing is allocated there.
+    """
+    driver = device.driver
+    identity = call(
+        driver.cuPointerGetAttribute, driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address
+    )
+    return int(identity)
+
+
+def allocation_of(device: Device, address: int) -> Allocation:
+    """The whole allocation that an address lies in, for another process to open.
+
+    Raises:
+        DeviceMemoryError: its kind of memory has no handles.
+    """
+    driver = device.driver
+    capable = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+    with device.current():
+        if not call(driver.cuPointerGetAttribute, capable, address):
+            raise DeviceMemoryError("this kind of memory has no handle that another process could open")
+        base, nbytes = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
+        handle = call(driver.cuIpcGetMemHandle, base)
+    return Allocation(base, nbytes, bytes(handle.reserved))
+
+
+def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
+    """Map what another process has allocated.
+
+    Args:
+        handle: of `HANDLE_BYTES`.
+        nbytes: that the other process says it has.
+        kind: `OpenedAllocation`, or what is made of that.
+
+    Raises:
+        ValueError: it has fewer bytes, or is another device's.
+        DeviceMemoryError: it is none that this process can open.
+    """
+    driver = device.driver
+    told = driver.CUipcMemHandle()
+    told.reserved = handle
+    with device.current():
+        address = int(call(driver.cuIpcOpenMemHandle, told, _LAZY_PEER_ACCESS))
+        try:
+            base, extent = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
+            ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+            if int(call(driver.cuPointerGetAttribute, ordinal, address)) != device.ordinal:
+                raise ValueError("the memory must be the server's device's, it is another's")
+            # Python's numbers do not wrap.
+            if not 0 < nbytes <= base + extent - address:
+                raise ValueError(f"the memory must have the {nbytes} bytes that are said, it has not")
+            return kind(device, address, nbytes)
+        except BaseException:
+            with contextlib.suppress(DeviceMemoryError):
+                call(driver.cuIpcCloseMemHandle, address)
+            raise

@@ -1,0 +1,62 @@
+"""Every scenario that comes with the load test, short and small, over shared memory and HTTP on a Unix socket."""
+
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+from normload.load import scenario
+from normload.run import Target, run
+
+SCENARIOS = scenario.built_in()
+MOST_CONNECTIONS = 8
+
+
+@pytest.fixture(scope="module")
+def urls(launched, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenarios")
+    launched("--local", str(folder / "local.sock"), "--uds", str(folder / "http.sock"))
+    return {"shared memory": f"unix://{folder / 'local.sock'}", "HTTP": f"http+unix://{folder / 'http.sock'}"}
+
+
+@pytest.fixture(autouse=True)
+def processes_that_have_imported_all(monkeypatch):
+    """Fourteen runs need not import torch as often, nor find out what the loopback could do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["normload.clients.worker"])
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr("normload.run.measure_echo", lambda *amount, is_unix: None)
+
+
+def shortened(long: scenario.Scenario) -> scenario.Scenario:
+    """The same phases, for as short as will do, with a few small requests."""
+    phases = [replace(phase, connections=min(phase.connections, MOST_CONNECTIONS)) for phase in long.phases]
+    cases = tuple(
+        (replace(case, shape=(max(1, case.shape[0] // 512), *case.shape[1:])), share)
+        for case, share in long.workload.cases
+    )
+    return replace(
+        long,
+        workload=replace(long.workload, cases=cases, max_bytes=2**16, pool=12),
+        # An interval of arrivals at random may be longer than a phase.
+        phases=tuple(replace(phase, arrivals="constant") if phase.rate else phase for phase in phases[:3]),
+        connections=MOST_CONNECTIONS,
+        warmup_s=0.02,
+        settle_s=0.02,
+        cycles=min(long.cycles, 2),
+        capacity=replace(long.capacity, duration_s=0.1, connections=2),
+    ).lasting(0.3)
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "HTTP"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_it_runs_and_all_answers_are_right(urls, transport, name):
+    short = shortened(SCENARIOS[name])
+    result = run(short, Target(urls[transport]), seed=0, processes=1, verify=True)
+    assert result.wrong == 0
+    assert result.whole.total.ok > 0
+    # Those while the server's capacity was looked for are checked, too.
+    before = sum(count for (status, _), count in result.apart.items() if status == 200)
+    assert result.whole.total.ok <= result.checked <= result.whole.total.ok + before
+    assert [each.phase.name for each in result.phases] == [
+        phase.name for each in short.segments() for phase in each
+    ]
