@@ -68,8 +68,8 @@ class Channel:
             self._on_refused(reason)
         elif not descriptors:
             self._lost_log.warning("a connection was lost: no descriptor is free")
-            if number != LINK:
-                self._reports.send(number)
+            # That it has ended; of a link, that another is wanted.
+            self._reports.send(number)
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
             connection.setblocking(False)

@@ -36,6 +36,8 @@ OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end"
 
 # Who has given no sign for so long gets no new connections.
 _QUIET_S = 3.0
+# Descriptors may be free again by then.
+_LINK_AGAIN_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 # One that ran so long did not fail at its start.
 _STEADY_S = 60.0
@@ -167,6 +169,8 @@ class Process:
                 on_end()
             elif number in (READY, NOT_READY):
                 self._says_ready = number == READY
+            elif number == LINK:
+                asyncio.get_running_loop().call_later(_LINK_AGAIN_S, self.on_start)
         if self._says_ready:
             self._has_served = True
             self.was_ready.set()

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from normserve.process.channel import Channel
-from normserve.process.handover import NOT_READY, READY, REFUSED, Heard, hand_over
+from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over
 
 
 @pytest.fixture
@@ -24,11 +24,13 @@ class Process:
         self.came: list[tuple[socket.socket, object]] = []
         self.refused: list[str] = []
         self.is_alone = asyncio.Event()
+        self.links = []
         self.channel = Channel(
             channel,
             is_stalled=lambda: self.is_stalled,
             on_connection=lambda connection, on_end: self.came.append((connection, on_end)),
             on_refused=self.refused.append,
+            on_link=self.links.append,
             on_closed=self.is_alone.set,
         )
 
@@ -68,9 +70,11 @@ def test_connections_refusals_and_the_end_are_told(sockets):
         accepted, client = socket.socketpair()
         with accepted, client:
             hand_over(sockets[1], REFUSED["max_connections"])
+            hand_over(sockets[1], LINK, accepted)
             hand_over(sockets[1], 7, accepted)
-            # Its descriptor was lost on the way.
+            # Their descriptors were lost on the way.
             hand_over(sockets[1], 8)
+            hand_over(sockets[1], LINK)
             sockets[1].shutdown(socket.SHUT_WR)
             await asyncio.wait_for(process.is_alone.wait(), 10)
             ((connection, on_end),) = process.came
@@ -79,7 +83,9 @@ def test_connections_refusals_and_the_end_are_told(sockets):
                 assert connection.recv(16) == b"first"
                 assert not connection.getblocking()
             on_end()
+            (link,) = process.links
+            link.close()
         assert process.refused == ["max_connections"]
-        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 8, 7]
+        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 8, LINK, 7]
 
     asyncio.run(play())

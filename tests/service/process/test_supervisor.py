@@ -4,8 +4,7 @@ import logging
 
 import pytest
 from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
-from normserve.process.supervisor import Process
-from normserve.settings import Settings
+from normserve.process.supervisor import OWNER, Process
 
 
 class Running:
@@ -36,8 +35,8 @@ def running():
 
 
 @pytest.fixture
-def process(tmp_path, running):
-    process = Process(Settings(devices="cpu,cpu", hang_s=10), 0, ["cpu", "cpu"], tmp_path)
+def process(running):
+    process = Process("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=10)
     process._channel, process._running = Channel(), running
     return process
 

@@ -5,8 +5,7 @@ import socket
 
 import pytest
 from normserve.process.handover import MESSAGE, NOT_READY, READY, Heard
-from normserve.process.supervisor import Process
-from normserve.settings import Settings
+from normserve.process.supervisor import OWNER, Process
 
 
 class Running:
@@ -21,8 +20,8 @@ class Running:
 
 
 @pytest.fixture
-def process(tmp_path):
-    made = Process(Settings(devices="cpu,cpu"), 0, ["cpu", "cpu"], tmp_path)
+def process():
+    made = Process("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=20)
     made._running = Running()
     return made
 

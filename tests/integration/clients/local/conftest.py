@@ -1,9 +1,11 @@
 """A server that shares memory, and clients of it."""
 
 import pytest
-from normserve.client import (
-    Client,
-)
+from normserve.client import Client
+
+from tests.service.client.plain_numpy import plain_numpy
+
+__all__ = ["plain_numpy"]
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ def test_arguments_that_are_wrong_are_wrong_each_time(client, there):
             client.layer_norm("x")
 
 
-def test_out_of_types_that_numpy_lacks_nothing_is_sent(client, there):
+def test_out_of_types_that_numpy_lacks_nothing_is_sent(client, there, plain_numpy):
     for _ in range(2):
         with pytest.raises(TypeError, match="bfloat16"):
             client.layer_norm(there[0], out_dtype="bfloat16")

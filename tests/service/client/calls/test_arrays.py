@@ -13,6 +13,7 @@ from normserve.client.calls.arrays import from_host, to_host
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.client.fake_server import FakeServer, tensors_answer
+from tests.service.client.plain_numpy import plain_numpy as plain_numpy
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
@@ -80,13 +81,25 @@ def test_what_the_api_cannot_carry_is_refused_before_sending(connect, value, mes
     assert not server.requests
 
 
-def test_numpy_cannot_hold_bfloat16(connect):
+def test_numpy_cannot_hold_bfloat16(connect, plain_numpy):
     server = FakeServer()
     with pytest.raises(TypeError, match="numpy has no bfloat16"):
         connect(server).layer_norm(X, out_dtype="bfloat16")
     assert not server.requests
     with pytest.raises(TypeError, match="numpy has no bfloat16"):
         from_host(HostTensor(DType.BFLOAT16, (1,), memoryview(bytes(2))), X)
+
+
+def test_numpy_can_hold_it_where_ml_dtypes_is_imported(connect):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = X.astype(ml_dtypes.bfloat16)
+    body = safetensors.torch.save({"y": torch.from_numpy(X).bfloat16() + 1})
+    server = FakeServer(httpx.Response(200, headers={"content-type": "application/x-safetensors"}, content=body))
+    y = connect(server).layer_norm(x).y
+    sent = safetensors.torch.load(server.request.content)["x"]
+    np.testing.assert_array_equal(sent.view(torch.uint16).numpy(), x.view(np.uint16))
+    assert y.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(y.astype(np.float32), (torch.from_numpy(X).bfloat16() + 1).float().numpy())
 
 
 def test_torch_in_torch_out(connect):
@@ -114,7 +127,7 @@ def test_a_gradient_is_of_the_kind_of_what_it_belongs_to(connect):
     assert isinstance(result.dbias, np.ndarray)
 
 
-def test_a_registered_layers_gradient_is_of_the_kind_of_x(connect):
+def test_a_registered_layers_gradient_is_of_the_kind_of_x(connect, plain_numpy):
     server = FakeServer(tensors_answer(dx=X, dweight=np.ones(4, np.float16)))
     assert isinstance(connect(server).layer_norm_backward(X, X, layer="ln").dweight, np.ndarray)
     result = connect(server).layer_norm_backward(X, torch.from_numpy(X), layer="ln")

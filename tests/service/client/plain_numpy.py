@@ -1,0 +1,20 @@
+"""numpy as it is where nobody has imported ml_dtypes, which other tests of the process may have."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from normserve.client.calls import arrays
+
+
+@pytest.fixture
+def plain_numpy(monkeypatch):
+    def dtype(what):
+        if what == "bfloat16":
+            raise TypeError("data type 'bfloat16' not understood")
+        return np.dtype(what)
+
+    arrays._numpy_dtype.cache_clear()
+    monkeypatch.setattr(arrays, "np", SimpleNamespace(**{**vars(np), "dtype": dtype}))
+    yield
+    arrays._numpy_dtype.cache_clear()

@@ -1,0 +1,270 @@
+"""Bodies that a front end receives and responses that it sends, from the side of the application."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError
+from normserve.http.relay import messages
+from normserve.http.relay.exchange import RelayedDeparture, RelayedReception
+from normserve.memory.shared_slabs import SharedSlabs
+from normserve.memory.slabs import PLAIN, SlabPool
+
+KIB = 2**10
+PATIENT = {"pause_s": 20.0, "total_s": 20.0}
+
+
+class FakeFrontEnd:
+    """Notes what it is told."""
+
+    def __init__(self, source=None):
+        self.shared = SharedSlabs()
+        self.slabs = SlabPool(max_idle_bytes=2**20, source=source or self.shared.source())
+        self.said = []
+
+    def send(self, message):
+        self.said.append(message)
+
+    def locate(self, view):
+        return self.shared.locate(view)
+
+    def end(self, number):
+        self.said.append(("end", number))
+
+    def write(self, receive, data):
+        """What a front end does to a place."""
+        (memory,) = [each for each in self.shared._live.values() if each.number == receive.memory]
+        np.frombuffer((np.ctypeslib.ctypes.c_char * memory.nbytes).from_address(memory.address), np.uint8)
+        target = (np.ctypeslib.ctypes.c_char * memory.nbytes).from_address(memory.address)
+        target[receive.offset : receive.offset + len(data)] = data
+
+
+def asked(announced, body=None):
+    return messages.Request(3, b"", ("127.0.0.1", 1), announced, body, began=1.5)
+
+
+@pytest.fixture
+def front_end():
+    return FakeFrontEnd()
+
+
+async def begun(reception, front_end, **limits):
+    """A body that is being received, once the front end knows of it."""
+    task = asyncio.get_running_loop().create_task(reception.into(front_end.slabs.take, **{**PATIENT, **limits}))
+    while not front_end.said:
+        await asyncio.sleep(0)
+    return task
+
+
+def test_a_body_that_came_along_is_where_it_is(front_end):
+    async def run():
+        reception = RelayedReception(front_end, asked(5, bytearray(b"whole")))
+        assert reception.is_complete
+        body = await reception.into(front_end.slabs.take, **PATIENT)
+        assert bytes(body) == b"whole"
+        assert not body.readonly
+        assert (reception.received, reception.seconds, front_end.said) == (5, 0, [])
+
+    asyncio.run(run())
+
+
+def test_a_body_comes_to_its_place(front_end):
+    async def run():
+        reception = RelayedReception(front_end, asked(100 * KIB))
+        task = await begun(reception, front_end)
+        (receive,) = front_end.said
+        assert (receive.number, receive.nbytes) == (3, 100 * KIB)
+        assert reception.is_lent
+        reception.on_progress(50 * KIB)
+        assert reception.received == 50 * KIB
+        front_end.write(receive, b"y" * 100 * KIB)
+        reception.on_received(messages.Received(3, 100 * KIB, ended=4.0))
+        assert bytes(await task) == b"y" * 100 * KIB
+        assert reception.seconds == 2.5
+        assert not reception.is_lent
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [OverloadedError("share"), RequestTimeoutError("stalled")])
+def test_a_place_is_nobody_elses_until_the_front_end_lets_it_go(front_end, error):
+    async def run():
+        reception = RelayedReception(front_end, asked(100 * KIB))
+        task = await begun(reception, front_end)
+        reception.fail(error)
+        with pytest.raises(type(error)):
+            await task
+        del task
+        assert front_end.said[-1] == messages.Stop(3)
+        assert reception.is_lent
+        assert front_end.slabs.used_bytes > 0
+        reception.on_ended(left=False)
+        assert not reception.is_lent
+        assert front_end.slabs.used_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_one_that_was_whole_before_it_was_stopped_lets_its_place_go_too(front_end):
+    async def run():
+        reception = RelayedReception(front_end, asked(100 * KIB))
+        task = await begun(reception, front_end)
+        reception.fail(OverloadedError("share"))
+        reception.on_received(messages.Received(3, 100 * KIB, ended=4.0))
+        with pytest.raises(OverloadedError):
+            await task
+        assert not reception.is_lent
+        assert not reception.is_complete
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("source", [None, PLAIN], ids=["chunked", "memory that is not shared"])
+def test_a_body_comes_in_pieces(source):
+    front_end = FakeFrontEnd(source)
+
+    async def run():
+        reception = RelayedReception(front_end, asked(None if source is None else 9))
+        task = await begun(reception, front_end)
+        assert front_end.said == [messages.Pull(3, all=True)]
+        for piece, more in ((b"one", True), (b"", True), (b"two", True), (b"end", False)):
+            reception.on_piece(messages.Piece(3, piece, more))
+        assert bytes(await task) == b"onetwoend"
+        assert not reception.is_lent
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("announced", [100 * KIB, None])
+def test_a_client_that_leaves_ends_its_body(front_end, announced):
+    async def run():
+        reception = RelayedReception(front_end, asked(announced))
+        task = await begun(reception, front_end)
+        reception.on_ended(left=True)
+        with pytest.raises(ClientLeftError):
+            await task
+        assert not reception.is_lent
+        assert (await reception.receive())["type"] == "http.disconnect"
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_too_slow_is_cut_off_by_what_has_come(front_end):
+    async def run():
+        reception = RelayedReception(front_end, asked(100 * KIB))
+        task = await begun(reception, front_end, pause_s=0.05)
+        with pytest.raises(RequestTimeoutError):
+            await task
+        assert front_end.said[-1] == messages.Stop(3)
+
+    asyncio.run(run())
+
+
+def test_what_nobody_wants_is_pulled_piece_by_piece(front_end):
+    async def run():
+        reception = RelayedReception(front_end, asked(100 * KIB))
+        receiving = asyncio.get_running_loop().create_task(reception.receive())
+        await asyncio.sleep(0)
+        assert front_end.said == [messages.Pull(3, all=False)]
+        reception.on_piece(messages.Piece(3, b"some", more=True))
+        assert await receiving == {"type": "http.request", "body": b"some", "more_body": True}
+        assert not reception.is_complete
+        late = asyncio.get_running_loop().create_task(reception.receive())
+        await asyncio.sleep(0)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        # Else the front end would wait for the client while the answer is due.
+        assert front_end.said[-1] == messages.Stop(3)
+
+    asyncio.run(run())
+
+
+def test_large_results_are_told_by_where_they_lie(front_end):
+    async def run():
+        departure = RelayedDeparture(front_end, 3)
+        slab = front_end.slabs.take(100 * KIB)[: 100 * KIB]
+        header = b"head"
+        sending = asyncio.get_running_loop().create_task(
+            departure.respond(200, [(b"a", b"b")], [header, slab], 4 + 100 * KIB)
+        )
+        await asyncio.sleep(0)
+        (told,) = front_end.said
+        number = front_end.locate(slab).memory.number
+        assert told.body == [b"head", messages.Part(number, 0, 100 * KIB)]
+        del slab
+        assert front_end.slabs.used_bytes > 0
+        departure.on_sent(messages.Sent(3, 0.25, is_delivered=True))
+        await sending
+        del sending
+        assert (departure.seconds, departure.is_delivered, departure.is_answered) == (0.25, True, True)
+        assert front_end.slabs.used_bytes == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("nbytes", [100 * KIB, 1000 * KIB])
+def test_results_elsewhere_are_copied_to_where_they_can_be_reached(front_end, nbytes):
+    async def run():
+        departure = RelayedDeparture(front_end, 3)
+        y = np.arange(nbytes, dtype=np.uint8)
+        sending = asyncio.get_running_loop().create_task(departure.respond(200, [], [memoryview(y)], nbytes))
+        while not front_end.said:
+            await asyncio.sleep(0.001)
+        (part,) = front_end.said[0].body
+        (memory,) = [each for each in front_end.shared._live.values() if each.number == part.memory]
+        there = (np.ctypeslib.ctypes.c_ubyte * nbytes).from_address(memory.address + part.offset)
+        assert (np.frombuffer(there, np.uint8) == y).all()
+        departure.on_sent(messages.Sent(3, 0.25, is_delivered=True))
+        await sending
+
+    asyncio.run(run())
+
+
+def test_a_client_that_has_left_is_sent_nothing(front_end):
+    async def run():
+        departure = RelayedDeparture(front_end, 3)
+        left = []
+        departure.on_departure = lambda: left.append(True)
+        departure.on_left()
+        departure.on_left()
+        await departure.respond(200, [], [b"x"], 1)
+        await departure.send({"type": "http.response.start", "status": 200, "headers": []})
+        await departure.send({"type": "http.response.body", "body": b"x"})
+        assert (front_end.said, left, departure.is_delivered) == ([], [True], False)
+
+    asyncio.run(run())
+
+
+def test_a_front_end_that_is_gone_ends_what_waits_for_it(front_end):
+    async def run():
+        departure = RelayedDeparture(front_end, 3)
+        sending = asyncio.get_running_loop().create_task(departure.respond(200, [], [b"x"], 1))
+        await asyncio.sleep(0)
+        departure.on_front_end_lost()
+        await sending
+        assert departure.is_delivered is False
+
+    asyncio.run(run())
+
+
+def test_messages_of_a_response_go_along_one_by_one(front_end):
+    async def run():
+        departure = RelayedDeparture(front_end, 3)
+        start = {"type": "http.response.start", "status": 404, "headers": [(b"a", b"b")]}
+        await departure.send(start)
+        for body, more in ((b"one", True), (b"two", False)):
+            sending = asyncio.get_running_loop().create_task(
+                departure.send({"type": "http.response.body", "body": body, "more_body": more})
+            )
+            await asyncio.sleep(0)
+            assert departure.is_answered is not more
+            departure.on_sent(messages.Sent(3, 0.5, is_delivered=not more))
+            await sending
+        assert front_end.said == [
+            messages.Send(3, 404, [(b"a", b"b")], b"one", more=True),
+            messages.Send(3, 0, [], b"two", more=False),
+        ]
+        assert departure.is_delivered
+
+    asyncio.run(run())

@@ -1,0 +1,148 @@
+"""The socket between a front end and a process that owns a device: all in order, whatever the kernel takes."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from normserve.http.relay import messages
+from normserve.http.relay.link import Link
+
+
+class End:
+    """One end, and what it heard."""
+
+    def __init__(self, connected, decoder):
+        self.heard, self.ended = [], 0
+        self.link = Link(connected, decoder, self._hear, self._end)
+
+    def _hear(self, message):
+        descriptor = self.link.take_descriptor() if isinstance(message, messages.Memory) else None
+        self.heard.append(message if descriptor is None else (message.number, os.fstat(descriptor).st_ino))
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _end(self):
+        self.ended += 1
+
+
+def linked():
+    here, there = socket.socketpair()
+    return End(here, messages.from_front_end), End(there, messages.from_owner)
+
+
+def named(descriptor):
+    """What a descriptor is of; it may be closed by now."""
+    try:
+        return str(descriptor.readlink())
+    except OSError:
+        return ""
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_messages_and_descriptors_come_in_order():
+    async def run():
+        owner, front_end = linked()
+        files = [os.memfd_create("one"), os.memfd_create("two")]
+        inodes = [os.fstat(each).st_ino for each in files]
+        owner.link.send(messages.Readiness(True))
+        owner.link.send(messages.Memory(1), files[0])
+        owner.link.send(messages.Pull(7, all=True))
+        owner.link.send(messages.Memory(2), files[1])
+        # They stay the caller's.
+        for each in files:
+            os.close(each)
+        owner.link.send(messages.Forget([1]))
+        await until(lambda: len(front_end.heard) == 5)
+        assert front_end.heard == [
+            messages.Readiness(True),
+            (1, inodes[0]),
+            messages.Pull(7, all=True),
+            (2, inodes[1]),
+            messages.Forget([1]),
+        ]
+        owner.link.close()
+        front_end.link.close()
+
+    asyncio.run(run())
+
+
+def test_more_than_the_kernel_takes_waits_and_comes_whole():
+    async def run():
+        owner, front_end = linked()
+        data = bytes(range(256)) * 4096
+        file = os.memfd_create("late")
+        inode = os.fstat(file).st_ino
+        for number in range(30):
+            owner.link.send(messages.Send(number, 200, [], data, more=False))
+        owner.link.send(messages.Memory(3), file)
+        owner.link.send(messages.Done(31))
+        os.close(file)
+        drained = asyncio.get_running_loop().create_task(owner.link.drained())
+        await until(lambda: len(front_end.heard) == 32)
+        await drained
+        assert [each.number for each in front_end.heard[:30]] == list(range(30))
+        assert all(each.data == data for each in front_end.heard[:30])
+        assert front_end.heard[30:] == [(3, inode), messages.Done(31)]
+        owner.link.close()
+        front_end.link.close()
+
+    asyncio.run(run())
+
+
+def test_a_message_cut_anywhere_is_heard_once_it_is_whole():
+    async def run():
+        here, there = socket.socketpair()
+        end = End(there, messages.from_owner)
+        content = messages.encode(messages.Respond(5, 200, [(b"a", b"b")], [b"xyz", messages.Part(1, 2, 3)], 6))
+        with here:
+            for byte in messages.LENGTH.pack(len(content)) + content:
+                assert end.heard == []
+                here.sendall(bytes([byte]))
+                await asyncio.sleep(0)
+            await until(lambda: end.heard)
+        (heard,) = end.heard
+        assert (heard.number, heard.body) == (5, [b"xyz", messages.Part(1, 2, 3)])
+        end.link.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("closes", ["here", "there"])
+def test_the_end_is_told_once_and_nothing_is_said_after_it(closes):
+    async def run():
+        owner, front_end = linked()
+        file = os.memfd_create("unsent")
+        owner.link.send(messages.Memory(1), file)
+        os.close(file)
+        (owner if closes == "here" else front_end).link.close()
+        await until(lambda: owner.ended and front_end.ended)
+        owner.link.send(messages.Readiness(True))
+        owner.link.close()
+        front_end.link.close()
+        await owner.link.drained()
+        assert (owner.ended, front_end.ended) == (1, 1)
+        # What went along with a message that nobody took is closed.
+        await until(lambda: not [each for each in Path("/proc/self/fd").iterdir() if "unsent" in named(each)])
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_room_is_let_go_when_the_other_is_gone():
+    async def run():
+        owner, front_end = linked()
+        for number in range(30):
+            owner.link.send(messages.Send(number, 200, [], bytes(2**20), more=False))
+        drained = asyncio.get_running_loop().create_task(owner.link.drained())
+        await asyncio.sleep(0)
+        front_end.link.close()
+        await asyncio.wait_for(drained, 20)
+        await until(lambda: owner.ended == 1)
+
+    asyncio.run(run())
