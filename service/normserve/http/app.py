@@ -24,13 +24,14 @@ from normserve.engine.progress import StallWatch
 from normserve.errors import (
     NormserveError,
 )
-from normserve.http import error_handlers
-from normserve.http.access_log import AccessLog
-from normserve.http.authorisation import Authorisation
 from normserve.http.body import BodyReader
 from normserve.http.computing import Computing
 from normserve.http.direct import DirectPaths
-from normserve.http.middleware import Edge
+from normserve.http.edge import error_handlers
+from normserve.http.edge.access_log import AccessLog
+from normserve.http.edge.authorisation import Authorisation
+from normserve.http.edge.middleware import Edge
+from normserve.http.edge.origins import Origins, hosts_of
 from normserve.http.oip.catalogue import Catalogue
 from normserve.http.oip.infer import Infer
 from normserve.http.oip.models import Models
@@ -41,7 +42,6 @@ from normserve.http.oip.repository import Repository
 from normserve.http.oip.shared_memory import SharedMemory
 from normserve.http.oip.shared_tensors import SharedTensors
 from normserve.http.oip.statistics import Statistics
-from normserve.http.origins import Origins, hosts_of
 from normserve.http.relay.direct import Direct, Parts
 from normserve.http.relay.owner import Relays
 from normserve.http.routes.docs import describe

@@ -20,8 +20,8 @@ from normserve.admission.keys import Keyring, KeyScope
 from normserve.admission.permits import Limits, Permit
 from normserve.engine.progress import Progress
 from normserve.errors import NormserveError
-from normserve.http.middleware import bearer_token, request_id_of
-from normserve.http.origins import Origins
+from normserve.http.edge.middleware import bearer_token, request_id_of
+from normserve.http.edge.origins import Origins
 from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import FrontEnd

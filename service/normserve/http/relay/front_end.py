@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from normserve.engine.progress import Progress
 from normserve.errors import ClientLeftError, NormserveError, NotReadyError
-from normserve.http.middleware import Edge
-from normserve.http.origins import Origins
+from normserve.http.edge.middleware import Edge
+from normserve.http.edge.origins import Origins
 from normserve.http.relay import messages
 from normserve.http.relay.link import Link
 from normserve.http.transport import Reception

@@ -17,8 +17,8 @@ from normserve.errors import (
     UnauthorizedError,
     UnsupportedMediaTypeError,
 )
+from normserve.http.edge.middleware import respond_problem
 from normserve.http.exchange import Exchange
-from normserve.http.middleware import respond_problem
 from normserve.problems import unexpected
 
 # What the framework may refuse by a status.

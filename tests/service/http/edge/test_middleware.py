@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from normserve.engine.progress import Progress
 from normserve.errors import InvalidParameterError, RequestTimeoutError
-from normserve.http.middleware import Edge
-from normserve.http.origins import Origins
+from normserve.http.edge.middleware import Edge
+from normserve.http.edge.origins import Origins
 from normserve.http.transport import PlainAsgi
 from normserve.metrics.metrics import Metrics
 

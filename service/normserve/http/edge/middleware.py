@@ -15,11 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from normserve.admission.callers import Caller
 from normserve.engine.progress import Progress
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.access_log import AccessLog
-from normserve.http.authorisation import Authorisation
+from normserve.http.edge.access_log import AccessLog
+from normserve.http.edge.authorisation import Authorisation
+from normserve.http.edge.layer_audit import LAYERS, note_layer_change
+from normserve.http.edge.origins import Origins
 from normserve.http.exchange import Exchange
-from normserve.http.layer_audit import LAYERS, note_layer_change
-from normserve.http.origins import Origins
 from normserve.http.problems import problem
 from normserve.http.transport import Buffers, Departure, Headers, Reception
 from normserve.metrics.metrics import Metrics

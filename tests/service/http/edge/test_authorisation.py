@@ -7,7 +7,7 @@ import pytest
 from normserve.admission.callers import Caller
 from normserve.admission.keys import Keyring, parse_keys
 from normserve.errors import ForbiddenError, NormserveError, RateLimitedError, UnauthorizedError
-from normserve.http.authorisation import Authorisation
+from normserve.http.edge.authorisation import Authorisation
 from normserve.http.routes.scopes import RouteScopes
 from normserve.metrics.requests import RequestRecord
 

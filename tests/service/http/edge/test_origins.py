@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.errors import ForbiddenOriginError, MisdirectedRequestError
-from normserve.http.origins import Origins, hosts_of
+from normserve.http.edge.origins import Origins, hosts_of
 
 SCOPE = {"type": "http", "method": "POST", "scheme": "http", "path": "/v1/layer_norm", "client": ("127.0.0.1", 1)}
 
