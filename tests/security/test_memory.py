@@ -35,7 +35,7 @@ def small(launched):
 def growth(small):
     """Says by how much the server's peak exceeded what it had when the test began; nothing is left of it."""
     server, client = small
-    process = Path("/proc", str(server.process.pid))
+    process = Path("/proc", str(server.owner))
     if not (process / "clear_refs").exists():
         pytest.skip("only Linux tells the peak since a moment")
 

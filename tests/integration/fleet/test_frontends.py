@@ -45,16 +45,6 @@ def front_ends(api) -> list[dict]:
     return api.get("/v1/info").json()["front_ends"]
 
 
-def owner_of(server) -> int:
-    """The process with the device: the child of the server that is no front end."""
-    with server.client() as api:
-        known = {each["pid"] for each in front_ends(api)}
-    supervisor = server.process.pid
-    with open(f"/proc/{supervisor}/task/{supervisor}/children", encoding="ascii") as children:  # noqa: PTH123
-        (owner,) = {int(pid) for pid in children.read().split()} - known
-    return owner
-
-
 def samples(api) -> dict[str, float]:
     lines = [line for line in api.get("/metrics").text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
@@ -252,7 +242,7 @@ def test_one_that_hangs_is_replaced(mortal, until):
 def test_the_owner_dies_and_connections_stay(mortal, until):
     with mortal.client() as api:
         assert put(api, "kept", WEIGHT).status_code == 201
-        owner = owner_of(mortal)
+        owner = mortal.owner
         with Load(mortal.url) as load:
             until(lambda: min(load.right) > 5)
             os.kill(owner, signal.SIGKILL)

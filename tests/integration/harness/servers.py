@@ -33,6 +33,14 @@ of_one_process = pytest.mark.skipif(bool(_FRONTENDS), reason="the process with t
 _LISTENING = re.compile(r'ready on (https?://[^\s"]+)')
 
 
+def _what(descriptor: Path) -> str:
+    """What a descriptor is of; nothing if it is closed by now."""
+    try:
+        return str(descriptor.readlink())
+    except OSError:
+        return ""
+
+
 class ServerProcess:
     """A running `normserve serve` (or a script that stands in for it), its address and what it has logged."""
 
@@ -74,9 +82,26 @@ class ServerProcess:
         # To read all certificate authorities takes as long as a dozen requests.
         return httpx.Client(base_url=self.url, verify=self.url.startswith("https:"), timeout=60)
 
+    @functools.cached_property
+    def owner(self) -> int:
+        """The process that had the device when this was asked first: of several, the one that speaks no HTTP."""
+        supervisor = self.process.pid
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text(encoding="ascii").split()
+        with self.client() as api:
+            front_ends = api.get("/v1/info").json().get("front_ends", [])
+        if not front_ends:
+            return supervisor
+        (owner,) = set(map(int, children)).difference(each["pid"] for each in front_ends)
+        return owner
+
+    def descriptors(self) -> int:
+        """How many the process with the device has open, without those of slabs, which front ends map as well."""
+        opened = list(Path(f"/proc/{self.owner}/fd").iterdir())
+        return len(opened) - sum("memfd:normserve" in _what(each) for each in opened) * bool(_FRONTENDS)
+
     def resident_bytes(self) -> int:
-        """Memory that the process has."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        """Memory that the process with the device has."""
+        status = Path(f"/proc/{self.owner}/status").read_text(encoding="ascii")
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         assert found is not None
         return int(found[1]) * 1024

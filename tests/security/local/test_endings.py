@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,7 +48,7 @@ def held(server) -> dict[str, float]:
         text = client.get("/metrics").text
     gauges = ("local_bytes", "local_connections", "inflight_requests", "inflight_bytes", "queue_requests")
     told = {name: float(re.search(rf"^normserve_{name} (\S+)", text, re.M)[1]) for name in gauges}
-    return told | {"descriptors": len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))}
+    return told | {"descriptors": server.descriptors()}
 
 
 def assert_alive(path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import struct
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -104,14 +103,10 @@ def test_a_frame_of_single_bytes(connection):
 
 
 def test_a_frame_that_is_cut_off_leaves_nothing(connection, path, until, settled, local):
-    before = settled(lambda: descriptors(local))
+    before = settled(lambda: local.descriptors())
     with LocalConnection(path) as other:
         other.socket.sendall(frames.write(1, request(X.shape))[:-5])
-    until(lambda: descriptors(local) == before)
-
-
-def descriptors(server) -> int:
-    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+    until(lambda: local.descriptors() == before)
 
 
 def test_a_frame_of_many_messages_is_answered_under_tags_that_follow(connection):

@@ -44,10 +44,6 @@ def connection(local, path):
         assert connection.layer_norm(X).status == 200
 
 
-def descriptors(server) -> int:
-    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
-
-
 def shared_bytes(server) -> float:
     with server.client() as client:
         text = client.get("/metrics").text
@@ -141,12 +137,12 @@ def test_segments_that_are_given_back_are_gone(connection, until, settled, local
 
 
 def test_descriptors_that_nobody_asked_for_are_not_taken(connection, settled, until, local):
-    before = settled(lambda: descriptors(local))
+    before = settled(lambda: local.descriptors())
     for _ in range(100):
         sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
         connection.socket.sendmsg([frames.write(1, frames.Cancel(0))], sent)
     assert connection.layer_norm(X).status == 200
-    until(lambda: descriptors(local) == before)
+    until(lambda: local.descriptors() == before)
 
 
 def test_a_segment_cannot_be_shrunk_or_grown(connection):

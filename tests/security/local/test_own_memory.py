@@ -70,7 +70,7 @@ def serving(launched, path, environment):
 
 def opened_by(serving) -> int:
     """How many allocations of others the server has mapped."""
-    maps = Path(f"/proc/{serving.process.pid}/maps").read_text(encoding="utf-8")
+    maps = Path(f"/proc/{serving.owner}/maps").read_text(encoding="utf-8")
     return maps.count("memfd:allocation")
 
 

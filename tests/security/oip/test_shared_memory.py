@@ -48,7 +48,7 @@ def held(server, client) -> tuple[object, ...]:
     """Descriptors, and what the server says that it has in use."""
     names = ("normserve_inflight_bytes ", 'normserve_slab_bytes{state="used"}', "normserve_oip_region")
     lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(names)]
-    return len([*Path(f"/proc/{server.process.pid}/fd").iterdir()]), *lines
+    return server.descriptors(), *lines
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def row(made):
 def test_the_server_has_no_memory_that_a_name_could_be_leaked_of(http, sharing, made, row):
     register(http)
     assert infer(http, in_region()).status_code == 200
-    process = Path(f"/proc/{sharing.process.pid}")
+    process = Path(f"/proc/{sharing.owner}")
     # What is mapped or open there has no name below the folder, but for what clients have registered.
     assert str(SHARED_MEMORY) not in (process / "maps").read_text()
     opened = {str(each.readlink()) for each in (process / "fd").iterdir() if os.path.lexists(each)}
@@ -117,7 +117,7 @@ def test_memory_of_the_server_is_refused_whatever_it_is_called(start_server, mad
     path = made()
     script = str(Path(__file__).with_name("mapping_server.py"))
     server = start_server("--oip-shared-memory", PREFIX, env={"MAPPED": str(path)}, script=script)
-    assert str(path) in Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert str(path) in Path(f"/proc/{server.owner}/maps").read_text()
     made("b")
     with server.client() as http:
         assert_refused(register(http), REFUSED)
