@@ -54,6 +54,10 @@ class Channel:
         self._is_ready = ready
         self._report()
 
+    def ask_for_link(self) -> None:
+        """Have the other process link this one with those that it has no link with."""
+        self._reports.send(LINK)
+
     def _receive(self) -> None:
         try:
             received = receive(self._channel)

@@ -47,6 +47,7 @@ class FrontEndServer(HttpServer):
             on_link=front_end.connect,
             on_closed=self._drain_once,
         )
+        front_end.on_link_lost = self._channel.ask_for_link
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])

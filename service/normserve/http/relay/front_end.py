@@ -1,6 +1,7 @@
 """The end of a front end: an ASGI application that relays every request to a process that owns a device."""
 
 import asyncio
+import functools
 import itertools
 import os
 import socket
@@ -32,11 +33,16 @@ _NO_LIMIT_S = 7 * 86400.0
 
 
 class FrontEnd:
-    """Relays requests, in turn to each process that owns a device and takes work."""
+    """Relays requests, in turn to each process that owns a device and takes work.
+
+    Attributes:
+        on_link_lost: told that a link has ended which was in use, though its process may still be there.
+    """
 
     def __init__(self, index: int) -> None:
         """Args: index: of all front ends, this one's."""
         self._index = index
+        self.on_link_lost: Callable[[], None] = lambda: None
         # While there is nobody to relay to there is one answer to all requests.  It needs no names of hosts and no
         # keys, and the other process counts it once that is there.
         self._alone = Edge(self._refuse, Metrics(), Progress(), Origins(None))
@@ -58,12 +64,18 @@ class FrontEnd:
     def connect(self, connected: socket.socket) -> None:
         """A process that owns a device is there."""
         owner = _Owner(connected)
-        owner.on_gone = lambda: self._owners.remove(owner)
+        owner.on_gone = functools.partial(self._lose, owner)
         owner.link.send(messages.Hello(self._index, os.getpid()))
         self._owners.append(owner)
         if len(self._owners) == 1:
             owner.link.send(messages.Connections(self._connections))
             self._tell_refusals()
+
+    def _lose(self, owner: "_Owner") -> None:
+        self._owners.remove(owner)
+        # A second link with the same process is ended by that before it says anything.
+        if owner.was_heard:
+            self.on_link_lost()
 
     def count_refusal(self, error: NormserveError) -> None:
         """What never became a request for the other process was answered with an error."""
@@ -120,6 +132,11 @@ class _Owner:
         self.link = Link(connected, messages.from_owner, self._on_message, self._on_end)
 
     @property
+    def was_heard(self) -> bool:
+        """It has said something."""
+        return self._heard_at > 0
+
+    @property
     def is_ready(self) -> bool:
         """It takes work, and has said so of late."""
         return self._says_ready and time.monotonic() - self._heard_at < _QUIET_S
@@ -162,6 +179,9 @@ class _Owner:
                 descriptor = self.link.take_descriptor()
                 try:
                     self.memory[message.number] = memoryview(map_segment(descriptor, is_there_at_once=False))
+                except (ValueError, MemoryError):
+                    # Requests whose bytes lie there could never be answered; without the link they end now.
+                    self.link.close()
                 finally:
                     os.close(descriptor)
             case messages.Forget():

@@ -93,14 +93,15 @@ class Link:
 
     def _receive(self) -> None:
         try:
-            data, ancillary, _, _ = self._connected.recvmsg(_READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._connected.recvmsg(_READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            data, ancillary = b"", []
+            data, ancillary, flags = b"", [], 0
         for _, _, rights in ancillary:
             self._descriptors += array.array("i", rights)
-        if not data:
+        # Where a descriptor was lost, since none is free, each that comes later would belong to another message.
+        if not data or flags & socket.MSG_CTRUNC:
             self.close()
             return
         if self._rest:

@@ -64,10 +64,9 @@ class Relays:
 
     def serve(self, connected: socket.socket) -> None:
         """A front end is there."""
-        front_end = _FrontEnd(connected, self._shared, self._slabs, self._metrics, self._begin)
+        front_end = _FrontEnd(connected, self._shared, self._slabs, self._metrics, self._begin, self._admit)
         front_end.on_gone = functools.partial(self._front_ends.discard, front_end)
         self._front_ends.add(front_end)
-        front_end.send(Readiness(self._is_ready))
         if self._beating is None:
             self._beat()
 
@@ -93,6 +92,13 @@ class Relays:
             each.forget(numbers)
             each.send(Readiness(self._is_ready))
         self._beating = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+
+    def _admit(self, front_end: "_FrontEnd") -> None:
+        """A front end has said which one it is; of two links with the same process the second is not needed."""
+        if any(each.hello == front_end.hello for each in self._front_ends if each is not front_end):
+            front_end.close()
+        else:
+            front_end.send(Readiness(self._is_ready))
 
     def _begin(self, front_end: "_FrontEnd", request: messages.Request) -> DirectRequest | Relayed:
         known = self._known_head(request)
@@ -156,6 +162,7 @@ class _FrontEnd:
         slabs: SlabPool,
         metrics: Metrics,
         begin: Callable[["_FrontEnd", messages.Request], DirectRequest | Relayed],
+        on_hello: Callable[["_FrontEnd"], None],
     ) -> None:
         self.slabs = slabs
         self.hello = messages.Hello(-1, 0)
@@ -163,7 +170,7 @@ class _FrontEnd:
         self.on_gone: Callable[[], None] = lambda: None
         self._shared = shared
         self._metrics = metrics
-        self._begin = begin
+        self._begin, self._on_hello = begin, on_hello
         self._mapped: set[int] = set()
         self._under_way: dict[int, DirectRequest | Relayed] = {}
         self._link = Link(connected, messages.from_front_end, self._on_message, self._on_end)
@@ -204,6 +211,7 @@ class _FrontEnd:
             self._under_way[message.number] = self._begin(self, message)
         elif kind is messages.Hello:
             self.hello = message
+            self._on_hello(self)
         elif kind is messages.Connections:
             self.connections = message.count
         elif kind is messages.Refused:

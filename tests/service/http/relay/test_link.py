@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -143,6 +144,29 @@ def test_what_waits_for_room_is_let_go_when_the_other_is_gone():
         await asyncio.sleep(0)
         front_end.link.close()
         await asyncio.wait_for(drained, 20)
+        await until(lambda: owner.ended == 1)
+
+    asyncio.run(run())
+
+
+def test_a_lost_descriptor_ends_the_link_before_another_takes_its_place():
+    """As where none is free: the message comes, what belongs to it does not."""
+
+    async def run():
+        owner, front_end = linked()
+        # It reads when descriptors are short, not before.
+        asyncio.get_running_loop().remove_reader(front_end.link._connected)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with Path("/dev/zero").open("rb") as file:
+            owner.link.send(messages.Memory(1), file.fileno())
+            owner.link.send(messages.Memory(2), file.fileno())
+            await until(lambda: not owner.link._unsent)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                front_end.link._receive()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert (front_end.ended, front_end.heard) == (1, [])
         await until(lambda: owner.ended == 1)
 
     asyncio.run(run())
