@@ -192,7 +192,8 @@ class Direct:
         try:
             shared, preflight = self._parts.origins.admit(scope, headers)
             head = operation.read_head(scope["query_string"], headers)
-        except NormserveError:
+        except Exception:
+            # Whatever it is, the application meets it again, and answers.
             return None
         if preflight is not None:
             return None
