@@ -1,6 +1,7 @@
 """A program and its server in two containers: they share memory and the volume of a socket, and no network."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -23,11 +24,14 @@ except ApiError as error:
 
 
 @pytest.fixture(scope="module")
-def volume():
-    options = ("--opt", "type=tmpfs", "--opt", "device=tmpfs", "--opt", "o=uid=10001,gid=10001,mode=0700,size=1m")
-    name = podman("volume", "create", *options)
-    yield name
-    podman("volume", "rm", "--force", name)
+def volume(tmp_path_factory):
+    """A folder of the server's user alone, which both mount."""
+    folder = tmp_path_factory.mktemp("socket")
+    if os.geteuid() == 0:
+        os.chown(folder, 10001, 10001)
+    else:
+        folder.chmod(0o777)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def is_healthy(container: str) -> bool:
     return False
 
 
-def beside(volume: str, *flags: str) -> tuple[str, ...]:
+def beside(volume: Path, *flags: str) -> tuple[str, ...]:
     """How a container is started that has the socket, and shares no namespace with the server's."""
     mounted = ("--volume", f"{volume}:/run/normserve:ro")
     return (*CAREFUL, "--network", "none", "--ipc", "private", *mounted, "--entrypoint", "python", *flags, IMAGE)
