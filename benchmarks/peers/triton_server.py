@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-from pytriton.triton import Triton, TritonConfig
+from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 from torch.nn import functional
 
 MODEL = "layer_norm"
@@ -37,7 +37,9 @@ def main() -> None:
         metrics_port=free_port(),
         log_verbose=0,
     )
-    with Triton(config=config) as triton:
+    # Else PyTriton asks for a token where regions of shared memory are registered.
+    unrestricted = TritonSecurityConfig(restricted_endpoints=[])
+    with Triton(config=config, security_config=unrestricted) as triton:
         triton.bind(
             model_name=MODEL,
             infer_func=layer_norm,
