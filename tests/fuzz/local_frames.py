@@ -1,0 +1,126 @@
+"""What a client says that shares memory."""
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+from normserve.codec import local_frames as local_codec
+from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
+from normserve.local.arena import Arena, check_places, check_together
+from normserve.memory.allocations import HANDLE_BYTES, OpenedAllocation, open_allocation
+from normserve.memory.device_segments import DeviceBytes, DeviceSegment
+from normserve.memory.device_tensors import DeviceTensor
+
+from tests.fuzz.streams import cut
+
+_LOCAL_FRAME_BYTES = 1024
+
+
+def local_frames(data: bytes) -> None:
+    """What a client says that shares memory is the same messages however it is cut, about its own arena alone."""
+    pieces, stream, _ = cut(data)
+    whole = _local_frames_of([stream])
+    assert _local_frames_of(pieces) == whole
+    for _, content in whole[0]:
+        with contextlib.suppress(MalformedPayloadError):
+            messages = local_codec.read_messages(content)
+            assert list(local_codec.read_messages(local_codec.write(0, list(messages))[8:])) == list(messages)
+            for message in messages:
+                if isinstance(message, local_codec.Compute):
+                    _refers_to_its_arena(message)
+                if isinstance(message, local_codec.Own):
+                    _opens_what_it_says(message)
+        with contextlib.suppress(MalformedPayloadError):
+            local_codec.read_answer(content)
+
+
+def _local_frames_of(pieces: list[bytes]) -> tuple[list[tuple[int, bytes]], bool]:
+    """The frames, and whether one was too long."""
+    incoming, found = local_codec.Frames(_LOCAL_FRAME_BYTES), []
+    try:
+        for piece in pieces:
+            found += incoming.feed(piece)
+    except TooLargeError:
+        # What was whole before it, in the same piece, goes with the connection.
+        return [], True
+    return found, False
+
+
+class _OnDevice(DeviceSegment):
+    """Memory of a device that is nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, 2**40, 4096)  # type: ignore[arg-type]
+
+    def __del__(self) -> None:
+        pass
+
+
+def _refers_to_its_arena(message: local_codec.Compute) -> None:
+    """Segment 0 is the host's, segment 1 a device's."""
+    arena = Arena()
+    memories = [memoryview(bytearray(4096)), _OnDevice().whole()]
+    for memory in memories:
+        arena.add(memory)
+    with contextlib.suppress(NormserveError):
+        located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
+        for tensor, span in located.values():
+            assert tensor.data.obj is memories[span.segment].obj
+            assert len(tensor.data) == tensor.nbytes == span.stop - span.start
+            assert isinstance(tensor, DeviceTensor) == (span.segment == 1)
+            _lies_within(tensor.data)
+        places = {name: arena.place(name, place) for name, place in message.results.items()}
+        for name, place in message.results.items():
+            assert len(places[name]) == place.nbytes
+            _lies_within(places[name])
+        check_together({name: tensor for name, (tensor, _) in located.items()}, places)
+        described = {name: (tensor.dtype, tensor.shape) for name, (tensor, _) in located.items()}
+        check_places(described, message.results, {name: span for name, (_, span) in located.items()}, {"y": "x"})
+
+
+def _lies_within(data: memoryview) -> None:
+    if isinstance(data, DeviceBytes):
+        start = data.__cuda_array_interface__["data"][0] - data.obj.address  # type: ignore[index]
+        assert 0 <= start <= start + len(data) <= len(data.obj)
+
+
+class _Opening:
+    """A driver that opens any handle, as memory of 4096 bytes whose last 1024 the handle points to."""
+
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9)
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def CUipcMemHandle(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace()
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[int, int]:  # noqa: N802
+        assert len(handle.reserved) == HANDLE_BYTES
+        self.opened += 1
+        return 0, 2**40 + 3072
+
+    def cuIpcCloseMemHandle(self, address: int) -> tuple[int]:  # noqa: N802
+        self.opened -= 1
+        return (0,)
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:  # noqa: N802
+        return 0, 2**40, 4096
+
+    def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int]:  # noqa: N802
+        return 0, 0
+
+
+def _opens_what_it_says(message: local_codec.Own) -> None:
+    """An allocation is open if it has what the message says, and closed else, and afterwards."""
+    driver = _Opening()
+    device: Any = SimpleNamespace(driver=driver, ordinal=0, current=contextlib.nullcontext)
+    try:
+        opened = open_allocation(device, bytes.fromhex(message.handle), message.nbytes, OpenedAllocation)
+    except ValueError:
+        assert not 0 < message.nbytes <= 1024
+    else:
+        assert len(opened) == message.nbytes <= 1024
+        assert driver.opened == 1
+        del opened
+    assert driver.opened == 0
