@@ -1,4 +1,4 @@
-"""Decides, before any kernel is imported, whether kernels run on a GPU or in Triton's interpreter."""
+"""Decides, before torch and kernels are imported, how threads wait and whether kernels run on a GPU."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,14 @@ from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
 import pytest
+
+# OpenMP reads it when torch is imported.  Workers together have more threads than there are cores, and a thread that
+# spins until the others of its operation are done takes a core from them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
+# Without a GPU kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
