@@ -1,5 +1,6 @@
 """Debian's Prometheus, run on this project's configuration against servers of a test's own."""
 
+import json
 import re
 import socket
 import subprocess
@@ -81,8 +82,7 @@ class Prometheus:
 
 def queries() -> Mapping[str, tuple[str, set[str]]]:
     """Every query of the dashboard, of all servers and operations, and the labels that its legend names."""
-    text = (DOCKER / "grafana/dashboards/normserve.json").read_text(encoding="utf-8")
-    page = yaml.safe_load(text)
+    page = json.loads((DOCKER / "grafana/dashboards/normserve.json").read_text(encoding="utf-8"))
     chosen = {f"${each['name']}": each["allValue"] for each in page["templating"]["list"]}
     found = {}
     for panel in page["panels"]:
