@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-# OpenMP reads it when torch is imported.  Workers together have more threads than there are cores, and a thread that
-# spins until the others of its operation are done takes a core from them.
+# OpenMP reads it when torch is imported.  Workers together have more threads than there are cores, and a thread
+# that spins until the others of its operation are done takes a core from them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch

@@ -27,6 +27,7 @@ from tests.integration.harness.fleets import (
     put,
     right,
 )
+from tests.integration.harness.load import Load
 from tests.integration.harness.raw import Connection, head
 from tests.integration.harness.wire import assert_problem, from_npy, npy
 
@@ -55,45 +56,15 @@ def assert_agreed(url: str) -> list[str]:
     return [each["name"] for each in one]
 
 
-class Load:
-    """Clients that normalise with a layer until it is enough; what they were answered that was wrong."""
+def load(url: str, name: str, weights: list[torch.Tensor]) -> Load:
+    """Clients that normalise with a layer, which has one of these weights."""
+    expected = [right(weight) for weight in weights]
 
-    def __init__(self, url: str, name: str, weights: list[torch.Tensor], count: int = 4) -> None:
-        self._url, self._name = url, name
-        self._answers = [right(weight) for weight in weights]
-        self._enough = threading.Event()
-        self.wrong: list[str] = []
-        self.right = self.broken = 0
-        self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._enough.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self) -> None:
-        while not self._enough.is_set():
-            with httpx.Client(base_url=self._url, timeout=60, verify=False) as api:
-                try:
-                    while not self._enough.is_set():
-                        self._judge(normalised(api, self._name))
-                except httpx.TransportError:
-                    # The process that had the connection was killed.
-                    self.broken += 1
-
-    def _judge(self, answer: httpx.Response) -> None:
-        if answer.status_code != 200:
-            self.wrong.append(answer.text)
-            return
+    def is_right(answer: httpx.Response) -> bool:
         y = torch.from_numpy(from_npy(answer.content))
-        if not any(torch.allclose(y, expected, atol=1e-6) for expected in self._answers):
-            self.wrong.append(f"{y} is none of those that were registered")
-        self.right += 1
+        return any(torch.allclose(y, each, atol=1e-6) for each in expected)
+
+    return Load(url, lambda api: normalised(api, name), is_right)
 
 
 def test_changes_on_both_processes_at_once_end_alike_under_load(fleet):
@@ -114,11 +85,12 @@ def test_changes_on_both_processes_at_once_end_alike_under_load(fleet):
                 statuses.append(put(api, "shared", weights[index % 3]).status_code)
             return statuses
 
-        with Load(fleet.url, "loaded", weights) as load:
+        with load(fleet.url, "loaded", weights) as asking:
             statuses = list(itertools.chain(*pool.map(change, range(40))))
-    assert load.wrong == []
-    assert load.broken == 0
-    assert load.right > 0
+    assert asking.wrong == []
+    assert sum(asking.not_ready) == 0
+    assert sum(asking.broken) == 0
+    assert sum(asking.right) > 0
     assert set(statuses) <= {200, 201, 204, 404}
     names = assert_agreed(fleet.url)
     assert set(names) >= {f"own{index}" for index in range(0, 40, 4)} | {"loaded", "shared"}
@@ -164,16 +136,17 @@ def test_a_process_killed_under_load_takes_only_its_own_connections_with_it(flee
     with fleet.client() as api:
         put(api, "loaded")
         victim = processes(api)[0]["pid"]
-    with Load(fleet.url, "loaded", [WEIGHT]) as load, ThreadPoolExecutor(8) as pool:
-        until(lambda: load.right > 20)
+    with load(fleet.url, "loaded", [WEIGHT]) as asking, ThreadPoolExecutor(8) as pool:
+        until(lambda: sum(asking.right) > 20)
         changing = [pool.submit(_put_patiently, fleet.url, f"killed{index}") for index in range(8)]
         os.kill(victim, signal.SIGKILL)
         statuses = [each.result() for each in changing]
-        before = load.right
-        until(lambda: load.right > before + 20)
-    assert load.wrong == []
+        before = sum(asking.right)
+        until(lambda: sum(asking.right) > before + 20)
+    assert asking.wrong == []
+    assert sum(asking.not_ready) == 0
     # Four clients, of which two may come back once to the process that is just dying.
-    assert load.broken <= 8
+    assert sum(asking.broken) <= 8
     assert set(statuses) <= {200, 201}
     until(lambda: victim not in pids(fleet.url) and len(pids(fleet.url) - {None}) == 2, 60)
     until(lambda: {each["state"] for each in on_each(fleet.url, processes, 1)[0]} == {"ready"}, 60)

@@ -2,16 +2,15 @@
 
 import os
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
 from tests.integration.harness.fleets import WEIGHT, clients, layers, on_each, put
+from tests.integration.harness.load import Load
 from tests.integration.harness.raw import Connection, head
 from tests.integration.harness.stage import stage_on
 from tests.integration.harness.wire import assert_alive, assert_problem, from_npy, npy, post
@@ -62,44 +61,13 @@ def sockets_of(pid: int) -> int:
     return len([each for each in opened if each.startswith("socket:")])
 
 
-class Load:
-    """Clients that normalise on connections of their own until it is enough."""
-
-    def __init__(self, url: str, count: int = 4) -> None:
-        self._url = url
-        self._enough = threading.Event()
-        self.wrong: list[str] = []
-        self.right, self.broken, self.not_ready = [0] * count, [0] * count, [0] * count
-        self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(count)]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._enough.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self, index: int) -> None:
-        body = npy(X)
-        while not self._enough.is_set():
-            with httpx.Client(base_url=self._url, timeout=60, verify=False) as api:
-                try:
-                    while not self._enough.is_set():
-                        self._judge(index, api.post("/v1/layer_norm", content=body))
-                except httpx.TransportError:
-                    self.broken[index] += 1
-
-    def _judge(self, index: int, answer: httpx.Response) -> None:
-        if answer.status_code == 503 and answer.json()["code"] == "not_ready":
-            assert int(answer.headers["retry-after"]) >= 1
-            self.not_ready[index] += 1
-        elif answer.status_code == 200 and np.allclose(from_npy(answer.content), Y, atol=1e-5):
-            self.right[index] += 1
-        else:
-            self.wrong.append(answer.text[:200])
+def load(url: str) -> Load:
+    body = npy(X)
+    return Load(
+        url,
+        lambda api: api.post("/v1/layer_norm", content=body),
+        lambda answer: np.allclose(from_npy(answer.content), Y, atol=1e-5),
+    )
 
 
 def test_all_of_them_are_one_server(served):
@@ -211,16 +179,16 @@ def test_one_that_is_killed_takes_only_its_own_connections_along(mortal, until):
             for connection in (one, other):
                 connection.sendall(head("/v1/layer_norm", f"Content-Length: {len(body)}") + body[:100_000])
             until(lambda: samples(api)["normserve_inflight_requests"] == 2)
-            with Load(mortal.url) as load:
-                until(lambda: min(load.right) > 5)
+            with load(mortal.url) as asking:
+                until(lambda: min(asking.right) > 5)
                 killed = max([each["pid"] for each in front_ends(api)], key=sockets_of)
                 os.kill(killed, signal.SIGKILL)
-                until(lambda: sum(load.broken) > 0)
-                before = list(load.right)
-                until(lambda: all(now > was + 5 for now, was in zip(load.right, before, strict=True)))
-            assert load.wrong == []
-            assert sum(load.not_ready) == 0
-            assert max(load.broken) == 1
+                until(lambda: sum(asking.broken) > 0)
+                before = list(asking.right)
+                until(lambda: all(now > was + 5 for now, was in zip(asking.right, before, strict=True)))
+            assert asking.wrong == []
+            assert sum(asking.not_ready) == 0
+            assert max(asking.broken) == 1
     with mortal.client() as api:
         until(lambda: nothing_is_held(api))
         until(lambda: len(front_ends(api)) == 2)
@@ -247,14 +215,14 @@ def test_the_owner_dies_and_connections_stay(mortal, until):
     with mortal.client() as api:
         assert put(api, "kept", WEIGHT).status_code == 201
         owner = mortal.owner
-        with Load(mortal.url) as load:
-            until(lambda: min(load.right) > 5)
+        with load(mortal.url) as asking:
+            until(lambda: min(asking.right) > 5)
             os.kill(owner, signal.SIGKILL)
-            until(lambda: min(load.not_ready) > 0)
-            before = list(load.right)
-            until(lambda: all(now > was for now, was in zip(load.right, before, strict=True)))
-        assert load.wrong == []
-        assert sum(load.broken) == 0
+            until(lambda: min(asking.not_ready) > 0)
+            before = list(asking.right)
+            until(lambda: all(now > was for now, was in zip(asking.right, before, strict=True)))
+        assert asking.wrong == []
+        assert sum(asking.broken) == 0
         # On the connection that was there before.
         assert [each["name"] for each in layers(api)] == ["kept"]
         until(lambda: nothing_is_held(api))
