@@ -42,10 +42,15 @@ def stage(launched, tmp_path, until):
         yield stage
 
 
-def held(server) -> dict[str, float]:
-    """What the server holds for its clients."""
-    with server.client() as client:
-        text = client.get("/metrics").text
+@pytest.fixture(scope="module")
+def http(local):
+    with local.client() as client:
+        yield client
+
+
+def held(server, http) -> dict[str, float]:
+    """What the server holds for its clients; a client of every reading's own would be among the descriptors."""
+    text = http.get("/metrics").text
     gauges = ("local_bytes", "local_connections", "inflight_requests", "inflight_bytes", "queue_requests")
     told = {name: float(re.search(rf"^normserve_{name} (\S+)", text, re.M)[1]) for name in gauges}
     return told | {"descriptors": server.descriptors()}
@@ -93,28 +98,28 @@ CLOSED = "client.send([request((64, 1024))] * 60, 1); client.socket.close()\n" +
 
 
 @pytest.mark.parametrize("body", [BEFORE, BUSY, AFTER, CLOSED], ids=["before", "during", "after", "closed"])
-def test_a_client_that_is_killed_leaves_nothing(local, path, until, settled, body):
-    before = settled(lambda: held(local))
+def test_a_client_that_is_killed_leaves_nothing(local, http, path, until, settled, body):
+    before = settled(lambda: held(local, http))
     with LocalConnection(path) as other:
         assert other.layer_norm(X).status == 200
         with OtherProcess(path, body) as client:
             assert client.said() == "there"
             client.end()
         assert other.layer_norm(X).status == 200
-    until(lambda: held(local) == before)
+    until(lambda: held(local, http) == before)
 
 
 def test_what_a_killed_client_had_queued_is_not_run(stage, until, settled):
     waiting = f"client.send(request((1, {WAITS})), 1); client.send(request((5, 77)), 2)\n" + BEFORE
     stage.wait_for_queue(0)
-    before = settled(lambda: held(stage.server))
+    before = settled(lambda: held(stage.server, stage.http))
     with OtherProcess(stage.path, waiting) as client:
         assert client.said() == "there"
         stage.wait_for_queue(1)
         client.end()
         stage.wait_for_queue(0)
     stage.open_gate()
-    until(lambda: held(stage.server) == before)
+    until(lambda: held(stage.server, stage.http) == before)
     assert_alive(stage.path)
     assert "ran 5x77" not in stage.server.log
     # What ran already was not disturbed.
@@ -168,7 +173,7 @@ def test_a_client_that_is_stopped_while_results_are_owed(stage):
         client.process.send_signal(signal.SIGCONT)
 
 
-def test_many_connections_leave_nothing(local, path, until, settled):
+def test_many_connections_leave_nothing(local, http, path, until, settled):
     def come_and_go(count):
         for number in range(count):
             with LocalConnection(path, greet=number % 3 > 0) as client:
@@ -176,13 +181,13 @@ def test_many_connections_leave_nothing(local, path, until, settled):
                     client.layer_norm(X)
 
     come_and_go(20)
-    before, resident = settled(lambda: held(local)), local.resident_bytes()
+    before, resident = settled(lambda: held(local, http)), local.resident_bytes()
     threads = [threading.Thread(target=come_and_go, args=(100,)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    until(lambda: held(local) == before)
+    until(lambda: held(local, http) == before)
     assert local.resident_bytes() < resident + 16 * 2**20
 
 
