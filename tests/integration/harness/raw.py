@@ -65,6 +65,13 @@ def exchange(address: tuple[str, int], request: bytes) -> Answer:
         return Answer(connection.everything())
 
 
+def answered(address: tuple[str, int], request: bytes) -> Answer:
+    """Send bytes and return the first response, after which nobody waits for what the server still would read."""
+    with Connection(address) as connection:
+        connection.sendall(request)
+        return connection.answer()
+
+
 def head(path: str = "/v1/layer_norm", *lines: str) -> bytes:
     """The start of a POST."""
     return "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", *lines, "", "")).encode("latin-1")

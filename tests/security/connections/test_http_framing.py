@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.integration.harness.raw import Connection, exchange
+from tests.integration.harness.raw import Connection, answered, exchange
 from tests.integration.harness.wire import X, assert_problem, npy
 
 KEY = "Authorization: Bearer s3cret"
@@ -222,7 +222,7 @@ def test_lengths_that_are_none(locked, value):
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**12])
 def test_small_body_that_declares_terabytes(locked, length):
     before = locked.resident_bytes()
-    answer = exchange(locked.address, operation(KEY, f"Content-Length: {length}") + BODY)
+    answer = answered(locked.address, operation(KEY, f"Content-Length: {length}") + BODY)
     assert_problem(answer, 413, "too_large")
     with Connection(locked.address) as connection:
         connection.sendall(operation(KEY, CHUNKED) + b"%x\r\n" % 10**12 + BODY)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.harness.raw import exchange, head
+from tests.integration.harness.raw import answered, exchange, head
 from tests.security.oip.regions import (
     PREFIX,
     REFUSED,
@@ -207,7 +207,7 @@ def test_what_registers_nothing_is_refused(http, body):
 
 def test_a_long_body_is_refused_unread(http, sharing):
     announced = head("/v2/systemsharedmemory/region/r/register", "Content-Length: 65537")
-    assert exchange(sharing.address, announced).status_code == 413
+    assert answered(sharing.address, announced).status_code == 413
 
 
 def test_a_body_in_tiny_chunks_is_as_any_other(http, made):
