@@ -74,6 +74,8 @@ def call_directly(patch: pytest.MonkeyPatch) -> None:
 _ARITHMETIC = {"fp32", "fp64", "int1", "int32", "int64"}
 _NUMBERS = {bool, float, int}
 _INDICES = {"int32", "int64"}
+# What is no constant of a kernel's, and holds none.
+_NO_CONSTANTS = {core.tensor, core.dtype, bool, float, int, str, type(None)}
 _BUILTIN = core.builtin(lambda: None).__code__
 
 
@@ -137,7 +139,7 @@ def _unwrapping(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
         kind = type(value)
         if kind is core.constexpr:
             return value.value
-        return value if kind is core.tensor else unwrap(value)
+        return value if kind in _NO_CONSTANTS else unwrap(value)
 
     return unwrapped
 
@@ -175,8 +177,7 @@ def _remembering_tensors(initialise: Callable[..., None]) -> Callable[..., None]
         if name not in known:
             initialise(tensor, handle, type)
             known[name] = {field: value for field, value in vars(tensor).items() if field != "handle"}
-        vars(tensor).update(known[name])
-        tensor.handle = handle
+        vars(tensor).update(known[name], handle=handle)
 
     return initialise_tensor
 
