@@ -16,7 +16,7 @@ from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.executor import Executor, Outcome, Reply, on_loop
 from normserve.engine.launches import Launches
-from normserve.engine.waiters import Replies
+from normserve.engine.waiters import OnEnd, Replies, settling
 from normserve.errors import (
     ClientLeftError,
     DeviceFailureError,
@@ -147,7 +147,8 @@ class Engine:
             DeadlineExceededError: it had not; the job was not run.
             NormserveError: what the device said.
         """
-        reply = self.begin(job, deadline)
+        reply: asyncio.Future[NormResult] = asyncio.get_running_loop().create_future()
+        self.begin(job, deadline, settling(reply))
         try:
             return await reply
         finally:
@@ -155,8 +156,10 @@ class Engine:
             # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
             del reply
 
-    def begin(self, job: NormJob, deadline: float) -> asyncio.Future[NormResult]:
-        """Run a job, as `submit` does; who began it calls `end` once the future is done, or not wanted any more.
+    def begin(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
+        """Run a job, as `submit` does; who began it calls `end` once told, or when it is not wanted any more.
+
+        Args: on_end: told what became of it, later and not in this call.
 
         Raises:
             DeadlineExceededError: the deadline has passed.
@@ -164,7 +167,7 @@ class Engine:
         """
         if self._failure is not None:
             raise copy.copy(self._failure)
-        reply = self._replies.expect(job, deadline)
+        self._replies.expect(job, deadline, on_end)
         try:
             is_compiled = self._is_compiled(job)
         except NormserveError:
@@ -172,9 +175,8 @@ class Engine:
             raise
         if not self._arrivals:
             # When this turn of the loop ends: what else came in it shares the launch, and nobody has waited.
-            reply.get_loop().call_soon(self._admit)
+            asyncio.get_running_loop().call_soon(self._admit)
         self._arrivals[job] = is_compiled
-        return reply
 
     def end(self, job: NormJob) -> None:
         """Nobody waits for a job any more: it leaves the queue, if it is still there."""
@@ -270,8 +272,9 @@ class Engine:
             return
         execution = outcome.value
         assert isinstance(execution, Execution)
-        self._metrics.observe_launch(batch, execution)
         self._replies.give(batch, execution, outcome.started)
+        # Nobody waits for this.
+        self._metrics.observe_launch(batch, execution)
 
     def _note_failure(self, error: NormserveError) -> None:
         """A failed device is of no more use: answer everybody who waits for it and tell the process."""

@@ -1,7 +1,6 @@
 """The one thread that owns the device, and those that wait for what it has set going."""
 
 import asyncio
-import functools
 import logging
 import queue
 import threading
@@ -123,17 +122,22 @@ class Executor:
             return True
         return batch.nbytes <= _INLINE_DEVICE_BYTES and batch.jobs[0].is_on_device
 
-    def run_here(self, batch: Batch, reply: Reply) -> Outcome | None:
+    def run_here(self, batch: Batch) -> Outcome:
         """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).
 
-        Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  None: it takes long, a
-        thread waits for it, and `reply` will be called.
+        Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  Where it takes long,
+        the outcome's value is an `InFlight`, which is for `await_landing`.
         """
-        outcome = self._attempt(functools.partial(_run_and_look, self.backend, batch))
-        if not isinstance(outcome.value, InFlight):
-            return outcome
-        self._await_landing(outcome, outcome.value, batch.lane, reply)
-        return None
+        started = time.perf_counter()
+        try:
+            return Outcome(started, _run_and_look(self.backend, batch))
+        except Exception as error:
+            return self._failed(started, error)
+
+    def await_landing(self, outcome: Outcome, flight: InFlight, lane: Lane, reply: Reply) -> None:
+        """Have a thread wait for a batch that `run_here` has set going; the reply's value is an `Execution`."""
+        started = outcome.started
+        self._waiters[lane].put(_Work(flight.wait, lambda done: reply(done._replace(started=started)), lane))
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
@@ -163,13 +167,9 @@ class Executor:
     def _do(self, work: _Work) -> None:
         outcome = self._attempt(work.do)
         if isinstance(outcome.value, InFlight):
-            self._await_landing(outcome, outcome.value, work.lane, work.reply)
+            self.await_landing(outcome, outcome.value, work.lane, work.reply)
         else:
             work.reply(outcome)
-
-    def _await_landing(self, outcome: Outcome, flight: InFlight, lane: Lane, reply: Reply) -> None:
-        started = outcome.started
-        self._waiters[lane].put(_Work(flight.wait, lambda done: reply(done._replace(started=started)), lane))
 
     def _answer(self, work: _Work) -> None:
         work.reply(self._attempt(work.do))
@@ -179,11 +179,14 @@ class Executor:
         try:
             return Outcome(started, value=work())
         except Exception as error:
-            try:
-                return Outcome(started, error=self._translate(error))
-            except Exception:
-                # There may be no memory for the words; whoever waits must hear of it all the same.
-                return Outcome(started, error=_WORDLESS)
+            return self._failed(started, error)
+
+    def _failed(self, started: float, error: Exception) -> Outcome:
+        try:
+            return Outcome(started, error=self._translate(error))
+        except Exception:
+            # There may be no memory for the words; whoever waits must hear of it all the same.
+            return Outcome(started, error=_WORDLESS)
 
     def _translate(self, error: Exception) -> NormserveError:
         if isinstance(error, NormserveError):

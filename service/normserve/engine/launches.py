@@ -6,7 +6,8 @@ Not thread-safe: it belongs to the event loop's thread.
 import functools
 from collections.abc import Callable
 
-from normserve.engine.executor import Executor, Outcome, on_loop
+from normserve.backends.base import InFlight
+from normserve.engine.executor import Executor, Outcome, Reply, on_loop
 from normserve.engine.progress import Progress
 from normserve.jobs.job import Batch, Lane
 
@@ -37,18 +38,21 @@ class Launches:
 
     def run(self, batch: Batch) -> Outcome | None:
         """Run a batch; what became of it, or None where `on_end` will be told."""
-        reply = on_loop(functools.partial(self._end, batch))
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
         if not self._launched and self._executor.runs_soon(batch):
-            outcome = self._executor.run_here(batch, reply)
-            if outcome is not None:
+            outcome = self._executor.run_here(batch)
+            if not isinstance(outcome.value, InFlight):
                 return outcome
+            self._executor.await_landing(outcome, outcome.value, batch.lane, self._reply(batch))
         else:
-            self._executor.run(batch, reply)
+            self._executor.run(batch, self._reply(batch))
         self._running[batch.lane] += 1
         self._launched += 1
         self.progress.begin()
         return None
+
+    def _reply(self, batch: Batch) -> Reply:
+        return on_loop(functools.partial(self._end, batch))
 
     def _end(self, batch: Batch, outcome: Outcome) -> None:
         self._running[batch.lane] -= 1

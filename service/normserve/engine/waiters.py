@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from normserve.errors import DeadlineExceededError, NormserveError
 from normserve.jobs.job import Batch, Execution, NormJob, NormResult
 
+OnEnd = Callable[[NormResult | NormserveError], None]
+"""Told once what became of a job: its result, or why there is none.  It raises nothing."""
+
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
     """A job's way back, and what may end its wait."""
 
-    future: asyncio.Future[NormResult]
+    on_end: OnEnd
     submitted: float
     deadline: float
     timer: asyncio.TimerHandle | None = None
     is_running: bool = False
+    is_told: bool = False
 
 
 class Replies:
@@ -32,7 +36,7 @@ class Replies:
         self._on_late = on_late
         self._waiting: dict[NormJob, _Waiting] = {}
 
-    def expect(self, job: NormJob, deadline: float) -> asyncio.Future[NormResult]:
+    def expect(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
         """Have a caller wait for a job, until `deadline` by `time.perf_counter` if it does not run before.
 
         Raises:
@@ -41,9 +45,7 @@ class Replies:
         submitted = time.perf_counter()
         if deadline <= submitted:
             raise _late(job)
-        future: asyncio.Future[NormResult] = asyncio.get_running_loop().create_future()
-        self._waiting[job] = _Waiting(future, submitted, deadline)
-        return future
+        self._waiting[job] = _Waiting(on_end, submitted, deadline)
 
     def forget(self, job: NormJob) -> bool:
         """The caller does not wait any more; whether the job had begun to run."""
@@ -55,7 +57,7 @@ class Replies:
     def is_awaited(self, job: NormJob) -> bool:
         """Whether anybody still waits for its result."""
         waiting = self._waiting.get(job)
-        return waiting is not None and not waiting.future.done()
+        return waiting is not None and not waiting.is_told
 
     def has_begun(self, job: NormJob) -> bool:
         """Whether somebody waits for a job that runs."""
@@ -64,8 +66,9 @@ class Replies:
 
     def keep_deadline(self, job: NormJob) -> None:
         """Let the clock run for a job that does not run yet."""
-        waiting = self._waiting[job]
-        if not waiting.is_running:
+        waiting = self._waiting.get(job)
+        # Of one that has run already nobody may wait any more.
+        if waiting is not None and not waiting.is_running:
             left = max(0.0, waiting.deadline - time.perf_counter())
             waiting.timer = asyncio.get_running_loop().call_later(left, self._expire, job)
 
@@ -82,18 +85,19 @@ class Replies:
         launch_bytes = sum(execution.kernel_bytes)
         for job, tensors, kernel_bytes in zip(batch.jobs, execution.outputs, execution.kernel_bytes, strict=True):
             waiting = self._waiting.get(job)
-            if waiting is None or waiting.future.done():
+            if waiting is None or waiting.is_told:
                 continue
-            waiting.future.set_result(
+            waiting.is_told = True
+            waiting.on_end(
                 NormResult(
-                    tensors=tensors,
-                    queue_s=max(0.0, started - waiting.submitted),
-                    copy_in_s=execution.copy_in_s,
-                    kernel_s=execution.kernel_s,
-                    copy_out_s=execution.copy_out_s,
-                    kernel_bytes=kernel_bytes,
-                    launch_bytes=launch_bytes,
-                    batch_size=len(batch.jobs),
+                    tensors,
+                    max(0.0, started - waiting.submitted),
+                    execution.copy_in_s,
+                    execution.kernel_s,
+                    execution.copy_out_s,
+                    kernel_bytes,
+                    launch_bytes,
+                    len(batch.jobs),
                 )
             )
 
@@ -101,9 +105,10 @@ class Replies:
         """Tell those that still wait that it comes to nothing."""
         for job in jobs:
             waiting = self._waiting.get(job)
-            if waiting is not None and not waiting.future.done():
+            if waiting is not None and not waiting.is_told:
+                waiting.is_told = True
                 # Each its own: a traceback grows by the frames, and so by the tensors, of all who raise the error.
-                waiting.future.set_exception(copy.copy(error))
+                waiting.on_end(copy.copy(error))
 
     def refuse_all(self, error: NormserveError) -> None:
         """Tell everybody."""
@@ -112,6 +117,20 @@ class Replies:
     def _expire(self, job: NormJob) -> None:
         self._on_late(job)
         self.refuse((job,), _late(job))
+
+
+def settling(future: asyncio.Future[NormResult]) -> OnEnd:
+    """What settles a future, unless nobody wants that any more."""
+
+    def settle(ended: NormResult | NormserveError) -> None:
+        if future.done():
+            return
+        if isinstance(ended, NormserveError):
+            future.set_exception(ended)
+        else:
+            future.set_result(ended)
+
+    return settle
 
 
 def _late(job: NormJob) -> DeadlineExceededError:

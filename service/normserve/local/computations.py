@@ -1,6 +1,5 @@
 """The operations that one client has under way, from their admission to their answers."""
 
-import asyncio
 import functools
 import time
 from collections.abc import Callable
@@ -59,16 +58,15 @@ class Computations:
         caller = self._session.authorise(_INFER, asked.record)
         job, deadline, permit = operations.admit(asked.request, self._arena, caller, asked.record)
         try:
-            reply = operations.engine.begin(job, deadline)
+            operations.engine.begin(job, deadline, functools.partial(self._guarded, asked, self._conclude))
         except BaseException:
             permit.release()
             raise
         self._service.progress.begin()
         self.jobs[job] = asked.tag
         asked.job, asked.permit = job, permit
-        reply.add_done_callback(functools.partial(self._guarded, asked, self._conclude))
 
-    def _conclude(self, asked: "_Asked", reply: asyncio.Future[NormResult]) -> None:
+    def _conclude(self, asked: "_Asked", ended: NormResult | NormserveError) -> None:
         service, answers = self._service, self._answers
         assert asked.job is not None
         assert asked.permit is not None
@@ -76,21 +74,17 @@ class Computations:
         service.operations.engine.end(asked.job)
         service.progress.end()
         asked.permit.release()
-        error = reply.exception()
-        if error is not None and isinstance(error, DrainingError | DeviceFailureError):
+        if isinstance(ended, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
             answers.close()
         self._on_end()
         tag, record, request_id = asked.tag, asked.record, asked.request_id
-        if error is not None:
-            # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
-            if isinstance(error, NormserveError):
-                answers.refuse(tag, error, record, request_id)
-            else:
-                answers.refuse_unexpected(tag, error, record, request_id)
+        if isinstance(ended, NormserveError):
+            # Not raised: its traceback would hold this frame, and with it the job.
+            answers.refuse(tag, ended, record, request_id)
             return
         began = time.perf_counter()
-        frame = frames.write(tag, answered(asked.request, reply.result(), request_id, record))
+        frame = frames.write(tag, answered(asked.request, ended, request_id, record))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from normserve.backends.base import ONE_AT_A_TIME, Depth
+from normserve.backends.base import ONE_AT_A_TIME, Depth, InFlight
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.engine import Engine
@@ -29,6 +29,19 @@ class FakeBackend:
         return {"allocated": 7}
 
 
+class Flying(InFlight):
+    """Lands when the test says so."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def wait(self):
+        raise AssertionError("nobody waits for it")
+
+    def lands_within(self, seconds):
+        return False
+
+
 class FakeExecutor:
     """Keeps what it is given until the test says what became of it."""
 
@@ -50,11 +63,12 @@ class FakeExecutor:
     def runs_soon(self, batch):
         return batch.nbytes <= self.backend.inline_bytes
 
-    def run_here(self, batch, reply):
+    def run_here(self, batch):
         self.here.append(batch)
-        if self.is_slow:
-            return self.running.append((batch, reply))
-        return self._outcome(batch)
+        return Outcome(time.perf_counter(), value=Flying(batch)) if self.is_slow else self._outcome(batch)
+
+    def await_landing(self, outcome, flight, lane, reply):
+        self.running.append((flight.batch, reply))
 
     def load(self, op, weight, bias, reply):
         self.loaded.append((op, weight, bias))

@@ -26,67 +26,98 @@ def execution_of(*jobs) -> Execution:
 
 @on_a_loop
 async def test_each_gets_its_own_and_what_the_launch_cost():
-    replies, jobs = Replies(pytest.fail), (job(1, 4), job(3, 4))
-    futures = [replies.expect(each, FAR) for each in jobs]
+    replies, jobs, told = Replies(pytest.fail), (job(1, 4), job(3, 4)), []
+    for each in jobs:
+        replies.expect(each, FAR, told.append)
     replies.note_start(Batch(jobs))
     replies.give(Batch(jobs), execution_of(*jobs), time.perf_counter())
-    for each, future in zip(jobs, futures, strict=True):
-        result = await future
+    for each, result in zip(jobs, told, strict=True):
         assert result.tensors["y"] is each.x
         assert (result.kernel_bytes, result.launch_bytes, result.batch_size) == (10 * each.rows, 40, 2)
 
 
 @on_a_loop
 async def test_whoever_waits_no_more_is_left_out():
-    replies, here, left = Replies(pytest.fail), job(1, 4), job(1, 4)
-    future = replies.expect(here, FAR)
-    replies.expect(left, FAR)
+    replies, here, left, told = Replies(pytest.fail), job(1, 4), job(1, 4), []
+    replies.expect(here, FAR, told.append)
+    replies.expect(left, FAR, pytest.fail)
     replies.forget(left)
     assert replies.is_awaited(here)
     assert not replies.is_awaited(left)
     replies.give(Batch((here, left)), execution_of(here, left), time.perf_counter())
-    assert (await future).batch_size == 2
+    (result,) = told
+    assert result.batch_size == 2
     assert not replies.is_awaited(here)
 
 
 @on_a_loop
+async def test_each_is_told_once():
+    replies, work, told = Replies(pytest.fail), job(1, 4), []
+    replies.expect(work, FAR, told.append)
+    replies.refuse((work,), DeviceOutOfMemoryError("dry"))
+    replies.give(Batch((work,)), execution_of(work), time.perf_counter())
+    replies.refuse_all(DeviceOutOfMemoryError("again"))
+    assert [str(each) for each in told] == ["dry"]
+
+
+@on_a_loop
+async def test_who_is_told_may_forget_its_job_and_ask_again():
+    replies, jobs, next_job, told = Replies(pytest.fail), (job(1, 4), job(1, 4)), job(1, 4), []
+
+    def ask_again(result):
+        told.append(result)
+        replies.forget(jobs[0])
+        replies.expect(next_job, FAR, told.append)
+
+    replies.expect(jobs[0], FAR, ask_again)
+    replies.expect(jobs[1], FAR, told.append)
+    replies.note_start(Batch(jobs))
+    replies.give(Batch(jobs), execution_of(*jobs), time.perf_counter())
+    # It has run: there is no deadline to keep.
+    replies.keep_deadline(jobs[0])
+    assert len(told) == 2
+    assert replies.is_awaited(next_job)
+
+
+@on_a_loop
 async def test_late_job_is_taken_out_before_its_caller_hears_of_it():
-    late = []
+    late, told = [], asyncio.Event()
     replies, work = Replies(late.append), job(1, 4)
-    future = replies.expect(work, time.perf_counter() + 0.001)
-    future.add_done_callback(lambda _: late.append("told"))
+
+    def hear(error):
+        late.append(type(error))
+        told.set()
+
+    replies.expect(work, time.perf_counter() + 0.001, hear)
     replies.keep_deadline(work)
-    with pytest.raises(DeadlineExceededError):
-        await future
-    await asyncio.sleep(0)
-    assert late == [work, "told"]
+    await told.wait()
+    assert late == [work, DeadlineExceededError]
 
 
 @on_a_loop
 async def test_what_runs_is_late_no_more():
     replies, work = Replies(pytest.fail), job(1, 4)
-    future = replies.expect(work, time.perf_counter() + 0.1)
+    replies.expect(work, time.perf_counter() + 0.1, pytest.fail)
     replies.keep_deadline(work)
     replies.note_start(Batch((work,)))
     replies.keep_deadline(work)
     await asyncio.sleep(0.11)
-    assert not future.done()
 
 
 @on_a_loop
 async def test_deadline_that_has_passed_is_not_waited_for():
     replies, work = Replies(pytest.fail), job(1, 4)
     with pytest.raises(DeadlineExceededError):
-        replies.expect(work, time.perf_counter())
+        replies.expect(work, time.perf_counter(), pytest.fail)
     assert not replies.is_awaited(work)
 
 
 @on_a_loop
 async def test_errors_are_not_shared():
-    replies, jobs = Replies(pytest.fail), (job(1, 4), job(1, 4))
-    futures = [replies.expect(each, FAR) for each in jobs]
+    replies, jobs, told = Replies(pytest.fail), (job(1, 4), job(1, 4)), []
+    for each in jobs:
+        replies.expect(each, FAR, told.append)
     error = DeviceOutOfMemoryError("dry")
     replies.refuse_all(error)
-    raised = [future.exception() for future in futures]
-    assert [str(each) for each in raised] == ["dry", "dry"]
-    assert len({id(each) for each in (*raised, error)}) == 3
+    assert [str(each) for each in told] == ["dry", "dry"]
+    assert len({id(each) for each in (*told, error)}) == 3

@@ -5,7 +5,6 @@ own, takes longer than everything else that is done for it here; what is decided
 once.  Whatever is not as plain as that goes the application's way.
 """
 
-import asyncio
 import functools
 import logging
 import time
@@ -102,13 +101,13 @@ class DirectRequest:
             record.waiting_in = "parse"
             job, cost, answer_format = head.with_body(body, layer)
             computing.admit(permit, record, job, cost, len(body))
-            reply = computing.engine.begin(job, computing.deadline(record, head.timeout_ms))
+            conclude = functools.partial(self._conclude, answer_format)
+            computing.engine.begin(job, computing.deadline(record, head.timeout_ms), conclude)
         except Exception as error:
             self._refuse(error)
             return
         self._job = job
         parts.progress.begin()
-        reply.add_done_callback(functools.partial(self._conclude, answer_format))
 
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
@@ -139,18 +138,17 @@ class DirectRequest:
         self._parts.metrics.observe_request(record)
         self._front_end.end(self._number)
 
-    def _conclude(self, answer_format: str, reply: asyncio.Future[NormResult]) -> None:
+    def _conclude(self, answer_format: str, ended: NormResult | NormserveError) -> None:
         assert self._job is not None
         self._prepared.operation.computing.engine.end(self._job)
         self._parts.progress.end()
         self._job = None
-        # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
-        failure = reply.exception()
-        if failure is not None:
-            self._refuse(failure)
+        # Not raised: its traceback would hold this frame, and with it the job.
+        if isinstance(ended, NormserveError):
+            self._refuse(ended)
             return
         try:
-            buffers, media_type, headers = answer(self._record, answer_format, reply.result())
+            buffers, media_type, headers = answer(self._record, answer_format, ended)
             nbytes = sum(map(len, buffers))
             named = [
                 *headers_of(nbytes, media_type, headers),
