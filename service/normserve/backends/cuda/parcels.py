@@ -1,20 +1,20 @@
 """A batch's tensors as few pieces of host memory, so that as few copies bring them to a device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from normserve.backends.tensors import DTYPES, TORCH_DTYPES, rows_of, shape_of, view
-from normserve.jobs.job import Batch
+from normserve.backends.tensors import DTYPES, TORCH_DTYPES, shape_of, view
+from normserve.jobs.job import Batch, NormJob
 from normserve.jobs.results import PARAMETERS, Described
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 
-# A job alone is packed up to here: its tensors' copies would take longer to start than to run, and a body that came
-# with its header does not lie in a slab.
+# Jobs are packed up to here: copies of their tensors would take longer to start than to run, and a body that came
+# with its header does not lie in a slab.  What is longer the host would copy more slowly than the bus.
 _PACKED_BYTES = 256 * 1024
 # Kernels want tensors at multiples of 16 bytes; whole cache lines keep neighbours apart.
 _ALIGNMENT = 128
@@ -28,14 +28,14 @@ class Parcel:
     """Tensors by name, each a piece of one of `buffers`.
 
     Attributes:
-        buffers: what is to be copied.
+        buffers: what is to be copied: of each the parts, flat, that follow one another.
         places: for each name its buffer's index, its first byte in that, dtype and shape.
     """
 
-    buffers: list[Tensor]
+    buffers: list[Sequence[Tensor]]
     places: dict[str, Place]
 
-    def brought(self, bring: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def brought(self, bring: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """The tensors where `bring` takes the buffers."""
         there = [bring(buffer) for buffer in self.buffers]
         return {
@@ -79,32 +79,32 @@ class Bundle:
 
 
 def is_packed(batch: Batch) -> bool:
-    """Whether its tensors are gathered in a slab; those of a large job alone stay where they lie."""
-    return len(batch.jobs) > 1 or batch.nbytes <= _PACKED_BYTES
+    """Whether its tensors are gathered in a slab; those of large jobs stay where they lie."""
+    return batch.nbytes <= _PACKED_BYTES * len(batch.jobs)
 
 
 def parcel_of(batch: Batch, slabs: SlabPool) -> Parcel:
     """The batch's tensors, of one name one after another."""
     first = batch.jobs[0]
-    if not is_packed(batch):
-        alone = {name: _alone(batch, name) for name in first.tensors}
-        places: dict[str, Place] = {
-            name: (index, 0, part.dtype, part.shape) for index, (name, part) in enumerate(alone.items())
-        }
-        return Parcel(list(alone.values()), places)
     rows = sum([job.rows for job in batch.jobs])
     wanted = {name: (tensor.dtype, shape_of(first, name, rows)) for name, tensor in first.tensors.items()}
+    if not is_packed(batch):
+        places: dict[str, Place] = {
+            name: (index, 0, TORCH_DTYPES[dtype], shape)
+            for index, (name, (dtype, shape)) in enumerate(wanted.items())
+        }
+        return Parcel([[_flat(job.tensors[name]) for job in _who_bring(batch, name)] for name in wanted], places)
     slab, offsets = room_for(wanted, slabs)
     pack(batch, slab, offsets)
     places = {name: (0, offsets[name], TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in wanted.items()}
-    return Parcel([torch.frombuffer(slab, dtype=torch.uint8)], places)
+    return Parcel([[torch.frombuffer(slab, dtype=torch.uint8)]], places)
 
 
 def pack(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
     """Write what came to a slab: from each name's offset on its tensors one after another, of parameters one."""
     for name in batch.jobs[0].tensors:
         start = offsets[name]
-        for job in batch.jobs[:1] if name in PARAMETERS else batch.jobs:
+        for job in _who_bring(batch, name):
             data = _row_major(job.tensors[name])
             slab[start : start + len(data)] = data
             start += len(data)
@@ -159,8 +159,15 @@ def views(slab: memoryview, offsets: Mapping[str, int], tensors: Described) -> d
     }
 
 
-def _alone(batch: Batch, name: str) -> Tensor:
-    return view(batch.jobs[0].tensors[name]) if name in PARAMETERS else rows_of(batch, name)[0]
+def _who_bring(batch: Batch, name: str) -> Sequence[NormJob]:
+    """The jobs whose tensors of that name a launch reads: parameters are the same in all."""
+    return batch.jobs[:1] if name in PARAMETERS else batch.jobs
+
+
+def _flat(tensor: HostTensor) -> Tensor:
+    """A tensor's bytes, in row-major order."""
+    data = _row_major(tensor)
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 def _row_major(tensor: HostTensor) -> memoryview:
@@ -169,6 +176,4 @@ def _row_major(tensor: HostTensor) -> memoryview:
 
 
 def _piece(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if buffer.dtype == dtype and buffer.shape == shape:
-        return buffer
     return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -1,9 +1,12 @@
 """One piece of memory for what is small, none for what is large."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from normserve.backends.cuda.parcels import collected, parcel_of, written
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 
 from tests.service.memory.host_tensors import DTYPES, host
@@ -26,9 +29,9 @@ class Bringer:
     def __init__(self) -> None:
         self.copies = 0
 
-    def __call__(self, buffer: torch.Tensor) -> torch.Tensor:
-        self.copies += 1
-        return buffer.clone()
+    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.copies += len(parts)
+        return torch.cat(tuple(parts))
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 2, 5)])
@@ -54,10 +57,31 @@ def test_large_job_is_copied_from_where_it_lies(slabs):
     parcel = parcel_of(job, slabs)
     assert slabs.used_bytes == 0
     data = job.jobs[0].x.data
-    assert parcel.buffers[0].data_ptr() == torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+    assert parcel.buffers[0][0].data_ptr() == torch.frombuffer(data, dtype=torch.uint8).data_ptr()
     bring = Bringer()
     assert parcel.brought(bring)["x"].shape == (100, 1024)
     assert bring.copies == 2
+
+
+def test_large_jobs_that_share_a_launch_are_copied_from_where_they_lie(slabs):
+    weight = torch.randn(1024)
+    jobs = [{"x": torch.randn(rows, 1024), "weight": weight} for rows in (80, 90, 100)]
+    batch = batch_of(*jobs)
+    parcel = parcel_of(batch, slabs)
+    assert slabs.used_bytes == 0
+    bring = Bringer()
+    tensors = parcel.brought(bring)
+    # Of the parameters, which are the same, once.
+    assert bring.copies == len(jobs) + 1
+    assert torch.equal(tensors["x"], torch.cat([job["x"] for job in jobs]))
+    assert torch.equal(tensors["weight"], weight)
+
+
+def test_large_job_in_column_major_order_is_turned_round(slabs):
+    x = torch.randn(300, 400)
+    turned = HostTensor(DType.FLOAT32, (300, 400), host(x.t().contiguous()).data, fortran_order=True)
+    batch = Batch((NormJob(SPEC, {"x": turned}),))
+    assert torch.equal(parcel_of(batch, slabs).brought(Bringer())["x"], x)
 
 
 def test_no_rows(slabs):
