@@ -24,9 +24,10 @@ class Batcher:
         self._lanes = {lane: _Queue() for lane in Lane}
         self._taken = dict.fromkeys(Lane, 0)  # bytes, raised to the other lane's when one comes back from idling
         self._last_start = 0
+        self._count = 0
 
     def __len__(self) -> int:
-        return sum([len(queue) for queue in self._lanes.values()])
+        return self._count
 
     def __contains__(self, job: NormJob) -> bool:
         return any(job in queue for queue in self._lanes.values())
@@ -45,11 +46,14 @@ class Batcher:
         if not self._lanes[lane]:
             self._taken[lane] = max(self._taken[lane], self._last_start)
         self._lanes[lane].add(job, job.batch_class() if job.nbytes <= self._max_bytes else None)
+        self._count += 1
 
     def discard(self, job: NormJob) -> None:
         """Forget a job that need not run any more; unknown ones are fine."""
         for queue in self._lanes.values():
-            queue.discard(job)
+            if job in queue:
+                queue.discard(job)
+                self._count -= 1
 
     def take(self, lanes: Collection[Lane] = tuple(Lane)) -> Batch | None:
         """Take out the next batch for a device with room in these lanes; None where nothing waits in them."""
@@ -61,6 +65,7 @@ class Batcher:
         batch = Batch(tuple(self._fitting(queue.head_and_kin())), lane)
         for job in batch.jobs:
             queue.discard(job)
+        self._count -= len(batch.jobs)
         self._last_start = self._taken[lane]
         self._taken[lane] += batch.nbytes
         return batch
@@ -97,8 +102,7 @@ class _Queue:
         self._members.setdefault(key, {})[job] = None
 
     def discard(self, job: NormJob) -> None:
-        if job not in self._classes:
-            return
+        """Forget a job that is there."""
         key = self._classes.pop(job)
         members = self._members[key]
         del members[job]

@@ -202,6 +202,9 @@ class Engine:
         """
         if self._executor.backend.compiled is None:
             return True
+        if job.recurrence is not None and job.recurrence.prepared is not None:
+            # The like of it has run.
+            return True
         kind = job.kernel_class()
         if kind in self._compilation:
             return True

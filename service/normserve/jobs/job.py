@@ -75,10 +75,14 @@ class NormSpec:
     seed: int | None = None
     out_dtype: DType | None = None
     stats: bool = False
+    kernels: Hashable = field(init=False, repr=False, compare=False)
+    """What of it decides which kernels run."""
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Every request looks things up by its spec.
+        runs = (self.op, self.direction, self.num_groups, self.layout, self.activation, self.dropout > 0)
+        object.__setattr__(self, "kernels", (*runs, self.out_dtype, self.stats))
         said = (self.op, self.direction, self.eps, self.num_groups, self.layout, self.activation)
         object.__setattr__(self, "_hash", hash((*said, self.dropout, self.seed, self.out_dtype, self.stats)))
 
@@ -121,9 +125,9 @@ class Recurrence:
         self.prepared: object = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NormJob:
-    """One request's work, checked: the tensors fit the spec and one another.
+    """One request's work, checked: the tensors fit the spec and one another; never changed.
 
     Attributes:
         tensors: by their names in the API; with a layer, neither weight nor bias.  All are in the host's memory, or
@@ -147,9 +151,10 @@ class NormJob:
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        shape = self.x.shape
-        object.__setattr__(self, "nbytes", sum([len(tensor.data) for tensor in self.tensors.values()]))
-        object.__setattr__(self, "rows", shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1]))
+        # Not frozen, as `Batch` is not.
+        shape = self.tensors["x"].shape
+        self.nbytes = sum([len(tensor.data) for tensor in self.tensors.values()])
+        self.rows = shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1])
 
     @property
     def x(self) -> HostTensor:
@@ -184,12 +189,13 @@ class NormJob:
 
     def kernel_class(self) -> Hashable:
         """Jobs of equal class run the same compiled kernels, however many rows they bring."""
-        spec, layer = self.spec, self.layer
-        return (
-            (spec.op, spec.direction, spec.num_groups, spec.layout, spec.activation, spec.dropout > 0),
-            (spec.out_dtype, spec.stats, self._unit, None if layer is None else (layer.dtype, layer.has_bias)),
-            *((name, tensor.dtype) for name, tensor in sorted(self.tensors.items())),
-        )
+        layer = self.layer
+        of_layer = None if layer is None else (layer.dtype, layer.has_bias)
+        tensors = self.tensors
+        if len(tensors) == 1:
+            return (self.spec.kernels, self._unit, of_layer, tensors["x"].dtype)
+        dtypes = [(name, tensor.dtype) for name, tensor in sorted(tensors.items())]
+        return (self.spec.kernels, self._unit, of_layer, *dtypes)
 
     @property
     def _unit(self) -> tuple[int, ...]:

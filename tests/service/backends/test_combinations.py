@@ -51,7 +51,7 @@ def test_on_the_cpu(kind):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run all of them on")
 def test_some_interpreted(monkeypatch):
     monkeypatch.setattr(triton, "_DEVICE", "cpu")
-    monkeypatch.setattr(triton, "_CudaStreams", HostStreams)
+    monkeypatch.setattr(triton, "CudaStreams", HostStreams)
     monkeypatch.setattr(triton, "CudaGraphs", FakeGraphs)
     backend = triton.TritonBackend(SlabPool(max_idle_bytes=0))
     backend._pipelines = {lane: triton.Pipeline(HostStreams(urgent=False)) for lane in Lane}

@@ -2,9 +2,8 @@
 
 import functools
 import platform
-import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import fusednorm
 import torch
@@ -16,13 +15,15 @@ from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
+from normserve.backends.cuda.cuda_streams import CudaStreams
 from normserve.backends.cuda.device_work import DeviceWork, device_work, shareable
+from normserve.backends.cuda.flights import InItsPlaces, OnTheDevice
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of, written
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.replays import Replays
-from normserve.backends.cuda.streams import Flight, Pipeline, StageSeconds
+from normserve.backends.cuda.streams import Flight, LoneFlight, Pipeline, StageSeconds
 from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
 from normserve.backends.tensors import (
     TORCH_DTYPES,
@@ -94,8 +95,8 @@ class TritonBackend:
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {
-            Lane.SMALL: Pipeline(_CudaStreams(urgent=True), apart=False),
-            Lane.LARGE: Pipeline(_CudaStreams(urgent=False)),
+            Lane.SMALL: Pipeline(CudaStreams(urgent=True), apart=False),
+            Lane.LARGE: Pipeline(CudaStreams(urgent=False)),
         }
         device = torch.device("cuda", torch.cuda.current_device())
         self.device_memory = shareable(torch.cuda.current_device())
@@ -137,7 +138,7 @@ class TritonBackend:
         if workplace is None:
             parcel = parcel_of(batch, self._slabs)
             packed_s = time.perf_counter() - began
-            flight = self._start_copies(batch, parcel)
+            flight: Flight | LoneFlight = self._start_copies(batch, parcel)
             shares = split(batch, flight.value)
             kernel_bytes = kernel_bytes_of(batch, shares)
         else:
@@ -159,7 +160,7 @@ class TritonBackend:
                 copy_out_s=took.copy_out,
             )
 
-        return _OnTheDevice(flight, execution)
+        return OnTheDevice(flight, execution)
 
     def _run_on_device(self, batch: Batch) -> InFlight:
         """A job alone, from where its tensors lie to where its results go: nothing is copied."""
@@ -171,10 +172,7 @@ class TritonBackend:
         if work.is_worth_a_graph:
             pipeline.aside(work.capture)
 
-        def execution(took: StageSeconds) -> Execution:
-            return Execution((work.results,), (work.kernel_bytes,), 0.0, took.compute, 0.0, are_placed=True)
-
-        return _OnTheDevice(flight, execution)
+        return InItsPlaces(flight, work)
 
     @torch.inference_mode()
     def _start_copies(self, batch: Batch, parcel: Parcel) -> Flight:
@@ -279,52 +277,3 @@ def _call_without_memory(job: NormJob) -> None:
 
 def _model(device: torch.device) -> Gpu:
     return Gpu("", torch.cuda.get_device_capability(device), multiprocessor_count(device))
-
-
-class _OnTheDevice(InFlight):
-    def __init__(self, flight: Flight, execution: Callable[[StageSeconds], Execution]) -> None:
-        self._flight = flight
-        self._execution = execution
-
-    def wait(self) -> Execution:
-        return self._execution(self._flight.wait())
-
-    def lands_within(self, seconds: float) -> bool:
-        return self._flight.lands_within(seconds)
-
-
-class _CudaStreams:
-    """Streams of the current device; urgent ones go first where the device has the choice.
-
-    Who waits for something urgent watches for it, who waits for a large copy sleeps and leaves the core to others.
-    """
-
-    def __init__(self, *, urgent: bool) -> None:
-        self._priority = -1 if urgent else 0
-        self._sleeps = not urgent
-
-    def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(priority=self._priority)
-
-    def event(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True, blocking=self._sleeps)
-
-    def use(self, stream: torch.cuda.Stream) -> "_Use":
-        return _Use(stream)
-
-
-class _Use:
-    """Makes a stream the thread's current one, which it stays: small batches come again and again on the same."""
-
-    _of_thread = threading.local()
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        if getattr(self._of_thread, "stream", None) is not self._stream:
-            torch.cuda.set_stream(self._stream)
-            self._of_thread.stream = self._stream
-
-    def __exit__(self, *exception: object) -> None:
-        """The next batch says which stream it wants."""

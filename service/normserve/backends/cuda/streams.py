@@ -7,8 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Event(Protocol):
@@ -36,8 +35,7 @@ class Streams(Protocol):
         """Work of this thread is put on that stream inside; afterwards on any."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageSeconds:
+class StageSeconds(NamedTuple):
     """How long each stage took on the device, without its wait for the one before."""
 
     copy_in: float
@@ -55,7 +53,7 @@ class Flight:
     def __init__(
         self,
         value: Any,
-        spans: list[tuple[Event, Event] | None],
+        spans: list[tuple[Event, Event]],
         held: list[Any],
         marks: list[Event],
         spare: list[Event],
@@ -69,22 +67,49 @@ class Flight:
 
     def lands_within(self, seconds: float) -> bool:
         """Watch for the end of the last stage, for so long at most; whether it is over."""
-        end = self._marks[-1]
-        give_up = time.perf_counter() + seconds
-        while not end.query():
-            if time.perf_counter() >= give_up:
-                return False
-        self._has_landed = True
-        return True
+        self._has_landed = _passes_within(self._marks[-1], seconds)
+        return self._has_landed
 
     def wait(self) -> StageSeconds:
         """Block until the last stage is over, and let go of what the stages worked on; called once."""
         if not self._has_landed:
             self._marks[-1].synchronize()
         self._held.clear()
-        took = [0.0 if span is None else span[0].elapsed_time(span[1]) / 1000 for span in self._spans]
+        took = [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
         self._spare.extend(self._marks)
         return StageSeconds(*took)
+
+
+class LoneFlight:
+    """A batch that is computed where it lies: one stage, between two events.
+
+    Attributes:
+        value: what the stage gave; its memory is written to until `wait` returns.
+    """
+
+    __slots__ = ("_began", "_ended", "_has_landed", "_held", "_spare", "value")
+
+    def __init__(self, value: Any, held: Any, began: Event, ended: Event, spare: list[Event]) -> None:
+        """Args: held: what the stage works on."""
+        self.value = value
+        self._held = held
+        self._began, self._ended = began, ended
+        self._spare = spare
+        self._has_landed = False
+
+    def lands_within(self, seconds: float) -> bool:
+        """Watch for its end, for so long at most; whether it is over."""
+        self._has_landed = _passes_within(self._ended, seconds)
+        return self._has_landed
+
+    def wait(self) -> StageSeconds:
+        """Block until it is over, and let go of what it worked on; called once."""
+        if not self._has_landed:
+            self._ended.synchronize()
+        self._held = None
+        took = self._began.elapsed_time(self._ended) / 1000
+        self._spare += (self._began, self._ended)
+        return StageSeconds(0.0, took, 0.0)
 
 
 class Pipeline:
@@ -106,7 +131,7 @@ class Pipeline:
                 may be given back only when no stream uses it.
         """
         held = [first]
-        spans: list[tuple[Event, Event] | None] = []
+        spans: list[tuple[Event, Event]] = []
         marks: list[Event] = []
         current: Stream | None = None
         try:
@@ -125,7 +150,7 @@ class Pipeline:
             raise
         return Flight(held[-1], spans, held, marks, self._spare)
 
-    def start_one(self, stage: Callable[[Any], Any], first: Any) -> Flight:
+    def start_one(self, stage: Callable[[Any], Any], first: Any) -> LoneFlight:
         """Put a compute stage alone on its stream; as `start` with nothing to copy, in half of its steps."""
         stream = self._streams[1]
         try:
@@ -136,7 +161,7 @@ class Pipeline:
         except BaseException:
             self._settle()
             raise
-        return Flight(value, [None, (began, ended), None], [first, value], [began, ended], self._spare)
+        return LoneFlight(value, (first, value), began, ended, self._spare)
 
     def aside(self, work: Callable[[], object]) -> None:
         """Do something with the compute stage's stream as the thread's own, in no flight's time."""
@@ -154,3 +179,14 @@ class Pipeline:
             # The error that is on its way says more than the same device's next.
             with contextlib.suppress(Exception):
                 stream.synchronize()
+
+
+def _passes_within(event: Event, seconds: float) -> bool:
+    """Watch for an event, for so long at most; whether it is over."""
+    if event.query():
+        return True
+    give_up = time.perf_counter() + seconds
+    while not event.query():
+        if time.perf_counter() >= give_up:
+            return False
+    return True

@@ -50,7 +50,7 @@ def graphs():
 @pytest.fixture
 def backend(slabs, library, graphs, monkeypatch):
     monkeypatch.setattr(triton, "_DEVICE", "cpu")
-    monkeypatch.setattr(triton, "_CudaStreams", HostStreams)
+    monkeypatch.setattr(triton, "CudaStreams", HostStreams)
     monkeypatch.setattr(triton, "CudaGraphs", lambda: graphs)
     monkeypatch.setattr(triton, "fusednorm", library)
     made = triton.TritonBackend(slabs)

@@ -1,0 +1,38 @@
+"""Batches that are on the device, as the engine waits for them."""
+
+from collections.abc import Callable
+
+from normserve.backends.base import InFlight
+from normserve.backends.cuda.device_work import DeviceWork
+from normserve.backends.cuda.streams import Flight, LoneFlight, StageSeconds
+from normserve.jobs.job import Execution
+
+
+class OnTheDevice(InFlight):
+    """A batch whose results are shared out once it has landed."""
+
+    def __init__(self, flight: Flight | LoneFlight, execution: Callable[[StageSeconds], Execution]) -> None:
+        self._flight = flight
+        self._execution = execution
+
+    def wait(self) -> Execution:
+        return self._execution(self._flight.wait())
+
+    def lands_within(self, seconds: float) -> bool:
+        return self._flight.lands_within(seconds)
+
+
+class InItsPlaces(InFlight):
+    """A job alone, on tensors in the device's memory."""
+
+    def __init__(self, flight: LoneFlight, work: DeviceWork) -> None:
+        self._flight = flight
+        self._work = work
+
+    def lands_within(self, seconds: float) -> bool:
+        return self._flight.lands_within(seconds)
+
+    def wait(self) -> Execution:
+        work = self._work
+        took = self._flight.wait()
+        return Execution((work.results,), (work.kernel_bytes,), 0.0, took.compute, 0.0, are_placed=True)
