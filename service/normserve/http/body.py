@@ -55,6 +55,7 @@ class BodyReader:
         """
         reception, caller = exchange.reception, exchange.caller
         announced = reception.announced
+        reception.require_open()
         self.require_short(announced or 0)
         exchange.permit = permit = self.limits.acquire(announced or 0, caller.tenant, caller.quota)
         room = _Room(self, permit, announced)
@@ -62,8 +63,7 @@ class BodyReader:
             if self.slabs.source.is_slow:
                 await room.prepare()
             if not reception.is_complete:
-                # No slower than one that would be whole in time.
-                permit.receive(reception, max(self.min_bytes_per_s, (announced or 0) / self.total_s, _SLOWEST))
+                permit.receive(reception, self.due_bytes_per_s(announced or 0))
             body = await reception.into(
                 room.make,
                 pause_s=self.pause_s,
@@ -82,6 +82,10 @@ class BodyReader:
             room.slab = None
             raise
         return body
+
+    def due_bytes_per_s(self, announced: int) -> float:
+        """What others may take the place of a body for that comes more slowly: it would not be whole in time."""
+        return max(self.min_bytes_per_s, announced / self.total_s, _SLOWEST)
 
     def require_short(self, nbytes: int) -> None:
         """Raises: TooLargeError: no body may have so many bytes."""

@@ -1,21 +1,22 @@
-"""Operations whose body came with the header are answered from the engine's own callback.
+"""Operations are answered from the engine's own callback, without a task of their own.
 
 They are most of what a busy front end relays.  What the application's layers do for one, each with objects of its
 own, takes longer than everything else that is done for it here; what is decided by the header alone is decided
 once.  Whatever is not as plain as that goes the application's way.
 """
 
+import asyncio
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Scope
 
 from normserve.admission.callers import Caller
-from normserve.admission.keys import Keyring, KeyScope
+from normserve.admission.keys import Grant, Keyring, KeyScope
 from normserve.admission.permits import Limits, Permit
 from normserve.engine.progress import Progress
 from normserve.errors import NormserveError
@@ -23,11 +24,11 @@ from normserve.http.edge.middleware import bearer_token, request_id_of
 from normserve.http.edge.origins import Origins
 from normserve.http.problems import problem
 from normserve.http.relay import messages
-from normserve.http.relay.exchange import FrontEnd
+from normserve.http.relay.exchange import FrontEnd, part_at_once, part_of
 from normserve.http.responses import headers_of
 from normserve.http.routes.operations import Head, Operation, answer
-from normserve.http.transport import Headers
-from normserve.jobs.job import NormJob, NormResult
+from normserve.http.transport import Buffers, Headers
+from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
 from normserve.problems import unexpected
@@ -76,6 +77,7 @@ class DirectRequest:
         self._front_end = front_end
         self._number = request.number
         self._prepared = prepared
+        self._computing = prepared.operation.computing
         self._caller = caller
         self._record = RequestRecord(
             op=prepared.operation.op.label,
@@ -87,27 +89,44 @@ class DirectRequest:
         self._request_id = request_id_of(prepared.headers)
         self._permit: Permit | None = None
         self._job: NormJob | None = None
+        # What the front end reads until it has sent it.
+        self._held: list[object] = []
 
     def begin(self, body: memoryview) -> None:
         """Have it computed; it is answered then, or at once if something is wrong with it."""
-        prepared, record, parts = self._prepared, self._record, self._parts
-        head, computing = prepared.head, prepared.operation.computing
         try:
-            layer = prepared.operation.layer_of(head)
-            computing.engine.require_ready()
-            caller = self._caller
-            self._permit = permit = parts.limits.acquire(len(body), caller.tenant, caller.quota)
-            record.received, record.stages["recv"] = len(body), 0.0
-            record.waiting_in = "parse"
+            layer = self.admit(len(body))
+        except Exception as error:
+            self._refuse(error)
+            return
+        self.compute(body, layer, 0.0)
+
+    def admit(self, nbytes: int) -> Layer | None:
+        """Take a permit for a body of so many bytes; the layer that the request names, if any.
+
+        Raises:
+            NormserveError: there is none for it, or something is wrong with its header.
+        """
+        layer = self._prepared.operation.layer_of(self._prepared.head)
+        self._computing.engine.require_ready()
+        self._permit = self._parts.limits.acquire(nbytes, self._caller.tenant, self._caller.quota)
+        return layer
+
+    def compute(self, body: memoryview, layer: Layer | None, received_s: float) -> None:
+        """Have a body computed that has come, within so many seconds of its header."""
+        record, computing, head = self._record, self._computing, self._prepared.head
+        record.received, record.stages["recv"] = len(body), received_s
+        record.waiting_in = "parse"
+        try:
             job, cost, answer_format = head.with_body(body, layer)
-            computing.admit(permit, record, job, cost, len(body))
+            computing.admit(self._permit, record, job, cost, len(body))
             conclude = functools.partial(self._conclude, answer_format)
             computing.engine.begin(job, computing.deadline(record, head.timeout_ms), conclude)
         except Exception as error:
             self._refuse(error)
             return
         self._job = job
-        parts.progress.begin()
+        self._parts.progress.begin()
 
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
@@ -115,7 +134,7 @@ class DirectRequest:
             case messages.Sent():
                 self._end(message)
             case messages.Left() if self._job is not None:
-                self._prepared.operation.computing.engine.abandon(self._job)
+                self._computing.engine.abandon(self._job)
 
     def on_progress(self, nbytes: int) -> None:
         """Its body has come: there is none to tell."""
@@ -123,7 +142,7 @@ class DirectRequest:
     def on_lost(self) -> None:
         """The front end is gone, and its clients with it."""
         if self._job is not None:
-            self._prepared.operation.computing.engine.abandon(self._job)
+            self._computing.engine.abandon(self._job)
         self._end(messages.Sent(self._number, 0.0, is_delivered=False))
 
     def _end(self, sent: messages.Sent) -> None:
@@ -135,12 +154,13 @@ class DirectRequest:
             record.status = CLIENT_LEFT
         if self._permit is not None:
             self._permit.release()
+        self._held.clear()
         self._parts.metrics.observe_request(record)
         self._front_end.end(self._number)
 
     def _conclude(self, answer_format: str, ended: NormResult | NormserveError) -> None:
         assert self._job is not None
-        self._prepared.operation.computing.engine.end(self._job)
+        self._computing.engine.end(self._job)
         self._parts.progress.end()
         self._job = None
         # Not raised: its traceback would hold this frame, and with it the job.
@@ -156,8 +176,24 @@ class DirectRequest:
                 (b"x-request-id", self._request_id.encode()),
             ]
             self._record.status, self._record.sent = 200, nbytes
-            body: list[bytes | messages.Part] = [b"".join(buffers)]
-            self._front_end.send(messages.Respond(self._number, 200, named, body, nbytes))
+            told = [part_at_once(self._front_end, buffer) for buffer in buffers]
+            if None in told:
+                self._copying = asyncio.get_running_loop().create_task(
+                    self._copy_and_respond(named, buffers, nbytes)
+                )
+            else:
+                self._respond(named, [part for part in told if part is not None], nbytes)
+        except Exception as error:
+            self._refuse(error)
+
+    def _respond(self, headers: Headers, told: Sequence[tuple[bytes | messages.Part, object]], nbytes: int) -> None:
+        self._held = [held for _, held in told]
+        body = [part for part, _ in told]
+        self._front_end.send(messages.Respond(self._number, 200, list(headers), body, nbytes))
+
+    async def _copy_and_respond(self, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        try:
+            self._respond(headers, [await part_of(self._front_end, buffer) for buffer in buffers], nbytes)
         except Exception as error:
             self._refuse(error)
 
@@ -175,20 +211,23 @@ class DirectRequest:
 
 
 class Direct:
-    """Finds out which requests can be answered so."""
+    """Finds out which requests can be answered so.
+
+    Attributes:
+        parts: what they are answered with.
+    """
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._callers: dict[str, Caller] = {}
+        self.parts = parts
 
     def prepare(self, scope: Scope) -> Prepared | None:
         """What a header says; None where it is for the application."""
-        operation = self._parts.operations.get(scope["path"])
+        operation = self.parts.operations.get(scope["path"])
         if operation is None or scope["method"] != "POST":
             return None
         headers = dict(scope["headers"])
         try:
-            shared, preflight = self._parts.origins.admit(scope, headers)
+            shared, preflight = self.parts.origins.admit(scope, headers)
             head = operation.read_head(scope["query_string"], headers)
         except Exception:
             # Whatever it is, the application meets it again, and answers.
@@ -199,25 +238,36 @@ class Direct:
 
     def begin(self, front_end: FrontEnd, request: messages.Request, prepared: Prepared) -> DirectRequest | None:
         """Begin a request whose body is there; None where the application must say why it may not."""
-        address = "unix" if request.client is None else request.client[0]
-        caller = self._caller(address, prepared.token)
+        grant, caller = self._who(request, prepared)
         if caller is None:
             return None
-        direct = DirectRequest(self._parts, front_end, request, prepared, caller)
+        try:
+            if grant is not None:
+                grant.take_request()
+        except NormserveError:
+            return None
+        direct = DirectRequest(self.parts, front_end, request, prepared, caller)
         assert request.body is not None
         direct.begin(memoryview(request.body))
         return direct
 
-    def _caller(self, address: str, token: bytes | None) -> Caller | None:
-        keys = self._parts.keys
+    def caller(self, request: messages.Request, prepared: Prepared) -> Caller | None:
+        """Who sends a request; None where the application must say why it may not, and where requests are counted:
+        what is handed over to the application would count twice.
+        """
+        grant, caller = self._who(request, prepared)
+        return caller if grant is None or grant.rate is None else None
+
+    def _who(self, request: messages.Request, prepared: Prepared) -> tuple[Grant | None, Caller | None]:
+        address = "unix" if request.client is None else request.client[0]
+        keys = self.parts.keys
         if keys is None:
-            return Caller(address)
-        grant = None if token is None else keys.find(token)
+            return None, Caller(address)
+        grant = None if prepared.token is None else keys.find(prepared.token)
         if grant is None:
-            return None
+            return None, None
         try:
             grant.require_scope(_INFER, time.time())
-            grant.take_request()
         except NormserveError:
-            return None
-        return grant.caller(address)
+            return grant, None
+        return grant, grant.caller(address)

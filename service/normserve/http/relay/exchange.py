@@ -185,7 +185,7 @@ class RelayedDeparture(Departure):
         # What is not shared is copied; that and the buffers live until they are sent.
         parts, held = [], []
         for buffer in buffers:
-            part, view = await self._part(buffer)
+            part, view = await part_of(self._front_end, buffer)
             parts.append(part)
             held.append(view)
         told = messages.Respond(self._number, status, list(headers), parts, nbytes)
@@ -237,24 +237,35 @@ class RelayedDeparture(Departure):
         if self.is_delivered is None:
             self.is_delivered = sent.is_delivered
 
-    async def _part(self, buffer: bytes | memoryview) -> tuple[bytes | Part, object]:
-        """A piece of a response as it is told; with it what must live until it has been sent."""
-        if len(buffer) <= _INLINE_BYTES:
-            return bytes(buffer), None
-        view = memoryview(buffer)
-        located = self._front_end.locate(view)
-        if located is None:
-            copied = self._front_end.slabs.take(len(view))[: len(view)]
-            if len(view) > _COPIED_HERE_BYTES:
-                await asyncio.to_thread(_copy, view, copied)
-            else:
-                _copy(view, copied)
-            view = copied
-            located = self._front_end.locate(view)
-        if located is None:
-            # Memory that cannot be shared came of the pool: a driver's.
-            return bytes(view), None
-        return Part(located.memory.number, located.offset, len(view)), view
+
+async def part_of(front_end: FrontEnd, buffer: bytes | memoryview) -> tuple[bytes | Part, object]:
+    """A piece of a response as it is told; with it what must live until it has been sent."""
+    told = part_at_once(front_end, buffer)
+    if told is not None:
+        return told
+    view = memoryview(buffer)
+    copied = front_end.slabs.take(len(view))[: len(view)]
+    await asyncio.to_thread(_copy, view, copied)
+    return _located(front_end, copied) or (bytes(view), None)
+
+
+def part_at_once(front_end: FrontEnd, buffer: bytes | memoryview) -> tuple[bytes | Part, object] | None:
+    """`part_of`; None where the event loop should not wait for it."""
+    if len(buffer) <= _INLINE_BYTES:
+        return bytes(buffer), None
+    view = memoryview(buffer)
+    located = _located(front_end, view)
+    if located is not None or len(view) > _COPIED_HERE_BYTES:
+        return located
+    copied = front_end.slabs.take(len(view))[: len(view)]
+    _copy(view, copied)
+    # Memory that cannot be shared came of the pool: a driver's.
+    return _located(front_end, copied) or (bytes(view), None)
+
+
+def _located(front_end: FrontEnd, view: memoryview) -> tuple[Part, memoryview] | None:
+    located = front_end.locate(view)
+    return None if located is None else (Part(located.memory.number, located.offset, len(view)), view)
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Scope
 
+from normserve.errors import NormserveError
 from normserve.http.relay import messages
 from normserve.http.relay.direct import Direct, DirectRequest, Prepared
 from normserve.http.relay.link import Link
 from normserve.http.relay.messages import Readiness
+from normserve.http.relay.received import ReceivedRequest
 from normserve.http.relay.relayed import Relayed
 from normserve.memory.shared_slabs import Located, SharedSlabs
 from normserve.memory.slabs import SlabPool
@@ -102,12 +104,33 @@ class Relays:
 
     def _begin(self, front_end: "_FrontEnd", request: messages.Request) -> DirectRequest | Relayed:
         known = self._known_head(request)
-        if known.prepared is not None and request.body is not None and self._direct is not None:
-            direct = self._direct.begin(front_end, request, known.prepared)
+        if known.prepared is not None and self._direct is not None:
+            if request.body is not None:
+                direct = self._direct.begin(front_end, request, known.prepared)
+            else:
+                direct = self._receive(self._direct, front_end, request, known.scope, known.prepared)
             if direct is not None:
                 return direct
         assert self._entrance is not None
         return Relayed(front_end, request, known.scope, self._entrance)
+
+    def _receive(
+        self, direct: Direct, front_end: "_FrontEnd", request: messages.Request, scope: Scope, prepared: Prepared
+    ) -> DirectRequest | None:
+        """Begin a request whose body is to come; None where the application must see to it."""
+        caller = direct.caller(request, prepared) if request.announced else None
+        if caller is None:
+            return None
+
+        def hand_over(error: NormserveError, received: int) -> None:
+            assert self._entrance is not None
+            relayed = Relayed(front_end, request, scope, self._entrance)
+            relayed.fail(error, received)
+            front_end.replace(request.number, relayed)
+
+        asked = ReceivedRequest(direct.parts, front_end, request, prepared, caller, hand_over)
+        assert request.announced is not None
+        return asked if asked.receive(request.announced) else None
 
     def _known_head(self, request: messages.Request) -> "_Known":
         """What a head says, as ASGI has it, for many requests."""
@@ -200,6 +223,10 @@ class _FrontEnd:
         if mapped:
             self._mapped -= mapped
             self._link.send(messages.Forget(list(mapped)))
+
+    def replace(self, number: int, request: Relayed) -> None:
+        """From now on the application answers a request."""
+        self._under_way[number] = request
 
     def end(self, number: int) -> None:
         """Nothing more is said about a request."""

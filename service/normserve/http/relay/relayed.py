@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Scope
 
+from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import FrontEnd, RelayedDeparture, RelayedReception
 
@@ -23,6 +24,13 @@ class Relayed:
         whole = {**scope, "client": request.client, "state": state}
         self._is_over = False
         self._task = asyncio.get_running_loop().create_task(self._answer(whole))
+
+    def fail(self, error: NormserveError, received: int) -> None:
+        """The body has been cut off, before the application knows of it, after so many bytes."""
+        self._reception.received = received
+        if isinstance(error, ClientLeftError):
+            self._departure.on_left()
+        self._reception.fail(error)
 
     def on_progress(self, nbytes: int) -> None:
         """So many bytes of the body have come to their place."""

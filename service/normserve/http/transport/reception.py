@@ -46,6 +46,11 @@ class Reception:
         """The rest will not come, or is not wanted."""
         return self._failure is not None
 
+    def require_open(self) -> None:
+        """Raises: NormserveError: what `fail` was called with."""
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+
     async def into(
         self,
         make_room: Callable[[int], memoryview],
@@ -71,8 +76,7 @@ class Reception:
             ClientLeftError: it went away.
             NormserveError: what `fail` was called with.
         """
-        if self._failure is not None:
-            raise copy.copy(self._failure)
+        self.require_open()
         early = self._begin()
         if self.is_complete:
             self.received = len(early)

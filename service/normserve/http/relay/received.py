@@ -1,0 +1,139 @@
+"""Operations whose body a front end receives into memory of this process, and that are answered directly."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from normserve.admission.callers import Caller
+from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
+from normserve.http.relay import messages
+from normserve.http.relay.direct import DirectRequest, Parts, Prepared
+from normserve.http.relay.exchange import FrontEnd
+from normserve.http.transport.pace import Pace, PaceWatch
+from normserve.jobs.job import Layer
+from normserve.memory.slabs import SlabPool
+
+HandOver = Callable[[NormserveError, int], None]
+
+
+class ReceivedRequest(DirectRequest):
+    """One request under way, from the first byte of its body on.
+
+    Attributes:
+        received: bytes of the body that have come.
+        is_complete: all of them have.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        front_end: FrontEnd,
+        request: messages.Request,
+        prepared: Prepared,
+        caller: Caller,
+        hand_over: HandOver,
+    ) -> None:
+        """Args: hand_over: has the application answer the request, whose body was cut off after so many bytes."""
+        super().__init__(parts, front_end, request, prepared, caller)
+        self._began = request.began
+        self._hand_over = hand_over
+        self._layer: Layer | None = None
+        # What the front end writes to: nobody else's before it says that it does not any more.
+        self._room: memoryview | None = None
+        self._watch: PaceWatch | None = None
+        self._failure: NormserveError | None = None
+        self.received = 0
+        self.is_complete = False
+
+    def receive(self, announced: int) -> bool:
+        """Let the body come; False where the application must see to it, which has not begun then.
+
+        It must where the request is to be refused, and where memory for it takes long to make.
+        """
+        bodies = self._computing.bodies
+        try:
+            bodies.require_short(announced)
+            self._layer = self.admit(announced)
+        except NormserveError:
+            return False
+        assert self._permit is not None
+        room = _room(bodies.slabs, announced)
+        located = None if room is None else self._front_end.locate(room)
+        if located is None:
+            self._permit.release()
+            return False
+        self._room = room
+        self._permit.receive(self, bodies.due_bytes_per_s(announced))
+        pace = Pace(time.perf_counter(), bodies.pause_s, bodies.total_s, bodies.min_bytes_per_s, bodies.grace_s)
+        self._watch = PaceWatch(asyncio.get_running_loop(), pace, lambda: self.received, self._end_slow)
+        place = located.memory.number, located.offset
+        self._front_end.send(messages.Receive(self._number, *place, announced))
+        return True
+
+    def on_progress(self, nbytes: int) -> None:
+        """So many bytes of the body have come to their place."""
+        self.received = nbytes
+
+    def on_message(self, message: Any) -> None:
+        """What the front end says about it."""
+        match message:
+            case messages.Received() if self._failure is None:
+                self._take(message)
+            case messages.Received() | messages.Ended():
+                # Nothing is written to its place any more.
+                self._room = None
+                self.fail(ClientLeftError("the client left while its body was received"))
+                assert self._failure is not None
+                self._hand_over(self._failure, self.received)
+            case messages.Left() if not self.is_complete:
+                # The body's end says so, too.
+                pass
+            case _:
+                super().on_message(message)
+
+    def on_lost(self) -> None:
+        """The front end is gone, and its clients with it."""
+        self._stop_watching()
+        if not self.is_complete:
+            self._record.error = ClientLeftError.code
+            self._record.received = self.received
+        super().on_lost()
+
+    def fail(self, error: NormserveError) -> None:
+        """The rest of the body is not wanted; the application says why, once nobody writes to its place any more."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._stop_watching()
+        if self._permit is not None:
+            self._permit.release()
+        if self._room is not None:
+            self._front_end.send(messages.Stop(self._number))
+
+    def _take(self, message: messages.Received) -> None:
+        """The body is whole."""
+        assert self._permit is not None
+        assert self._room is not None
+        self._stop_watching()
+        self.received, self.is_complete = message.nbytes, True
+        self._permit.complete_body()
+        body, self._room = self._room[: message.nbytes], None
+        self.compute(body, self._layer, message.ended - self._began)
+
+    def _end_slow(self, fault: str) -> None:
+        self.fail(RequestTimeoutError(fault))
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+
+
+def _room(slabs: SlabPool, nbytes: int) -> memoryview | None:
+    """Memory for a body; None where there is none at once."""
+    if slabs.source.is_slow:
+        return slabs.take_idle(nbytes)
+    try:
+        return slabs.take(nbytes)
+    except MemoryError:
+        return None
