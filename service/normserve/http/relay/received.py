@@ -101,7 +101,7 @@ class ReceivedRequest(DirectRequest):
         super().on_lost()
 
     def fail(self, error: NormserveError) -> None:
-        """The rest of the body is not wanted; the application says why, once nobody writes to its place any more."""
+        """The rest of the body is not wanted; the application says why, once its place is written to no more."""
         if self._failure is not None:
             return
         self._failure = error

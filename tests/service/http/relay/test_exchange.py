@@ -7,36 +7,12 @@ import pytest
 from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import RelayedDeparture, RelayedReception
-from normserve.memory.shared_slabs import SharedSlabs
-from normserve.memory.slabs import PLAIN, SlabPool
+from normserve.memory.slabs import PLAIN
+
+from tests.service.http.relay.fake_front_end import FakeFrontEnd
 
 KIB = 2**10
 PATIENT = {"pause_s": 20.0, "total_s": 20.0}
-
-
-class FakeFrontEnd:
-    """Notes what it is told."""
-
-    def __init__(self, source=None):
-        self.shared = SharedSlabs()
-        self.slabs = SlabPool(max_idle_bytes=2**20, source=source or self.shared.source())
-        self.said = []
-
-    def send(self, message):
-        self.said.append(message)
-
-    def locate(self, view):
-        return self.shared.locate(view)
-
-    def end(self, number):
-        self.said.append(("end", number))
-
-    def write(self, receive, data):
-        """What a front end does to a place."""
-        (memory,) = [each for each in self.shared._live.values() if each.number == receive.memory]
-        np.frombuffer((np.ctypeslib.ctypes.c_char * memory.nbytes).from_address(memory.address), np.uint8)
-        target = (np.ctypeslib.ctypes.c_char * memory.nbytes).from_address(memory.address)
-        target[receive.offset : receive.offset + len(data)] = data
 
 
 def asked(announced, body=None):

@@ -1,0 +1,42 @@
+"""A front end that notes what it is told."""
+
+import numpy as np
+from normserve.http.relay import messages
+from normserve.memory.shared_slabs import SharedSlabs
+from normserve.memory.slabs import SlabPool
+
+
+class FakeFrontEnd:
+    def __init__(self, source=None):
+        self.shared = SharedSlabs()
+        self.slabs = SlabPool(max_idle_bytes=2**20, source=source or self.shared.source())
+        self.said = []
+
+    def send(self, message):
+        self.said.append(message)
+
+    def locate(self, view):
+        return self.shared.locate(view)
+
+    def end(self, number):
+        self.said.append(("end", number))
+
+    def write(self, receive, data):
+        """What a front end does to a place."""
+        target = self._memory(receive.memory)
+        target[receive.offset : receive.offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def body_of(self, response: messages.Respond) -> bytes:
+        """What a front end would send of a response."""
+        parts = [
+            bytes(self._memory(part.memory)[part.offset : part.offset + part.nbytes])
+            if isinstance(part, messages.Part)
+            else part
+            for part in response.body
+        ]
+        return b"".join(parts)
+
+    def _memory(self, number):
+        (memory,) = [each for each in self.shared._live.values() if each.number == number]
+        place = (np.ctypeslib.ctypes.c_char * memory.nbytes).from_address(memory.address)
+        return np.frombuffer(place, np.uint8)

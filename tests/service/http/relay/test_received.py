@@ -1,0 +1,258 @@
+"""Requests whose body a front end receives, from the side of the process that owns the device."""
+
+import asyncio
+import io
+import time
+
+import numpy as np
+import pytest
+from normserve.admission.callers import Caller
+from normserve.admission.permits import Limits
+from normserve.errors import ClientLeftError, DrainingError, OverloadedError, RequestTimeoutError
+from normserve.http.body import BodyReader
+from normserve.http.computing import Computing
+from normserve.http.edge.origins import Origins
+from normserve.http.relay import messages
+from normserve.http.relay.direct import Direct, Parts
+from normserve.http.relay.received import ReceivedRequest
+from normserve.http.routes.operations import Operations
+from normserve.layers.registry import LayerRegistry
+from normserve.memory.slabs import Source
+from normserve.requests.admission import Admission
+
+from tests.service.engine.fake_engine import Scene, turn
+from tests.service.http.relay.fake_front_end import FakeFrontEnd
+
+X = np.arange(40 * 1024, dtype=np.float32).reshape(40, 1024)
+NUMBER = 3
+
+
+def npy(array) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+class Owner:
+    """What answers one request; the executor returns x for y."""
+
+    def __init__(self, *, path="/v1/layer_norm", query=b"", max_bytes=2**24, total_s=20.0, source=None):
+        self.scene = Scene()
+        self.front_end = FakeFrontEnd(source)
+        self.limits = Limits(max_requests=4, max_bytes=max_bytes)
+        engine = self.scene.engine
+        bodies = BodyReader(self.limits, self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
+        computing = Computing(engine, bodies, Admission(engine, 2**30), timeout_ms=20_000)
+        operations = Operations(computing, LayerRegistry(max_layers=4, max_bytes=2**20)).by_path()
+        metrics, progress = self.scene.metrics, engine.launches
+        direct = Direct(Parts(operations, Origins((), ()), None, self.limits, metrics, progress))
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": query,
+            "headers": [(b"content-type", b"application/x-npy"), (b"host", b"localhost")],
+            "scheme": "http",
+            "client": ("127.0.0.1", 1),
+        }
+        self.handed_over = []
+        prepared = direct.prepare(scope)
+        assert prepared is not None
+        self.body = npy(X)
+        self.asked = ReceivedRequest(
+            direct.parts,
+            self.front_end,
+            messages.Request(NUMBER, b"", ("127.0.0.1", 1), len(self.body), None, time.perf_counter()),
+            prepared,
+            Caller("127.0.0.1"),
+            lambda error, received: self.handed_over.append((type(error), received)),
+        )
+
+    async def started(self) -> messages.Receive:
+        """Let the body come; where."""
+        await self.scene.engine.start()
+        self.scene.engine.open()
+        assert self.asked.receive(len(self.body))
+        (receive,) = self.said(messages.Receive)
+        return receive
+
+    def come(self, receive, body) -> None:
+        """The front end has received a body."""
+        self.front_end.write(receive, body)
+        self.asked.on_message(messages.Received(NUMBER, len(body), time.perf_counter()))
+
+    def said(self, kind) -> list:
+        return [each for each in self.front_end.said if isinstance(each, kind)]
+
+    def count(self, **labels) -> float:
+        """Requests that were counted with these labels."""
+        text = self.scene.metrics.render().decode()
+        wanted = [f'{name}="{value}"' for name, value in labels.items()]
+        lines = [line for line in text.splitlines() if line.startswith("normserve_requests_total{")]
+        return sum(float(line.split()[-1]) for line in lines if all(each in line for each in wanted))
+
+
+def played(play, **options):
+    async def run():
+        owner = Owner(**options)
+        await play(owner)
+
+    asyncio.run(run())
+
+
+def test_a_body_comes_to_its_place_and_is_answered_from_where_the_result_lies():
+    async def play(owner):
+        receive = await owner.started()
+        owner.asked.on_progress(100)
+        assert (owner.asked.received, owner.limits.bytes) == (100, len(owner.body))
+        owner.come(receive, owner.body)
+        await turn()
+        owner.scene.executor.finish()
+        await turn()
+        (response,) = owner.said(messages.Respond)
+        assert response.status == 200
+        assert (b"content-length", b"%d" % response.nbytes) in response.headers
+        np.testing.assert_array_equal(np.load(io.BytesIO(owner.front_end.body_of(response))), X)
+        # What is long is read from shared memory.
+        assert any(isinstance(part, messages.Part) for part in response.body)
+        assert owner.front_end.slabs.used_bytes > 0
+        owner.asked.on_message(messages.Sent(NUMBER, 0.25, is_delivered=True))
+        assert owner.front_end.said[-1] == ("end", NUMBER)
+        assert (owner.limits.requests, owner.count(code="200", op="layer_norm")) == (0, 1)
+
+    played(play)
+
+
+def test_what_would_be_refused_is_the_applications():
+    async def play(owner):
+        await owner.scene.engine.start()
+        owner.scene.engine.open()
+        held = owner.limits.acquire(2**24 - 10)
+        assert not owner.asked.receive(len(owner.body))
+        assert owner.front_end.said == []
+        held.release()
+        assert owner.asked.receive(len(owner.body))
+
+    played(play)
+
+
+def test_a_server_that_drains_begins_nothing():
+    async def play(owner):
+        await owner.scene.engine.start()
+        owner.scene.engine.open()
+        owner.scene.engine.close()
+        with pytest.raises(DrainingError):
+            owner.scene.engine.require_ready()
+        assert not owner.asked.receive(len(owner.body))
+        assert owner.limits.requests == 0
+
+    played(play)
+
+
+def test_memory_that_takes_long_to_make_is_the_applications_to_make():
+    made = []
+
+    def allocate(nbytes):
+        made.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    async def play(owner):
+        await owner.scene.engine.start()
+        owner.scene.engine.open()
+        assert not owner.asked.receive(len(owner.body))
+        assert (made, owner.limits.requests, owner.front_end.said) == ([], 0, [])
+
+    played(play, source=Source(allocate, steps=4, is_slow=True))
+
+
+def test_memory_that_no_front_end_can_reach_is_not_used():
+    async def play(owner):
+        await owner.scene.engine.start()
+        owner.scene.engine.open()
+        assert not owner.asked.receive(len(owner.body))
+        assert (owner.limits.requests, owner.front_end.slabs.used_bytes) == (0, 0)
+
+    played(play, source=Source(lambda nbytes: np.empty(nbytes, np.uint8), steps=4, is_slow=False))
+
+
+def test_a_body_that_is_nonsense_is_refused():
+    async def play(owner):
+        receive = await owner.started()
+        owner.come(receive, b"\0" * len(owner.body))
+        (answer,) = owner.said(messages.Send)
+        assert answer.status == 400
+        assert not answer.more
+        owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=True))
+        assert (owner.limits.requests, owner.count(code="400")) == (0, 1)
+
+    played(play)
+
+
+def test_a_slow_body_is_stopped_and_the_application_says_so_once_its_place_is_free():
+    async def play(owner):
+        await owner.started()
+        owner.asked.on_progress(500)
+        while not owner.said(messages.Stop):
+            await asyncio.sleep(0.01)
+        # The permit is home, the memory not before the front end has let go.
+        assert owner.limits.requests == 0
+        assert owner.front_end.slabs.used_bytes > 0
+        assert owner.handed_over == []
+        owner.asked.on_message(messages.Ended(NUMBER, left=False))
+        assert owner.handed_over == [(RequestTimeoutError, 500)]
+        assert owner.front_end.slabs.used_bytes == 0
+        assert owner.count() == 0
+
+    played(play, total_s=0.02)
+
+
+def test_a_body_gives_way_to_a_newcomer_though_it_became_whole_meanwhile():
+    async def play(owner):
+        receive = await owner.started()
+        owner.asked.fail(OverloadedError("another's share"))
+        owner.asked.fail(RequestTimeoutError("slow as well"))
+        assert len(owner.said(messages.Stop)) == 1
+        owner.come(receive, owner.body)
+        await turn()
+        assert owner.scene.executor.running == []
+        assert owner.handed_over == [(OverloadedError, 0)]
+        assert owner.limits.requests == 0
+
+    played(play)
+
+
+def test_a_client_that_leaves_while_it_sends():
+    async def play(owner):
+        await owner.started()
+        owner.asked.on_progress(700)
+        owner.asked.on_message(messages.Left(NUMBER))
+        assert owner.handed_over == []
+        owner.asked.on_message(messages.Ended(NUMBER, left=True))
+        assert owner.handed_over == [(ClientLeftError, 700)]
+        assert (owner.limits.requests, owner.front_end.slabs.used_bytes) == (0, 0)
+
+    played(play)
+
+
+def test_a_client_that_leaves_while_it_is_computed():
+    async def play(owner):
+        receive = await owner.started()
+        owner.come(receive, owner.body)
+        owner.asked.on_message(messages.Left(NUMBER))
+        await turn()
+        assert owner.scene.executor.running == []
+        owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=False))
+        assert (owner.limits.requests, owner.count(code="499")) == (0, 1)
+
+    played(play)
+
+
+def test_a_front_end_that_is_lost_while_it_receives():
+    async def play(owner):
+        await owner.started()
+        owner.asked.on_lost()
+        assert (owner.limits.requests, owner.count(code="499")) == (0, 1)
+        assert owner.handed_over == []
+        assert owner.front_end.said[-1] == ("end", NUMBER)
+
+    played(play)
