@@ -12,7 +12,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from normserve.jobs.job import Batch, Lane, NormJob
 
-_LARGE_BYTES = 2**20
+# Of one job.  What is longer is copied to the device and back: several at once keep the bus busy both ways.
+_LARGE_BYTES = 256 * 2**10
 
 
 class Batcher:

@@ -40,6 +40,9 @@ class Launches:
         """Run a batch; what became of it, or None where `on_end` will be told."""
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
         if not self._launched and self._executor.runs_soon(batch):
+            if batch.nbytes <= self._executor.backend.inline_bytes:
+                # Nothing is there that its copies could overlap with: one stream starts sooner than three.
+                batch = Batch(batch.jobs, Lane.SMALL)
             outcome = self._executor.run_here(batch)
             if not isinstance(outcome.value, InFlight):
                 return outcome

@@ -37,7 +37,7 @@ def test_client_that_left_the_queue_costs_no_kernel(stage):
     assert 'normserve_cancelled_total{stage="queue"} 1.0' in stage.http.get("/metrics").text
 
 
-def test_what_gathers_while_the_device_is_busy_shares_a_launch(stage):
+def test_what_gathers_while_the_device_is_busy_shares_a_launch(stage, until):
     running = stage.occupy_device()
     together = [stage.post_later(8, rows=rows) for rows in (1, 2, 3)]
     stage.wait_for_queue(3)
@@ -47,7 +47,7 @@ def test_what_gathers_while_the_device_is_busy_shares_a_launch(stage):
         headers = response.result().headers
         assert headers["x-batch-size"] == "3"
         assert int(headers["x-kernel-bytes"]) == rows * 8 * 4 * 2
-    assert "ran 6x8" in stage.server.log
+    until(lambda: "ran 6x8" in stage.server.log)
 
 
 @pytest.mark.parametrize("direction", ["", "/backward"])

@@ -115,10 +115,10 @@ class TestLanes:
         # Three large launches of 1600 bytes are six small ones of 800; they win the tie.
         assert order.index([large[3]]) == 7
 
-    def test_a_mebibyte_is_the_last_that_is_small(self):
+    def test_a_quarter_of_a_mebibyte_is_the_last_that_is_small(self):
         batcher = Batcher(max_requests=3, max_bytes=2**22)
-        assert batcher.lane_of(job(2**18, 1)) is Lane.SMALL
-        assert batcher.lane_of(job(2**18 + 1, 1)) is Lane.LARGE
+        assert batcher.lane_of(job(2**16, 1)) is Lane.SMALL
+        assert batcher.lane_of(job(2**16 + 1, 1)) is Lane.LARGE
 
     def test_batch_says_its_lane(self, batcher):
         batcher.add(job(100, 4))
