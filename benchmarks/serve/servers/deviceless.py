@@ -37,6 +37,9 @@ class NoDevice:
         outputs = tuple({"y": job.x} for job in batch.jobs)
         return Execution(outputs, tuple(2 * job.nbytes for job in batch.jobs), 0.0, 0.0, 0.0)
 
+    def launches_at_once(self, batch: Batch) -> bool:
+        return False
+
     def compile(self, job: NormJob) -> None:
         """There is nothing to compile."""
 

@@ -41,7 +41,7 @@ class InFlight(ABC):
 
 
 class Backend(Protocol):
-    """One device.  Every method is called on the one thread that owns it, unless it says otherwise.
+    """One device.  Methods are called on the one thread that owns it, unless they say otherwise.
 
     Attributes:
         depth: how many batches it may have at once.
@@ -72,6 +72,11 @@ class Backend(Protocol):
 
     def run(self, batch: Batch) -> Execution | InFlight:
         """Run jobs of one class as one launch, or set it going."""
+
+    def launches_at_once(self, batch: Batch) -> bool:
+        """Whether `run` would set a batch going without waiting for memory, a compiler or a copy on the host: then
+        it may be called on another thread, while the owner has nothing to do.
+        """
 
     def compile(self, job: NormJob) -> None:
         """Compile what jobs of this one's class will run; called from a thread of its own, beside `run`."""

@@ -67,13 +67,21 @@ class _Thread:
     def __init__(self, name: str, work: Callable[[_Work], None]) -> None:
         self._inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._work = work
+        # One is counted by those who put, the other by the thread: it is idle where they are equal.
+        self._given = self._done = 0
         # A device that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was put has been done.  Asked by those who put."""
+        return self._given == self._done
+
     def put(self, work: _Work) -> None:
+        self._given += 1
         self._inbox.put(work)
 
     def stop(self, timeout_s: float) -> None:
@@ -87,6 +95,7 @@ class _Thread:
                 self._work(work)
             except MemoryError:
                 _give_up(work)
+            self._done += 1
             # Whoever waits for the next piece must not keep this one's memory.
             del work
 
@@ -121,6 +130,14 @@ class Executor:
         if batch.nbytes <= self.backend.inline_bytes:
             return True
         return batch.nbytes <= _INLINE_DEVICE_BYTES and batch.jobs[0].is_on_device
+
+    def launches_here(self, batch: Batch) -> bool:
+        """Whether `launch_here` takes less time than handing a batch over."""
+        return self._owner.is_idle and self.backend.launches_at_once(batch)
+
+    def launch_here(self, batch: Batch) -> Outcome:
+        """Set a batch going on the caller's thread; the outcome's value is an `InFlight`, or an `Execution`."""
+        return self._attempt(lambda: in_places(batch, self.backend.run(batch)))
 
     def run_here(self, batch: Batch) -> Outcome:
         """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).

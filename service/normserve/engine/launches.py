@@ -38,17 +38,23 @@ class Launches:
 
     def run(self, batch: Batch) -> Outcome | None:
         """Run a batch; what became of it, or None where `on_end` will be told."""
+        executor = self._executor
+        outcome: Outcome | None = None
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
-        if not self._launched and self._executor.runs_soon(batch):
-            if batch.nbytes <= self._executor.backend.inline_bytes:
+        if not self._launched and executor.runs_soon(batch):
+            if batch.nbytes <= executor.backend.inline_bytes:
                 # Nothing is there that its copies could overlap with: one stream starts sooner than three.
                 batch = Batch(batch.jobs, Lane.SMALL)
-            outcome = self._executor.run_here(batch)
-            if not isinstance(outcome.value, InFlight):
-                return outcome
-            self._executor.await_landing(outcome, outcome.value, batch.lane, self._reply(batch))
+            outcome = executor.run_here(batch)
+        elif executor.launches_here(batch):
+            # Threads that take turns with Python's lock would set it going later, and hold up this one meanwhile.
+            outcome = executor.launch_here(batch)
+        if outcome is None:
+            executor.run(batch, self._reply(batch))
+        elif isinstance(outcome.value, InFlight):
+            executor.await_landing(outcome, outcome.value, batch.lane, self._reply(batch))
         else:
-            self._executor.run(batch, self._reply(batch))
+            return outcome
         self._running[batch.lane] += 1
         self._launched += 1
         self.progress.begin()

@@ -112,6 +112,12 @@ class SlabPool:
             self._used_bytes += size
         return self._lend(memory)
 
+    def has_idle(self, nbytes: int) -> bool:
+        """Whether a slab for so many bytes would be lent without making one."""
+        with self._lock:
+            self._collect()
+            return bool(self._idle.get(_slab_bytes(nbytes, self.source.steps)))
+
     def _lend(self, memory: Bytes) -> memoryview:
         lease = memory.view(_Lease)
         lease.memory, lease.home = memory, self._returned

@@ -50,6 +50,7 @@ class FakeExecutor:
         self.running: list[tuple[Batch, Callable]] = []
         self.here: list[Batch] = []
         self.is_slow = False
+        self.launches_at_once = False
         self.loaded: list = []
         self.compiling: list[tuple[NormJob, Callable]] = []
         self.stopped_within: float | None = None
@@ -62,6 +63,13 @@ class FakeExecutor:
 
     def runs_soon(self, batch):
         return batch.nbytes <= self.backend.inline_bytes
+
+    def launches_here(self, batch):
+        return self.launches_at_once
+
+    def launch_here(self, batch):
+        self.here.append(batch)
+        return Outcome(time.perf_counter(), value=Flying(batch))
 
     def run_here(self, batch):
         self.here.append(batch)

@@ -108,6 +108,24 @@ async def test_what_takes_long_where_it_came_from_keeps_the_device_to_itself(sce
 
 
 @scene
+async def test_what_is_quick_to_launch_is_launched_where_it_comes_from(scene):
+    scene.executor.backend = Deep()
+    scene.executor.launches_at_once = True
+    tasks = [scene.submit(large_job()) for _ in range(3)]
+    await turn()
+    # As many as the device takes at once, in its lane.
+    assert len(scene.executor.here) == len(scene.executor.running) == 2
+    assert scene.engine.launches.idle_s >= 0
+    scene.executor.finish()
+    await tasks[0]
+    assert len(scene.executor.here) == 3
+    scene.executor.finish()
+    scene.executor.finish()
+    for each in tasks:
+        await each
+
+
+@scene
 async def test_small_request_behind_many_large_ones_waits_for_one_of_them(scene):
     large = [scene.submit(large_job()) for _ in range(4)]
     await turn()

@@ -27,6 +27,9 @@ class FakeBackend:
         self.results: deque[object] = deque()
         self.may_load = threading.Event()
         self.may_load.set()
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.is_ready = True
 
     def start(self):
         return self._noted(DeviceInfo("a device", "cpu", 1e9, {}))
@@ -35,7 +38,11 @@ class FakeBackend:
         assert self.may_load.wait(20)
         return self._noted((weight, bias))
 
+    def launches_at_once(self, batch):
+        return self.is_ready
+
     def run(self, batch):
+        assert self.may_run.wait(20)
         return self._noted(self.results.popleft() if self.results else EXECUTION)
 
     def compile(self, job):
@@ -207,6 +214,36 @@ def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies
     assert outcome.value is EXECUTION
     assert outcome.started < took_off
     assert landing.thread != threading.get_ident()
+
+
+def test_a_batch_is_launched_here_while_the_owner_has_nothing_to_do(executor, backend, replies):
+    batch = Batch((job(1, 4),))
+    assert executor.launches_here(batch)
+    landing = Landing()
+    backend.results.append(landing)
+    outcome = executor.launch_here(batch)
+    assert outcome.value is landing
+    assert threading.get_ident() in backend.threads
+    executor.await_landing(outcome, outcome.value, Lane.LARGE, replies)
+    landing.may_end.set()
+    assert replies.next().value is EXECUTION
+
+
+def test_a_batch_is_not_launched_here_while_the_owner_is_at_another(executor, backend, replies):
+    batch = Batch((job(1, 4),))
+    backend.may_run.clear()
+    executor.run(batch, replies)
+    assert not executor.launches_here(batch)
+    backend.may_run.set()
+    replies.next()
+    deadline = time.monotonic() + 20
+    while not executor.launches_here(batch):
+        assert time.monotonic() < deadline
+
+
+def test_what_would_wait_for_something_is_not_launched_here(executor, backend):
+    backend.is_ready = False
+    assert not executor.launches_here(Batch((job(1, 4),)))
 
 
 def test_batch_that_crashes_here_says_what_it_means(executor, backend, replies):

@@ -72,6 +72,17 @@ def test_idle_slab_can_be_had_without_the_risk_of_a_new_one(pool):
     assert (pool.used_bytes, pool.idle_bytes) == (0, MIB)
 
 
+def test_whether_a_slab_is_idle_is_known_without_borrowing_it(pool):
+    assert not pool.has_idle(MIB)
+    slab = pool.take(MIB)
+    assert not pool.has_idle(MIB)
+    del slab
+    assert pool.has_idle(MIB)
+    assert pool.has_idle(MIB - 100)
+    assert not pool.has_idle(4 * MIB)
+    assert (pool.used_bytes, pool.idle_bytes) == (0, MIB)
+
+
 def test_two_borrowers_never_share(pool):
     slabs = [pool.take(MIB) for _ in range(4)]
     for index, slab in enumerate(slabs):

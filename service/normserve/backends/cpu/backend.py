@@ -108,6 +108,9 @@ class TorchBackend:
             copy_out_s=time.perf_counter() - computed,
         )
 
+    def launches_at_once(self, batch: Batch) -> bool:
+        return False
+
     def compile(self, job: NormJob) -> None:
         """There is nothing to compile."""
 

@@ -20,7 +20,7 @@ from normserve.backends.cuda.device_work import DeviceWork, device_work, shareab
 from normserve.backends.cuda.flights import InItsPlaces, OnTheDevice
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
-from normserve.backends.cuda.parcels import Bundle, Parcel, collected, parcel_of, written
+from normserve.backends.cuda.parcels import Bundle, Parcel, collected, is_packed, parcel_of, places_of, written
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.cuda.streams import Flight, LoneFlight, Pipeline, StageSeconds
@@ -53,6 +53,9 @@ _DEVICE = "cuda"
 # A very long row that comes alone is taken in another way than several.
 _FEW_ROWS = (1, 2)
 
+# Launches that are known to have run.
+_MOST_KNOWN = 4096
+
 
 class TritonBackend:
     """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
@@ -84,6 +87,8 @@ class TritonBackend:
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._replays = Replays(CudaGraphs())
         self._workplaces = Workplaces(self._slabs, fusednorm, self._replays)
+        # What launches have run, each with the bytes of the slab that its results take.
+        self._ran: dict[Hashable, int] = {}
 
     def start(self) -> DeviceInfo:
         # Samples of several clients share launches.
@@ -130,9 +135,37 @@ class TritonBackend:
             warm_up()
         return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
 
+    def launches_at_once(self, batch: Batch) -> bool:
+        job = batch.jobs[0]
+        if job.is_on_device:
+            return job.recurrence is not None and job.recurrence.prepared is not None
+        nbytes = self._ran.get(_launch_class(batch))
+        if nbytes is None or any(each.x.fortran_order for each in batch.jobs):
+            return False
+        return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
+
     def run(self, batch: Batch) -> InFlight:
         if batch.jobs[0].is_on_device:
             return self._run_on_device(batch)
+        flight = self._run_from_host(batch)
+        # What is computed in place goes where it comes from, if it is alone.
+        if not is_packed(batch):
+            self._note(batch)
+        return flight
+
+    def _note(self, batch: Batch) -> None:
+        """A launch has run: nothing is compiled or loaded for its like."""
+        key = _launch_class(batch)
+        if key in self._ran:
+            return
+        job = batch.jobs[0]
+        results = results_to_write(job, sum([each.rows for each in batch.jobs]))
+        if results is not None:
+            if len(self._ran) >= _MOST_KNOWN:
+                self._ran.clear()
+            self._ran[key] = places_of(results)[1]
+
+    def _run_from_host(self, batch: Batch) -> InFlight:
         began = time.perf_counter()
         workplace = self._workplaces.prepare(batch)
         if workplace is None:
@@ -242,6 +275,11 @@ class TritonBackend:
             "free": free,
             "total": total,
         }
+
+
+def _launch_class(batch: Batch) -> Hashable:
+    """Launches that are equal in this run the same kernels in the same way."""
+    return batch.jobs[0].kernel_class(), sum([job.rows for job in batch.jobs])
 
 
 def _on_the_device(parts: Sequence[Tensor]) -> Tensor:

@@ -67,6 +67,27 @@ def host(tensor: torch.Tensor, slabs: SlabPool) -> HostTensor:
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
 
 
+def test_a_launch_that_ran_before_is_at_once_where_memory_for_its_results_is_idle(backend, slabs, monkeypatch):
+    monkeypatch.setattr(slabs, "_max_idle_bytes", 2**30)
+
+    def batch(rows, *, turned=False):
+        tensor = host(torch.randn(rows, 1024), slabs)
+        if turned:
+            tensor = HostTensor(tensor.dtype, tensor.shape, tensor.data, fortran_order=True)
+        return Batch((NormJob(FORWARD, {"x": tensor}),), Lane.LARGE)
+
+    first = batch(1024)
+    assert not backend.launches_at_once(first)
+    execution = backend.run(first).wait()
+    # What came of it holds the memory of its results.
+    assert not backend.launches_at_once(first)
+    del execution
+    assert backend.launches_at_once(first)
+    # Other numbers of rows may have other kernels, and what is turned round is copied on the host.
+    assert not backend.launches_at_once(batch(1025))
+    assert not backend.launches_at_once(batch(1024, turned=True))
+
+
 @pytest.mark.parametrize(("rows", "lane"), [((3,), Lane.SMALL), ((1, 2, 5), Lane.SMALL), ((1100,), Lane.LARGE)])
 def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library, rows, lane):
     given = [torch.randn(count, 128).bfloat16() for count in rows]
