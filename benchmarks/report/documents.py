@@ -24,6 +24,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 DOCUMENTS = (
     "README.md",
+    "docs/coming-from-triton.md",
     "docs/local.md",
     "docs/patching.md",
     "docs/performance.md",
