@@ -24,8 +24,18 @@ class Reception:
 
     is_complete = True
 
+    def require_open(self):
+        """It is."""
+
     async def into(self, make_room, **how_slow):
         return make_room(self.announced)[: self.announced]
+
+
+class CutOff(Reception):
+    """Was ended before anybody asked for it."""
+
+    def require_open(self):
+        raise RequestTimeoutError("too slow")
 
 
 @pytest.fixture
@@ -51,6 +61,9 @@ class Chunked:
 
     announced = None
     is_complete = True
+
+    def require_open(self):
+        """It is."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -95,6 +108,14 @@ def test_no_memory_is_to_come_back_later(slabs, is_slow):
     with pytest.raises(OverloadedError):
         read(slabs, 8 * MIB)
     assert slabs.used_bytes == 0
+
+
+def test_a_body_that_was_cut_off_before_needs_no_permit(slabs):
+    reader = BodyReader(Limits(max_requests=0, max_bytes=0), slabs, 64 * MIB, 5.0, 5.0)
+    exchange = SimpleNamespace(reception=CutOff(8 * MIB), permit=None, caller=Caller("127.0.0.1"))
+    with pytest.raises(RequestTimeoutError):
+        asyncio.run(reader.read(exchange))
+    assert exchange.permit is None
 
 
 class TestChunkedBodies:
