@@ -53,7 +53,16 @@ class Settings(BaseSettings):
         " whose name begins so. Empty: none. Who may send requests may read and write all memory of such names.",
     )
     oip_shared_memory_bytes: int = Field(
-        4 * 2**30, ge=1, description="Bytes of that memory that all clients may have registered at once."
+        4 * 2**30,
+        ge=1,
+        description="Bytes of regions, of that memory and of CUDA memory, that all clients may have registered at"
+        " once.",
+    )
+    oip_cuda_shared_memory: bool = Field(
+        False,
+        description="Clients of /v2 that come over loopback or the Unix socket may register CUDA memory that they"
+        " have allocated, and have it read and written without a copy. One that frees it while it is used can end"
+        " the server.",
     )
     tls_cert: Path | None = Field(
         None,
@@ -183,10 +192,12 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _registers_in_one_process(self) -> Self:
-        if self.oip_shared_memory and "," in self.devices:
-            raise ValueError(
-                "--oip-shared-memory needs one process: a region is registered with the one that is asked"
-            )
+        for option, is_on in (
+            ("--oip-shared-memory", self.oip_shared_memory),
+            ("--oip-cuda-shared-memory", self.oip_cuda_shared_memory),
+        ):
+            if is_on and "," in self.devices:
+                raise ValueError(f"{option} needs one process: a region is registered with the one that is asked")
         return self
 
     @property

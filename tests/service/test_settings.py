@@ -69,3 +69,6 @@ def test_regions_are_registered_with_one_process():
     assert Settings(oip_shared_memory="norms-", devices="0").oip_shared_memory == "norms-"
     with pytest.raises(ValidationError, match="--oip-shared-memory needs one process"):
         Settings(oip_shared_memory="norms-", devices="0,1")
+    assert Settings(oip_cuda_shared_memory=True, devices="0").oip_cuda_shared_memory
+    with pytest.raises(ValidationError, match="--oip-cuda-shared-memory needs one process"):
+        Settings(oip_cuda_shared_memory=True, devices="0,1")

@@ -35,6 +35,7 @@ from normserve.http.edge.origins import Origins, hosts_of
 from normserve.http.oip.catalogue import Catalogue
 from normserve.http.oip.infer import Infer
 from normserve.http.oip.models import Models
+from normserve.http.oip.regions.device import DeviceMemory
 from normserve.http.oip.regions.folder import Folder
 from normserve.http.oip.regions.registry import Regions
 from normserve.http.oip.regions.transfer import Transfer
@@ -91,7 +92,11 @@ class Service:
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
         prefix = settings.oip_shared_memory
-        self.regions = Regions(Folder(prefix) if prefix else None, settings.oip_shared_memory_bytes)
+        self.regions = Regions(
+            Folder(prefix) if prefix else None,
+            settings.oip_shared_memory_bytes,
+            shares_device_memory=settings.oip_cuda_shared_memory,
+        )
         self.metrics.watch_regions(lambda: self.regions.open_regions, lambda: self.regions.open_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
         self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
@@ -232,14 +237,23 @@ def _direct(service: Service, operations: Operations, origins: Origins) -> Direc
 def _inference_protocol(service: Service, computing: Computing) -> list[APIRouter]:
     """What answers below `/v2`."""
     models, statistics = Models(service.layers), Statistics()
+    regions = service.regions
+    device_memory = DeviceMemory(service.settings.oip_cuda_shared_memory, service.engine)
     catalogue = Catalogue(
-        service.engine, service.stalls, models, service.layers, statistics, service.siblings, service.regions.is_on
+        service.engine,
+        service.stalls,
+        models,
+        service.layers,
+        statistics,
+        service.siblings,
+        regions,
+        device_memory,
     )
     catalogue.answer_siblings()
-    shared = SharedTensors(service.regions, Transfer(service.slabs))
+    shared = SharedTensors(regions, Transfer(service.slabs), device_memory)
     return [
         Infer(computing, models, service.layers, statistics, shared).router(),
-        SharedMemory(service.regions, computing.bodies).router(),
+        SharedMemory(regions, device_memory, computing.bodies).router(),
         catalogue.router(),
         Repository(models, service.changes, computing.bodies).router(),
     ]
@@ -313,4 +327,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         # What went wrong at the start was told then.
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await warming
+        # Whatever runs still keeps what it uses; the driver unmaps the rest while there is one.
+        service.regions.close()
         await asyncio.to_thread(service.engine.stop, _STOP_S)

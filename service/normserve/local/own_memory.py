@@ -1,16 +1,12 @@
 """Memory of the device that clients have allocated themselves, and that the server opens for their requests."""
 
-import asyncio
-import logging
 import os
 from collections.abc import Callable
 
 from normserve.errors import ForbiddenError, InvalidParameterError, OverloadedError
 from normserve.local.peer import Peer
-from normserve.memory.allocations import OpenedAllocation, open_allocation
-from normserve.memory.device_segments import Device, DeviceMemoryError
-
-log = logging.getLogger(__name__)
+from normserve.memory.allocations import OpenedAllocation, open_for_client
+from normserve.memory.device_segments import Device
 
 #: Allocations that one connection may have open; each holds a mapping of all of it.
 MOST_OPEN = 64
@@ -69,11 +65,6 @@ class OwnMemory:
         if held >= MOST_OPEN:
             raise OverloadedError(f"a connection may have {MOST_OPEN} allocations open", _RETRY_AFTER_S)
         try:
-            # It takes the driver half a millisecond, which others shall not wait.
-            return await asyncio.to_thread(open_allocation, device, bytes.fromhex(handle), nbytes, LentAllocation)
+            return await open_for_client(device, bytes.fromhex(handle), nbytes, LentAllocation)
         except ValueError as error:
             raise InvalidParameterError(str(error)) from None
-        except DeviceMemoryError as error:
-            # The text alone: an error's frames hold the device's.
-            log.warning("a client's memory cannot be opened: %s", str(error))
-            raise InvalidParameterError("the handle must be of memory that the server can open") from None

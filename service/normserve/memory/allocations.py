@@ -5,10 +5,14 @@ process frees while another has it open is undefined behaviour: whoever lets ano
 Memory of virtual mappings (expandable segments among them) and of the driver's pools has no handle.
 """
 
+import asyncio
 import contextlib
+import logging
 from typing import NamedTuple, TypeVar
 
 from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment, call, call_for_all
+
+log = logging.getLogger(__name__)
 
 _A = TypeVar("_A", bound="OpenedAllocation")
 
@@ -102,3 +106,18 @@ def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) 
             with contextlib.suppress(DeviceMemoryError):
                 call(driver.cuIpcCloseMemHandle, address)
             raise
+
+
+async def open_for_client(device: Device, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
+    """`open_allocation` for a client that sent the handle, beside the event loop.
+
+    Raises:
+        ValueError: it cannot be opened; the message is for the client.
+    """
+    try:
+        # It takes the driver half a millisecond, which others shall not wait.
+        return await asyncio.to_thread(open_allocation, device, handle, nbytes, kind)
+    except DeviceMemoryError as error:
+        # The text alone: an error's frames hold the device's.
+        log.warning("a client's memory cannot be opened: %s", str(error))
+        raise ValueError("the handle must be of memory that the server can open") from None

@@ -47,12 +47,22 @@ class Scale(BaseModel):
         """What one replica is told: its device, and no more threads than cores are its own.
 
         Raises:
-            ValueError: they ask for clients that share memory, whose one path replicas of many hosts cannot share.
+            ValueError: they ask for clients that share memory, which is with one process on one host.
         """
         if settings.local is not None:
             raise ValueError(
                 f"NORMSERVE_LOCAL must not be set for Ray Serve, got {str(settings.local)!r}: "
                 "clients share memory with `normserve serve` on their own host"
+            )
+        if settings.oip_cuda_shared_memory:
+            raise ValueError(
+                "NORMSERVE_OIP_CUDA_SHARED_MEMORY must not be set for Ray Serve: "
+                "a replica cannot tell whether a client is on its host"
+            )
+        if settings.oip_shared_memory and self.max_replicas > 1:
+            raise ValueError(
+                f"NORMSERVE_OIP_SHARED_MEMORY needs one process, got max_replicas {self.max_replicas}: "
+                "a region is registered with the replica that is asked"
             )
         backend = "triton" if self.device == "gpu" else "torch"
         threads = settings.cpu_threads or max(1, int(self.cpus_per_replica))

@@ -109,6 +109,15 @@ def test_a_replica_answers_for_what_ray_answers_for():
 def test_shared_memory_is_refused_before_a_replica_starts():
     with pytest.raises(ValueError, match="NORMSERVE_LOCAL must not be set"):
         Scale().settings_of_replica(Settings(local="/run/normserve/normserve.sock"))
+    with pytest.raises(ValueError, match="NORMSERVE_OIP_CUDA_SHARED_MEMORY must not be set"):
+        Scale().settings_of_replica(Settings(oip_cuda_shared_memory=True))
+
+
+def test_regions_are_registered_with_one_replica():
+    settings = Settings(oip_shared_memory="norms-")
+    with pytest.raises(ValueError, match="NORMSERVE_OIP_SHARED_MEMORY needs one process"):
+        Scale(max_replicas=2).settings_of_replica(settings)
+    assert Scale(max_replicas=1).settings_of_replica(settings).oip_shared_memory == "norms-"
 
 
 def test_the_replica_refuses_before_ray_does():

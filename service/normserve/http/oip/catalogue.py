@@ -14,12 +14,13 @@ from normserve.errors import NormserveError
 from normserve.http.oip.descriptions import PLATFORM, configuration, metadata
 from normserve.http.oip.models import Model, Models
 from normserve.http.oip.notes import note
+from normserve.http.oip.regions.device import DeviceMemory
+from normserve.http.oip.regions.registry import Regions
 from normserve.http.oip.statistics import Statistics, document
 from normserve.jobs.job import Layer
 from normserve.layers.registry import LayerRegistry
 from normserve.peers.siblings import Question, Siblings
 
-_SHARED_MEMORY = "system_shared_memory"
 EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
 
 _READS = ["GET", "HEAD"]
@@ -31,7 +32,7 @@ class Catalogue:
     """What these routes work with.
 
     Attributes:
-        shares_memory: clients may register regions of shared memory.
+        regions, device_memory: say which regions of shared memory clients may register.
     """
 
     engine: Engine
@@ -40,7 +41,8 @@ class Catalogue:
     layers: LayerRegistry
     statistics: Statistics
     siblings: Siblings
-    shares_memory: bool = False
+    regions: Regions
+    device_memory: DeviceMemory
 
     def router(self) -> APIRouter:
         """All that is read."""
@@ -68,7 +70,8 @@ class Catalogue:
     async def server(self, request: Request) -> JSONResponse:
         """The server and the extensions of the protocol that it has."""
         note(request, "info")
-        extensions = [*EXTENSIONS, _SHARED_MEMORY] if self.shares_memory else EXTENSIONS
+        of_memory = {"system_shared_memory": self.regions.is_on, "cuda_shared_memory": self.device_memory.is_on}
+        extensions = [*EXTENSIONS, *(name for name, is_on in of_memory.items() if is_on)]
         return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": extensions})
 
     async def live(self, request: Request) -> JSONResponse:

@@ -16,8 +16,8 @@ from normserve.http.oip.asked import Asked, ask, ask_raw
 from normserve.http.oip.header import LENGTH, json_bytes, read_header, require_short
 from normserve.http.oip.models import Model, Models
 from normserve.http.oip.notes import TRANSPORT
-from normserve.http.oip.shared_memory import TRANSPORT_SYSTEM
-from normserve.http.oip.shared_tensors import NONE, SharedTensors, require_room
+from normserve.http.oip.shared_memory import TRANSPORT_CUDA, TRANSPORT_SYSTEM
+from normserve.http.oip.shared_tensors import NONE, SharedTensors, placed
 from normserve.http.oip.sources import brought_bytes, tensors_of
 from normserve.http.oip.statistics import Statistics
 from normserve.http.responses import BuffersResponse
@@ -75,7 +75,9 @@ class Infer:
         shared = NONE
         if asked.uses_regions:
             exchange.record.transport = TRANSPORT_SYSTEM
-            shared = self.shared.find(exchange.caller.key, asked)
+            shared = self.shared.find(exchange.caller, asked)
+            if shared.is_on_device:
+                exchange.record.transport = TRANSPORT_CUDA
         brought = brought_bytes(asked.inputs)
         if brought and exchange.permit is not None:
             self.computing.bodies.require_short(len(body) + brought)
@@ -85,7 +87,7 @@ class Infer:
         job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=not body.readonly)
         require_possible(model, asked, job)
         if shared.outputs:
-            require_room(shared, job)
+            job = placed(shared, job)
         result = await self.computing.run(exchange, job, cost, len(body) + brought, asked.timeout_ms)
         began = time.perf_counter()
         if shared.outputs:

@@ -11,18 +11,20 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
-from normserve.errors import MalformedPayloadError, TooLargeError, UnusableRegionError
+from normserve.errors import MalformedPayloadError, TooLargeError
 from normserve.http.body import BodyReader
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
-from normserve.http.oip.regions.registry import NO_CUDA, Regions
+from normserve.http.oip.regions.device import DeviceMemory, DeviceRegion
+from normserve.http.oip.regions.files import RegionFile
+from normserve.http.oip.regions.registry import Regions, require_name
+from normserve.memory.allocations import HANDLE_BYTES
 
 TRANSPORT_SYSTEM, TRANSPORT_CUDA = "oip_shm", "oip_cuda"
 """Labels of the metrics, for what is about regions of either kind."""
 
 _OP = "regions"
 _MAX_BODY_BYTES = 64 * 1024
-_HANDLE_BYTES = 64
 
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -57,6 +59,7 @@ class SharedMemory:
     """What the handlers work with."""
 
     regions: Regions
+    device_memory: DeviceMemory
     bodies: BodyReader
 
     def router(self) -> APIRouter:
@@ -88,39 +91,37 @@ class SharedMemory:
         self.regions.register(exchange.caller.key, name, region)
         return Response()
 
+    async def register_cuda(self, request: Request) -> Response:
+        """Open memory of the device that the client has allocated and give it a name."""
+        exchange, name = _begun(request, TRANSPORT_CUDA)
+        said: _CudaRegion = await self._said(exchange, _CUDA)
+        assert name is not None
+        require_name(name)
+        handle = _handle(said.raw_handle.b64)
+        region = await self.device_memory.open(exchange.caller, handle, said.device_id, said.byte_size)
+        self.regions.register(exchange.caller.key, name, region)
+        return Response()
+
     async def status_system(self, request: Request) -> Response:
-        """What is registered."""
+        """What is registered of system shared memory."""
         exchange, name = _begun(request, TRANSPORT_SYSTEM)
-        return JSONResponse(self.regions.status(exchange.caller.key, name))
+        return JSONResponse(self.regions.status(exchange.caller.key, RegionFile.kind, name))
+
+    async def status_cuda(self, request: Request) -> Response:
+        """What is registered of CUDA memory."""
+        exchange, name = _begun(request, TRANSPORT_CUDA)
+        return JSONResponse(self.regions.status(exchange.caller.key, DeviceRegion.kind, name))
 
     async def unregister_system(self, request: Request) -> Response:
         """Forget a region, or all; requests that use them end as if they were there."""
         exchange, name = _begun(request, TRANSPORT_SYSTEM)
-        self.regions.unregister(exchange.caller.key, name)
+        self.regions.unregister(exchange.caller.key, RegionFile.kind, name)
         return Response()
 
-    async def register_cuda(self, request: Request) -> Response:
-        """Refuse: memory of devices is not shared so."""
-        exchange, _ = _begun(request, TRANSPORT_CUDA)
-        said: _CudaRegion = await self._said(exchange, _CUDA)
-        try:
-            handle = base64.b64decode(said.raw_handle.b64, validate=True)
-        except (binascii.Error, ValueError):
-            raise MalformedPayloadError("raw_handle must be base64") from None
-        if len(handle) != _HANDLE_BYTES:
-            raise MalformedPayloadError(f"raw_handle must be {_HANDLE_BYTES} bytes, got {len(handle)}")
-        raise UnusableRegionError(NO_CUDA)
-
-    async def status_cuda(self, request: Request) -> Response:
-        """No region is registered."""
-        _, name = _begun(request, TRANSPORT_CUDA)
-        if name is not None:
-            raise UnusableRegionError(NO_CUDA)
-        return JSONResponse([])
-
     async def unregister_cuda(self, request: Request) -> Response:
-        """There is nothing to forget."""
-        _begun(request, TRANSPORT_CUDA)
+        """The same for CUDA memory, which is unmapped once no request uses it."""
+        exchange, name = _begun(request, TRANSPORT_CUDA)
+        self.regions.unregister(exchange.caller.key, DeviceRegion.kind, name)
         return Response()
 
     async def _said(self, exchange: Exchange, decoder: "msgspec.json.Decoder[_T]") -> _T:
@@ -145,3 +146,13 @@ def _begun(request: Request, transport: str) -> tuple[Exchange, str | None]:
 def _require_short(nbytes: int) -> None:
     if nbytes > _MAX_BODY_BYTES:
         raise TooLargeError(f"what registers a region must be at most {_MAX_BODY_BYTES} bytes, got {nbytes}")
+
+
+def _handle(b64: str) -> bytes:
+    try:
+        handle = base64.b64decode(b64, validate=True)
+    except (binascii.Error, ValueError):
+        raise MalformedPayloadError("raw_handle must be base64") from None
+    if len(handle) != HANDLE_BYTES:
+        raise MalformedPayloadError(f"raw_handle must be {HANDLE_BYTES} bytes, got {len(handle)}")
+    return handle

@@ -5,21 +5,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from normserve.admission.callers import Caller
 from normserve.errors import UnusableRegionError
 from normserve.http.oip.asked import Asked, Region
+from normserve.http.oip.regions.device import DeviceMemory, DeviceRegion
 from normserve.http.oip.regions.registry import Regions, Span
 from normserve.http.oip.regions.transfer import Transfer
-from normserve.jobs.job import NormJob
+from normserve.jobs.job import NormJob, Pass
 from normserve.jobs.results import results_of
 from normserve.memory.host_tensors import HostTensor
+
+# A result that a kernel may write over a tensor, at exactly the same bytes.
+_WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a request's tensors lie, by name; what is found stays open, whoever unregisters it."""
+    """Where a request's tensors lie, by name; what is found stays open, whoever unregisters it.
+
+    Attributes:
+        is_on_device: all of them, and the places of all results, are in regions of CUDA memory.
+    """
 
     inputs: Mapping[str, Span]
     outputs: Mapping[str, Span]
+    is_on_device: bool = False
 
 
 NONE = Found({}, {})
@@ -28,17 +38,21 @@ NONE = Found({}, {})
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """Finds regions for requests, and copies from and to them."""
+    """Finds regions for requests, and copies from and to those that are not on the device."""
 
     regions: Regions
     transfer: Transfer
+    device_memory: DeviceMemory
 
-    def find(self, owner: str | None, asked: Asked) -> Found:
+    def find(self, caller: Caller, asked: Asked) -> Found:
         """The regions that a request names.
 
         Raises:
-            UnusableRegionError: one is not there or has no such part, or two outputs overlap.
+            UnusableRegionError: one is not there or has no such part, two outputs overlap, or only some of the
+                tensors are in CUDA memory.
+            ForbiddenError: this client may not use CUDA memory.
         """
+        owner = caller.key
         inputs = {
             each.name: self._span(owner, each.source) for each in asked.inputs if isinstance(each.source, Region)
         }
@@ -48,42 +62,86 @@ class SharedTensors:
         for (one, first), (other, second) in itertools.combinations(outputs.items(), 2):
             if first.overlaps(second):
                 raise UnusableRegionError(f"{one} and {other} would be written over each other")
-        return Found(inputs, outputs)
+        are_on_device = [isinstance(each.region, DeviceRegion) for each in (*inputs.values(), *outputs.values())]
+        if not any(are_on_device):
+            return Found(inputs, outputs)
+        self.device_memory.require_allowed(caller)
+        elsewhere = len(asked.inputs) - len(inputs) + len(asked.outputs or ()) - len(outputs)
+        if elsewhere or not outputs or not all(are_on_device):
+            raise UnusableRegionError(
+                "inputs and outputs of a request must all be in regions of CUDA memory or none of them, and all"
+                " outputs must be named"
+            )
+        return Found(inputs, outputs, is_on_device=True)
 
     async def read(self, found: Found) -> dict[str, memoryview]:
-        """Copies of the inputs, by name.
+        """The inputs, by name: copies of them, or on the device themselves.
 
         Raises:
             UnusableRegionError: a region has become shorter.
             OverloadedError: there is no memory.
         """
+        if found.is_on_device:
+            return {name: _on_device(span) for name, span in found.inputs.items()}
         return dict(zip(found.inputs, await self.transfer.read([*found.inputs.values()]), strict=True))
 
     async def write(self, found: Found, results: Mapping[str, HostTensor]) -> None:
-        """Copy results to where they are wanted.
+        """Copy results to where they are wanted, if they are not there already.
 
         Raises:
             UnusableRegionError: a region has become shorter.
             StorageError: there is no memory for one.
         """
-        await self.transfer.write(
-            [(span, results[name].data) for name, span in found.outputs.items() if name in results]
-        )
+        if not found.is_on_device:
+            await self.transfer.write(
+                [(span, results[name].data) for name, span in found.outputs.items() if name in results]
+            )
 
     def _span(self, owner: str | None, said: Region) -> Span:
         return self.regions.find(owner, said.name, said.offset, said.nbytes)
 
 
-def require_room(found: Found, job: NormJob) -> None:
-    """Say before the work, not after it, that there is too little room for a result.
+def placed(found: Found, job: NormJob) -> NormJob:
+    """The job, with the places of its results if it is computed on the device.
+
+    This is before the work, so that what cannot be written does not cost any.
 
     Raises:
-        UnusableRegionError: its shared_memory_byte_size is less than it has.
+        UnusableRegionError: there is too little room for a result; or on the device, none, or a tensor that the
+            result may not be written over.
     """
-    given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
-    for name, (dtype, shape) in results_of(job.spec, given, job.layer).items():
-        nbytes = dtype.itemsize * prod(shape)
+    results = _sizes(job)
+    for name, nbytes in results.items():
         if name in found.outputs and nbytes > found.outputs[name].nbytes:
             raise UnusableRegionError(
                 f"{name} has {nbytes} bytes, and its shared_memory_byte_size allows {found.outputs[name].nbytes}"
             )
+    if not found.is_on_device:
+        return job
+    is_over = False
+    over = _WRITTEN_OVER[job.spec.direction]
+    for name, nbytes in results.items():
+        if name not in found.outputs:
+            raise UnusableRegionError(
+                f"with tensors in CUDA memory each output must have a region, {name} has none"
+            )
+        span = found.outputs[name]._replace(nbytes=nbytes)
+        for other, theirs in found.inputs.items():
+            if over.get(name) == other and theirs == span:
+                is_over = True
+            elif span.overlaps(theirs):
+                raise UnusableRegionError(f"{name} would be written over {other}, which is still read")
+    places = {name: _on_device(span) for name, span in found.outputs.items() if name in results}
+    return NormJob(job.spec, job.tensors, job.layer, is_over, places)
+
+
+def _sizes(job: NormJob) -> dict[str, int]:
+    """Bytes of each result."""
+    given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
+    results = results_of(job.spec, given, job.layer)
+    return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in results.items()}
+
+
+def _on_device(span: Span) -> memoryview:
+    assert isinstance(span.region, DeviceRegion)
+    return span.region.view(span.offset, span.nbytes)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from normserve.codec import json_tensors
 from normserve.http.oip.asked import Binary, Data, Input
+from normserve.memory.device_segments import DeviceBytes
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import HostTensor
 
 
@@ -12,7 +14,7 @@ def tensors_of(
 ) -> Mapping[str, HostTensor]:
     """The tensors by name; binary ones are views of the body.
 
-    Args: shared: copies of those that lie in regions, by name.
+    Args: shared: those that lie in regions, by name: copies, or `DeviceBytes` of the regions themselves.
 
     Raises:
         NormserveError: by what is wrong with one.
@@ -27,7 +29,9 @@ def _tensor(each: Input, body: memoryview, shared: Mapping[str, memoryview]) -> 
         case Data(json):
             return json_tensors.decode(each.name, each.dtype, each.shape, json)
         case _:
-            return HostTensor(each.dtype, each.shape, shared[each.name])
+            data = shared[each.name]
+            kind = DeviceTensor if isinstance(data, DeviceBytes) else HostTensor
+            return kind(each.dtype, each.shape, data)
 
 
 def brought_bytes(inputs: tuple[Input, ...]) -> int:

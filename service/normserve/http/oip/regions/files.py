@@ -3,8 +3,10 @@
 import errno
 import os
 import queue
+from typing import Any
 
 from normserve.errors import StorageError, UnusableRegionError
+from normserve.http.oip.regions.region import Kind
 
 
 class RegionFile:
@@ -20,6 +22,7 @@ class RegionFile:
         home: is told the bytes once the region is closed; unlike a lock it is reentrant.
     """
 
+    kind: Kind = "system"
     home: "queue.SimpleQueue[int] | None" = None
 
     def __init__(self, descriptor: int, key: str, start: int, nbytes: int) -> None:
@@ -28,9 +31,13 @@ class RegionFile:
         self.key, self.start, self.nbytes = key, start, nbytes
         self._inode = os.fstat(descriptor).st_ino
 
-    def is_of_the_file(self, other: "RegionFile") -> bool:
+    def described(self) -> dict[str, Any]:
+        """What the protocol tells of it beside its name."""
+        return {"key": self.key, "offset": self.start, "byte_size": self.nbytes}
+
+    def shares_memory_with(self, other: object) -> bool:
         """Whether both are parts of one file."""
-        return self._inode == other._inode
+        return isinstance(other, RegionFile) and self._inode == other._inode
 
     def require_present(self, offset: int, nbytes: int) -> None:
         """Raises: UnusableRegionError: the file does not have these bytes of the region any more."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from normserve.errors import OverloadedError, UnusableRegionError
 from normserve.http.oip.regions.files import RegionFile
 from normserve.http.oip.regions.folder import Folder
+from normserve.http.oip.regions.region import Kind, Region
 
 MOST_REGIONS = 1024
 """At once, of all clients; each takes a descriptor."""
@@ -15,9 +16,6 @@ _LONGEST_NAME = 256
 _RETRY_AFTER_S = 5.0
 
 OFF = "this server shares no memory by names; its operator can allow that with --oip-shared-memory PREFIX"
-NO_CUDA = (
-    "this server registers no CUDA shared memory: register system shared memory, or send tensors as binary data"
-)
 
 
 class Span(NamedTuple):
@@ -27,14 +25,14 @@ class Span(NamedTuple):
         offset: in the region, in bytes.
     """
 
-    region: RegionFile
+    region: Region
     offset: int
     nbytes: int
 
     def overlaps(self, other: "Span") -> bool:
         """Whether they have a byte in common, as far as the registrations tell."""
         return (
-            self.region.is_of_the_file(other.region)
+            self.region.shares_memory_with(other.region)
             and self.region.start + self.offset < other.region.start + other.offset + other.nbytes
             and other.region.start + other.offset < self.region.start + self.offset + self.nbytes
         )
@@ -49,25 +47,34 @@ class _Name:
 
 
 class Regions:
-    """Registers regions and finds them; belongs to the event loop's thread, except for `open`.
+    """Registers regions of both kinds and finds them; belongs to the event loop's thread, except for `open`.
 
     A region that was unregistered stays open for the requests that have found it, and counts until they are done.
     """
 
-    def __init__(self, folder: Folder | None, max_bytes: int, max_regions: int = MOST_REGIONS) -> None:
+    def __init__(
+        self,
+        folder: Folder | None,
+        max_bytes: int,
+        max_regions: int = MOST_REGIONS,
+        *,
+        shares_device_memory: bool = False,
+    ) -> None:
         """Args:
-        folder: where regions are; None where none may be registered.
-        max_bytes, max_regions: of all regions at once.
+        folder: where those of system shared memory are; None where none may be registered.
+        max_bytes, max_regions: of all regions of both kinds at once.
+        shares_device_memory: regions of CUDA memory may be registered.
         """
         self._folder = folder
+        self._shares_device_memory = shares_device_memory
         self._max_bytes, self._max_regions = max_bytes, max_regions
-        self._regions: dict[_Name, RegionFile] = {}
+        self._regions: dict[_Name, Region] = {}
         self._closed: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open_bytes = self._open_regions = 0
 
     @property
     def is_on(self) -> bool:
-        """Whether regions may be registered."""
+        """Whether regions of system shared memory may be registered."""
         return self._folder is not None
 
     @property
@@ -83,18 +90,17 @@ class Regions:
         return self._open_regions
 
     def open(self, name: str, key: str, start: int, nbytes: int) -> RegionFile:
-        """Open what is to be registered; by any thread.
+        """Open system shared memory that is to be registered; by any thread.
 
         Raises:
             UnusableRegionError: it cannot be registered under this name, or at all.
         """
         if self._folder is None:
             raise UnusableRegionError(OFF)
-        if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-            raise UnusableRegionError(f"a region's name must have 1 to {_LONGEST_NAME} printable characters")
+        require_name(name)
         return self._folder.open(key, start, nbytes)
 
-    def register(self, owner: str | None, name: str, region: RegionFile) -> None:
+    def register(self, owner: str | None, name: str, region: Region) -> None:
         """Give an open region a name.
 
         Args: owner: the name of the API key that the client has given, None where none is asked for.
@@ -122,13 +128,16 @@ class Regions:
         self._open_bytes += region.nbytes
         self._regions[named] = region
 
-    def unregister(self, owner: str | None, name: str | None = None) -> None:
-        """Forget a region, or all that this owner has; what does not exist is forgotten already."""
-        if name is not None:
-            self._regions.pop(_Name(owner, name), None)
-            return
-        for named in [each for each in self._regions if each.owner == owner]:
-            del self._regions[named]
+    def unregister(self, owner: str | None, kind: Kind, name: str | None = None) -> None:
+        """Forget a region, or all of a kind that this owner has; what does not exist is forgotten already."""
+        for named in [*self._regions] if name is None else [_Name(owner, name)]:
+            region = self._regions.get(named)
+            if named.owner == owner and region is not None and region.kind == kind:
+                del self._regions[named]
+
+    def close(self) -> None:
+        """Forget everybody's."""
+        self._regions.clear()
 
     def find(self, owner: str | None, name: str, offset: int, nbytes: int) -> Span:
         """A part of a region, for as long as the caller needs it.
@@ -138,7 +147,7 @@ class Regions:
         """
         region = self._regions.get(_Name(owner, name))
         if region is None:
-            raise UnusableRegionError(_unknown(name) if self.is_on else OFF)
+            raise self._unknown(name)
         # Of ever so many digits, a Python integer does not wrap.
         if offset < 0 or nbytes < 0 or offset + nbytes > region.nbytes:
             raise UnusableRegionError(
@@ -148,18 +157,23 @@ class Regions:
         region.require_present(offset, nbytes)
         return Span(region, offset, nbytes)
 
-    def status(self, owner: str | None, name: str | None = None) -> list[dict[str, Any]]:
-        """What is registered, as the protocol tells it: all, or the one of that name.
+    def status(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:
+        """What of a kind is registered, as the protocol tells it: all, or the one of that name.
 
         Raises:
             UnusableRegionError: there is no such region.
         """
         if name is None:
-            return [_told(named.name, region) for named, region in self._regions.items() if named.owner == owner]
+            mine = [(named.name, region) for named, region in self._regions.items() if named.owner == owner]
+            return [_told(each, region) for each, region in mine if region.kind == kind]
         region = self._regions.get(_Name(owner, name))
-        if region is None:
-            raise UnusableRegionError(_unknown(name) if self.is_on else OFF)
+        if region is None or region.kind != kind:
+            raise self._unknown(name)
         return [_told(name, region)]
+
+    def _unknown(self, name: str) -> UnusableRegionError:
+        may_register = self.is_on or self._shares_device_memory
+        return UnusableRegionError(f"no region with the name {_label(name)} is registered" if may_register else OFF)
 
     def _collect(self) -> None:
         while not self._closed.empty():
@@ -167,12 +181,14 @@ class Regions:
             self._open_regions -= 1
 
 
-def _told(name: str, region: RegionFile) -> dict[str, Any]:
-    return {"name": name, "key": region.key, "offset": region.start, "byte_size": region.nbytes}
+def require_name(name: str) -> None:
+    """Raises: UnusableRegionError: no region may have this name."""
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise UnusableRegionError(f"a region's name must have 1 to {_LONGEST_NAME} printable characters")
 
 
-def _unknown(name: str) -> str:
-    return f"no region with the name {_label(name)} is registered"
+def _told(name: str, region: Region) -> dict[str, Any]:
+    return {"name": name, **region.described()}
 
 
 def _label(name: str) -> str:

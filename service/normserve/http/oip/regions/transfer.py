@@ -1,10 +1,11 @@
-"""Tensors come from regions into slabs, and results go from slabs into regions."""
+"""Tensors come from system shared memory into slabs, and results go from slabs there."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from normserve.errors import OverloadedError
+from normserve.http.oip.regions.files import RegionFile
 from normserve.http.oip.regions.registry import Span
 from normserve.memory.slabs import SlabPool
 
@@ -38,10 +39,10 @@ class Transfer:
         places = [slab[start : start + span.nbytes] for start, span in zip(starts, spans, strict=True)]
         if end <= _LONG_BYTES:
             for span, place in zip(spans, places, strict=True):
-                span.region.read(span.offset, place)
+                _file(span).read(span.offset, place)
             return places
         pieces = [
-            asyncio.to_thread(span.region.read, span.offset + start, place[start : start + _PIECE_BYTES])
+            asyncio.to_thread(_file(span).read, span.offset + start, place[start : start + _PIECE_BYTES])
             for span, place in zip(spans, places, strict=True)
             for start in range(0, span.nbytes, _PIECE_BYTES)
         ]
@@ -72,4 +73,9 @@ class Transfer:
 
 def _write(results: Sequence[tuple[Span, memoryview]]) -> None:
     for span, data in results:
-        span.region.write(span.offset, data)
+        _file(span).write(span.offset, data)
+
+
+def _file(span: Span) -> RegionFile:
+    assert isinstance(span.region, RegionFile)
+    return span.region

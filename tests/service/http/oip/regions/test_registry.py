@@ -56,7 +56,7 @@ def test_reads_and_writes_what_the_name_stands_for(regions, path, key):
     assert read(span) == bytes(range(15, 35))
     span.region.write(span.offset, memoryview(b"new"))
     assert path.read_bytes()[14:19] == bytes([14, *b"new", 18])
-    assert regions.status(None) == [{"name": "r", "key": key, "offset": 10, "byte_size": 50}]
+    assert regions.status(None, "system") == [{"name": "r", "key": key, "offset": 10, "byte_size": 50}]
 
 
 def test_what_multiprocessing_makes_can_be_registered():
@@ -204,7 +204,7 @@ def test_a_name_is_taken_once(regions, path):
     register(regions)
     with pytest.raises(UnusableRegionError, match="unregister it first"):
         register(regions, start=5, nbytes=5)
-    assert regions.status(None, "r")[0]["byte_size"] == 100
+    assert regions.status(None, "system", "r")[0]["byte_size"] == 100
     assert regions.open_regions == 1
 
 
@@ -225,8 +225,8 @@ def test_names_are_printable_and_short(regions, path, name):
 def test_keys_have_names_of_their_own(regions, path):
     register(regions, owner="one")
     register(regions, owner="two", nbytes=50)
-    assert regions.status("two") == [{"name": "r", "key": KEY, "offset": 0, "byte_size": 50}]
-    regions.unregister("two")
+    assert regions.status("two", "system") == [{"name": "r", "key": KEY, "offset": 0, "byte_size": 50}]
+    regions.unregister("two", "system")
     assert regions.find("one", "r", 0, 100)
     for owner in ("two", None):
         with pytest.raises(UnusableRegionError, match="no region with the name 'r'"):
@@ -237,9 +237,9 @@ def test_what_is_in_use_stays_open_and_counts_until_it_is_not(regions, path):
     before = descriptors()
     register(regions)
     span = regions.find(None, "r", 0, 100)
-    regions.unregister(None, "r")
-    regions.unregister(None, "r")
-    regions.unregister(None)
+    regions.unregister(None, "system", "r")
+    regions.unregister(None, "system", "r")
+    regions.unregister(None, "system")
     with pytest.raises(UnusableRegionError, match="no region"):
         regions.find(None, "r", 0, 1)
     assert read(span) == bytes(range(100))
@@ -257,11 +257,11 @@ def test_number_and_bytes_are_bounded_and_come_back(regions, path):
         with pytest.raises(OverloadedError, match="no more than 4 regions"):
             register(regions, name=f"more {count}", nbytes=1)
     assert descriptors() == before + 4
-    regions.unregister(None, "0")
+    regions.unregister(None, "system", "0")
     with pytest.raises(OverloadedError, match="701 more bytes do not fit beside 300"):
         register(regions, nbytes=701)
     register(regions, nbytes=700)
-    regions.unregister(None)
+    regions.unregister(None, "system")
     assert (regions.open_regions, regions.open_bytes, descriptors()) == (0, 0, before)
 
 
@@ -277,9 +277,9 @@ def test_without_a_folder_it_says_how_to_switch_it_on():
     for use in (
         lambda: regions.open("r", KEY, 0, 1),
         lambda: regions.find(None, "r", 0, 1),
-        lambda: regions.status(None, "r"),
+        lambda: regions.status(None, "system", "r"),
     ):
         with pytest.raises(UnusableRegionError, match="--oip-shared-memory PREFIX"):
             use()
-    regions.unregister(None)
-    assert regions.status(None) == []
+    regions.unregister(None, "system")
+    assert regions.status(None, "system") == []

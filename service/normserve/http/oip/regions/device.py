@@ -1,0 +1,124 @@
+"""Regions of CUDA shared memory: allocations of other processes on this host, opened by their handles."""
+
+import ipaddress
+import queue
+from typing import Any
+
+from normserve.admission.callers import Caller
+from normserve.codec.local_frames import ALIGNMENT
+from normserve.engine.engine import Engine
+from normserve.errors import ForbiddenError, UnusableRegionError
+from normserve.http.oip.regions.region import Kind
+from normserve.memory.allocations import OpenedAllocation, open_for_client
+
+OFF = "this server registers no CUDA shared memory; its operator can allow that with --oip-cuda-shared-memory"
+
+
+class DeviceRegion(OpenedAllocation):
+    """A region that is mapped for as long as anything refers to it: a registration, a request, a launch.
+
+    Attributes:
+        device_id: as the client gave it.
+        home: is told the bytes once the region is closed; unlike a lock it is reentrant.
+    """
+
+    kind: Kind = "cuda"
+    device_id = 0
+    home: "queue.SimpleQueue[int] | None" = None
+
+    @property
+    def start(self) -> int:
+        """The address of its first byte."""
+        return self.address
+
+    @property
+    def nbytes(self) -> int:
+        """Of the region."""
+        return len(self)
+
+    def described(self) -> dict[str, Any]:
+        """What the protocol tells of it beside its name."""
+        return {"device_id": self.device_id, "byte_size": self.nbytes}
+
+    def shares_memory_with(self, other: object) -> bool:
+        """Whether addresses can be compared; the driver maps an allocation once, however often it is opened."""
+        return isinstance(other, DeviceRegion)
+
+    def require_present(self, offset: int, nbytes: int) -> None:
+        """Raises: UnusableRegionError: a tensor cannot begin there."""
+        if (self.address + offset) % ALIGNMENT:
+            raise UnusableRegionError(
+                f"the offset in a region of CUDA memory must be a multiple of {ALIGNMENT}, got {offset}"
+            )
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the region; they keep it mapped."""
+        return self.whole()[offset : offset + nbytes]
+
+    def __del__(self) -> None:
+        super().__del__()
+        if self.home is not None:
+            self.home.put(self.nbytes)
+
+
+class DeviceMemory:
+    """Opens what clients on this host have allocated, if it may."""
+
+    def __init__(self, is_allowed: bool, engine: Engine) -> None:
+        """Args: is_allowed: the operator wants it."""
+        self._is_allowed = is_allowed
+        self._engine = engine
+
+    @property
+    def is_on(self) -> bool:
+        """Whether regions may be registered: false as well without a device, or before it has started."""
+        engine = self._engine
+        return self._is_allowed and engine.device is not None and engine.device_memory is not None
+
+    def require_allowed(self, caller: Caller) -> None:
+        """Refuse whom the memory is not opened for.
+
+        Raises:
+            UnusableRegionError: nobody's is.
+            ForbiddenError: the client came over a network.
+        """
+        if not self._is_allowed:
+            raise UnusableRegionError(OFF)
+        if not is_on_this_host(caller.address):
+            raise ForbiddenError("CUDA shared memory is for clients that come over loopback or a Unix socket")
+
+    async def open(self, caller: Caller, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
+        """Open what is to be registered.
+
+        Args:
+            device_id: the client's number of the device, which may be another here: the handle says which it is.
+            nbytes: that the client says it has.
+
+        Raises:
+            UnusableRegionError: there is no device whose memory can be opened, or this memory cannot be.
+            ForbiddenError: the client may not.
+            NotReadyError, DrainingError: the server is not ready.
+        """
+        self.require_allowed(caller)
+        self._engine.require_ready()
+        device = self._engine.device_memory
+        if device is None:
+            raise UnusableRegionError("the server has no device whose memory could be registered")
+        try:
+            region = await open_for_client(device, handle, nbytes, DeviceRegion)
+        except ValueError as error:
+            raise UnusableRegionError(str(error)) from None
+        region.device_id = device_id
+        return region
+
+
+def is_on_this_host(address: str) -> bool:
+    """Whether a caller's address is of loopback, or of a Unix socket."""
+    if address == "unix":
+        return True
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
