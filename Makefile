@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-frontends test-gpu test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test check test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -65,6 +65,16 @@ test-frontends: .venv/.dev
 test-ray: .venv/ray/.done
 	unshare --net --pid --fork --mount-proc --kill-child sh -c 'ip link set lo up && exec "$$@"' sh \
 		.venv/ray/bin/python -m pytest tests/integration/fleet/test_ray.py
+
+# KServe's package needs other versions than those of constraints.txt, so that its client has an interpreter of its own.
+.venv/kserve/.done: Makefile
+	$(PYTHON) -m venv .venv/kserve
+	.venv/kserve/bin/pip install --quiet --disable-pip-version-check kserve==0.21.0
+	@touch $@
+
+test-kserve: .venv/.dev .venv/kserve/.done
+	KSERVE_PYTHON=.venv/kserve/bin/python $(BIN)/python -m pytest \
+		tests/integration/oip/test_kserve.py tests/docker/k8s/test_kserve.py
 
 SUITE ?= first
 

@@ -43,6 +43,15 @@ def tool() -> Tools:
 
 
 @pytest.fixture(scope="session")
+def kserve_python() -> str:
+    """An interpreter that has KServe's package, which cannot be installed beside this project's pins."""
+    found = os.environ.get("KSERVE_PYTHON")
+    if found is None:
+        pytest.skip("KSERVE_PYTHON names no interpreter that has the package kserve: make test-kserve makes one")
+    return found
+
+
+@pytest.fixture(scope="session")
 def float8_is_rounded_as_on_a_gpu() -> Iterator[None]:
     """In the interpreter, too."""
     with _interpreter_with("round_float8"):

@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable
+from typing import Any
 
 from normserve import errors
 from normserve.codec import media_types
@@ -38,7 +39,11 @@ def problem(
     """
     status = status_of(error)
     is_plain = _INFERENCE_PROTOCOL.match(target) is not None
-    body = json.dumps({"error": error.detail} if is_plain else document(error, request_id)).encode()
+    told: dict[str, Any] = {"error": error.detail} if is_plain else document(error, request_id)
+    if isinstance(error, errors.TooManyConnectionsError):
+        # Before anybody knows what is spoken: a problem document, and a member that clients of `/v2` look for.
+        told["error"] = error.detail
+    body = json.dumps(told).encode()
     headers = [
         (b"content-type", (JSON if is_plain else PROBLEM_JSON).encode()),
         (b"content-length", str(len(body)).encode()),

@@ -1,8 +1,13 @@
 """The InferenceService, as kustomize renders it: its pod is valid, and what it says about the server is true of it.
 
-KServe's controller makes a Deployment of the predictor; its schema comes with it and is not here, so that what it
-adds to a pod's fields is listed and the rest is checked as a pod.
+KServe's controller makes a Deployment of the predictor; what that adds to a pod's fields is listed and the rest is
+checked as a pod.  Where KServe's own package is, all of it is checked against its models.
 """
+
+import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +16,7 @@ from tests.docker.k8s.conftest import DOCKERFILE, K8S, run
 
 # Of a predictor's fields, those that no pod has.
 _KSERVES = ("minReplicas", "maxReplicas")
+_SCHEMA = Path(__file__).with_name("kserve_schema.py")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,30 @@ def test_its_pod_is_valid(service, release):
     spec = {name: value for name, value in service["spec"]["predictor"].items() if name not in _KSERVES}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": service["metadata"], "spec": spec}
     assert version.startswith(validate(pod, version, strict=True))
+
+
+def mistakes(kserve_python: str, service: dict) -> list[str]:
+    """What is wrong with a manifest, as KServe's own models say."""
+    done = subprocess.run(
+        [kserve_python, _SCHEMA],
+        input=json.dumps(service),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_it_is_as_kserves_models_have_it(kserve_python, service):
+    assert mistakes(kserve_python, service) == []
+    predictor = service["spec"]["predictor"]
+    wrong = {**service, "spec": {"predictor": {**predictor, "replicas": 1, "minReplicas": "one"}}}
+    assert mistakes(kserve_python, wrong) == [
+        "service.spec.predictor.minReplicas must be int",
+        "service.spec.predictor.replicas is no field of V1beta1PredictorSpec",
+    ]
 
 
 def test_its_port_is_the_one_the_server_listens_on(container):

@@ -55,7 +55,10 @@ def sides():
     sides.client.driver.free(sides.address)
 
 
-def asked(x=Region("r", 0, 96), y=Region("r", 4096, 96)) -> Asked:
+X, Y = Region("r", 0, 96), Region("r", 4096, 96)
+
+
+def asked(x=X, y=Y) -> Asked:
     given = Input("x", DType.FLOAT32, (2, 12), 96, x)
     return Asked(SPEC, None, (given,), (Output("y", False, y),), False, None, None, uses_regions=True)
 
