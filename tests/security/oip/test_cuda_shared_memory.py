@@ -195,6 +195,7 @@ def test_the_clients_number_of_the_device_is_told_and_not_believed(owner):
     assert owner.http.get("/v2/cudasharedmemory/region/r/status").json() == told
     assert_refused(owner.http.get("/v2/cudasharedmemory/region/x/status"), "no region")
     assert owner.http.get("/v2/systemsharedmemory/status").json() == []
+    assert_refused(owner.http.get("/v2/systemsharedmemory/region/r/status"), "no region")
     assert owner.http.post("/v2/systemsharedmemory/unregister").status_code == 200
     assert owner.http.post("/v2/systemsharedmemory/region/r/unregister").status_code == 200
     assert owner.http.get("/v2/cudasharedmemory/status").json() == told
