@@ -88,6 +88,7 @@ class DirectRequest:
         self._request_id = request_id_of(prepared.headers)
         self._permit: Permit | None = None
         self._job: NormJob | None = None
+        self._is_lost = False
 
     def begin(self, body: memoryview) -> None:
         """Have it computed; it is answered then, or at once if something is wrong with it."""
@@ -116,15 +117,21 @@ class DirectRequest:
             case messages.Sent():
                 self._end(message)
             case messages.Left() if self._job is not None:
-                self._prepared.operation.computing.engine.abandon(self._job)
+                self._prepared.operation.computing.engine.withdraw(self._job)
 
     def on_progress(self, nbytes: int) -> None:
         """Its body has come: there is none to tell."""
 
     def on_lost(self) -> None:
         """The front end is gone, and its clients with it."""
-        if self._job is not None:
-            self._prepared.operation.computing.engine.abandon(self._job)
+        self._is_lost = True
+        if self._job is None:
+            self._end_unsent()
+        else:
+            # The device may work on it still: its permit is held as long.
+            self._prepared.operation.computing.engine.withdraw(self._job)
+
+    def _end_unsent(self) -> None:
         self._end(messages.Sent(self._number, 0.0, is_delivered=False))
 
     def _end(self, sent: messages.Sent) -> None:
@@ -146,6 +153,9 @@ class DirectRequest:
         self._job = None
         # Not raised: its traceback would hold this frame, and with it, through the future, itself and the job.
         failure = reply.exception()
+        if self._is_lost:
+            self._end_unsent()
+            return
         if failure is not None:
             self._refuse(failure)
             return
