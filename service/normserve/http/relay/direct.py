@@ -97,6 +97,7 @@ class DirectRequest:
         try:
             layer = prepared.operation.layer_of(head)
             computing.engine.require_ready()
+            computing.bodies.require_short(len(body))
             caller = self._caller
             self._permit = permit = parts.limits.acquire(len(body), caller.tenant, caller.quota)
             record.received, record.stages["recv"] = len(body), 0.0
