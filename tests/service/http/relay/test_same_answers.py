@@ -1,6 +1,7 @@
 """Whichever way a plain request goes, directly or by the application, it is answered and counted the same."""
 
 import asyncio
+import functools
 import re
 
 import numpy as np
@@ -48,6 +49,10 @@ def noted(record) -> tuple:
     return *of_it, stages, record.waiting_in, record.received, record.sent
 
 
+def is_answered_or_runs(owner: OwnerScene, front_end, number: int) -> bool:
+    return bool(front_end.said_of(number) or owner.executor.running)
+
+
 async def asked(owner: OwnerScene, count: int, error, before, options):
     """The answers and records of the same request, sent so many times one after the other."""
     await owner.open()
@@ -57,8 +62,7 @@ async def asked(owner: OwnerScene, count: int, error, before, options):
     answers = []
     for number in range(count):
         front_end.ask(number, **options)
-        said = lambda: front_end.said_of(number)  # noqa: B023, E731
-        await until(lambda: said() or owner.executor.running)
+        await until(functools.partial(is_answered_or_runs, owner, front_end, number))
         if owner.executor.running:
             owner.executor.finish(error)
         answers.append(plain(await front_end.answer(number)))
