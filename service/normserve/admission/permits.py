@@ -243,8 +243,9 @@ def _wait(seconds: float) -> float:
 
 
 class Permit:
-    """The right of one request to be inside; release it when the last byte is out or the client is gone.
+    """The right of one request to be inside.
 
+    Release it when the last byte is out, or once the client is gone and the device no longer works for it.
     While the request's body is being received, from `receive` to `complete_body`, it may be revoked.
 
     Attributes:

@@ -57,7 +57,8 @@ class Computing:
             NormserveError: it takes too much memory, its deadline passes, or the device says so.
         """
         self.admit(exchange.permit, exchange.record, job, cost, body_bytes)
-        exchange.sending.on_departure = functools.partial(self.engine.abandon, job)
+        # What runs already is waited for: the permit is held as long as the device works.
+        exchange.sending.on_departure = functools.partial(self.engine.withdraw, job)
         try:
             return await self.engine.submit(job, self.deadline(exchange.record, timeout_ms))
         finally:

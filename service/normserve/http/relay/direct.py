@@ -91,6 +91,7 @@ class DirectRequest:
         self._job: NormJob | None = None
         # What the front end reads until it has sent it.
         self._held: list[object] = []
+        self._is_lost = False
 
     def begin(self, body: memoryview) -> None:
         """Have it computed; it is answered then, or at once if something is wrong with it."""
@@ -109,6 +110,7 @@ class DirectRequest:
         """
         layer = self._prepared.operation.layer_of(self._prepared.head)
         self._computing.engine.require_ready()
+        self._computing.bodies.require_short(nbytes)
         self._permit = self._parts.limits.acquire(nbytes, self._caller.tenant, self._caller.quota)
         return layer
 
@@ -134,15 +136,21 @@ class DirectRequest:
             case messages.Sent():
                 self._end(message)
             case messages.Left() if self._job is not None:
-                self._computing.engine.abandon(self._job)
+                self._computing.engine.withdraw(self._job)
 
     def on_progress(self, nbytes: int) -> None:
         """Its body has come: there is none to tell."""
 
     def on_lost(self) -> None:
         """The front end is gone, and its clients with it."""
-        if self._job is not None:
-            self._computing.engine.abandon(self._job)
+        self._is_lost = True
+        if self._job is None:
+            self._end_unsent()
+        else:
+            # The device may work on it still: its permit is held as long.
+            self._computing.engine.withdraw(self._job)
+
+    def _end_unsent(self) -> None:
         self._end(messages.Sent(self._number, 0.0, is_delivered=False))
 
     def _end(self, sent: messages.Sent) -> None:
@@ -163,6 +171,9 @@ class DirectRequest:
         self._computing.engine.end(self._job)
         self._parts.progress.end()
         self._job = None
+        if self._is_lost:
+            self._end_unsent()
+            return
         # Not raised: its traceback would hold this frame, and with it the job.
         if isinstance(ended, NormserveError):
             self._refuse(ended)

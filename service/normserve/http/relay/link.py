@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -20,7 +21,12 @@ _BUFFER_BYTES = 4 * 2**20
 
 
 class Link:
-    """A connected Unix socket.  What is said in one turn of the event loop leaves together, at its end."""
+    """A connected Unix socket.  What is said in one turn of the event loop leaves together, at its end.
+
+    Attributes:
+        is_behind: the kernel does not take all that was said; who says things unasked waits or gathers meanwhile.
+        on_drained: told when it has taken all of it after that.
+    """
 
     def __init__(
         self,
@@ -28,10 +34,14 @@ class Link:
         decoder: "msgspec.msgpack.Decoder[Any]",
         on_message: Callable[[Any], None],
         on_end: Callable[[], None],
+        *,
+        lends: bool = False,
     ) -> None:
         """Args:
-        on_message: is given each message as it comes.
-        on_end: told once that the other process is gone.
+        on_message: is given each message as it comes; if it raises, the link ends.
+        on_end: told once that the other process is gone, or has ended the link.
+        lends: the other writes to memory of this process.  After a fault here, it is still lent until the other
+            has ended the link.
         """
         connected.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -40,6 +50,8 @@ class Link:
         self._decode = decoder.decode
         self._on_message = on_message
         self._on_end = on_end
+        self._lends = lends
+        self._is_ending = False
         self._loop = asyncio.get_running_loop()
         self._rest = b""
         self._descriptors: deque[int] = deque()
@@ -48,6 +60,8 @@ class Link:
         self._is_flushing = False
         self._drained: asyncio.Future[None] | None = None
         self.is_open = True
+        self.is_behind = False
+        self.on_drained: Callable[[], None] = lambda: None
         self._loop.add_reader(connected, self._receive)
 
     def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
@@ -55,7 +69,7 @@ class Link:
 
         Args: descriptor: comes along; it stays the caller's.
         """
-        if not self.is_open:
+        if not self.is_open or self._is_ending:
             return
         content = encode(message)
         # Until the kernel has taken it nobody else may close it.
@@ -84,12 +98,27 @@ class Link:
         self._loop.remove_reader(self._connected)
         self._loop.remove_writer(self._connected)
         self._connected.close()
+        self._forget()
+        self._on_end()
+
+    def _forget(self) -> None:
+        """Drop what was to be sent, and the descriptors that came."""
         for descriptor in (*self._descriptors, *[kept for _, kept in self._unsent if kept is not None]):
             os.close(descriptor)
         self._descriptors.clear()
         self._unsent.clear()
         self._settle()
-        self._on_end()
+
+    def _give_up(self) -> None:
+        """End it after a fault of this side."""
+        if not self._lends:
+            self.close()
+            return
+        self._is_ending = True
+        self._loop.remove_writer(self._connected)
+        self._forget()
+        with contextlib.suppress(OSError):
+            self._connected.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
         try:
@@ -104,6 +133,8 @@ class Link:
         if not data or flags & socket.MSG_CTRUNC:
             self.close()
             return
+        if self._is_ending:
+            return
         if self._rest:
             data = self._rest + data
         position, end = 0, len(data)
@@ -113,27 +144,36 @@ class Link:
             if following > end:
                 break
             position = following
-            self._on_message(self._decode(memoryview(data)[begin:following]))
+            try:
+                self._on_message(self._decode(memoryview(data)[begin:following]))
+            except BaseException:
+                # The rest of what was read would be lost: nobody shall wait for an answer to that.
+                self._give_up()
+                raise
             if not self.is_open:
                 return
         self._rest = data[position:]
 
     def _flush(self) -> None:
         """Send what is unsent, as much of it as the kernel takes."""
-        if not self.is_open:
+        if not self.is_open or self._is_ending:
             return
         try:
             while self._unsent:
                 self._send_next()
         except (BlockingIOError, InterruptedError):
+            self.is_behind = True
             self._loop.add_writer(self._connected, self._flush)
             return
         except OSError:
-            self.close()
+            self._give_up()
             return
-        self._loop.remove_writer(self._connected)
         self._is_flushing = False
         self._settle()
+        if self.is_behind:
+            self.is_behind = False
+            self._loop.remove_writer(self._connected)
+            self.on_drained()
 
     def _send_next(self) -> None:
         """Send the next message that has a descriptor, or all until then."""

@@ -105,7 +105,9 @@ class Refused(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class LeftLate(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """A client left with a response that the kernel had taken and that it had not read."""
+    """So many clients left with a response that the kernel had taken and that they had not read."""
+
+    count: int
 
 
 class Connections(msgspec.Struct, array_like=True, tag=9, gc=False):

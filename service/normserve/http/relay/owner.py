@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from normserve.errors import NormserveError
+from normserve.http.edge.middleware import request_id_of
+from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.direct import Direct, DirectRequest, Prepared
 from normserve.http.relay.link import Link
@@ -20,6 +23,9 @@ from normserve.memory.shared_slabs import Located, SharedSlabs
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import RequestRecord
+from normserve.problems import unexpected
+
+log = logging.getLogger(__name__)
 
 # Heads that are remembered: clients send the like again and again.
 _MOST_KNOWN, _LONGEST_KNOWN = 1024, 2048
@@ -92,7 +98,7 @@ class Relays:
         numbers = self._shared.ended()
         for each in self._front_ends:
             each.forget(numbers)
-            each.send(Readiness(self._is_ready))
+            each.beat(Readiness(self._is_ready))
         self._beating = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
     def _admit(self, front_end: "_FrontEnd") -> None:
@@ -196,7 +202,7 @@ class _FrontEnd:
         self._begin, self._on_hello = begin, on_hello
         self._mapped: set[int] = set()
         self._under_way: dict[int, DirectRequest | Relayed] = {}
-        self._link = Link(connected, messages.from_front_end, self._on_message, self._on_end)
+        self._link = Link(connected, messages.from_front_end, self._on_message, self._on_end, lends=True)
 
     @property
     def is_busy(self) -> bool:
@@ -205,6 +211,11 @@ class _FrontEnd:
 
     def send(self, message: msgspec.Struct) -> None:
         self._link.send(message)
+
+    def beat(self, readiness: Readiness) -> None:
+        """Give it a sign, unless it has yet to take what it was told before."""
+        if not self._link.is_behind:
+            self._link.send(readiness)
 
     def close(self) -> None:
         """End the link."""
@@ -235,7 +246,10 @@ class _FrontEnd:
     def _on_message(self, message: Any) -> None:
         kind = type(message)
         if kind is messages.Request:
-            self._under_way[message.number] = self._begin(self, message)
+            try:
+                self._under_way[message.number] = self._begin(self, message)
+            except Exception as error:
+                self._refuse(message.number, error)
         elif kind is messages.Hello:
             self.hello = message
             self._on_hello(self)
@@ -245,13 +259,22 @@ class _FrontEnd:
             for _ in range(message.count):
                 self._metrics.observe_request(RequestRecord(status=message.status, error=message.code))
         elif kind is messages.LeftLate:
-            self._metrics.observe_late_departure()
+            for _ in range(message.count):
+                self._metrics.observe_late_departure()
         elif kind is messages.Progress:
             for number, nbytes in message.received.items():
                 if (request := self._under_way.get(number)) is not None:
                     request.on_progress(nbytes)
         elif (request := self._under_way.get(message.number)) is not None:
             request.on_message(message)
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        """Answer a request that met an error of this server's own before it began."""
+        log.error("a relayed request met an error that nobody expected", exc_info=error)
+        known = unexpected(error)
+        status, headers, body = problem(known, request_id_of({}))
+        self._metrics.observe_request(RequestRecord(status=status, error=known.code))
+        self.send(messages.Send(number, status, headers, body, more=False))
 
     def _on_end(self) -> None:
         for request in tuple(self._under_way.values()):

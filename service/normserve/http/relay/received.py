@@ -53,7 +53,6 @@ class ReceivedRequest(DirectRequest):
         """
         bodies = self._computing.bodies
         try:
-            bodies.require_short(announced)
             self._layer = self.admit(announced)
         except NormserveError:
             return False

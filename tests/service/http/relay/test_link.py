@@ -14,11 +14,13 @@ from normserve.http.relay.link import Link
 class End:
     """One end, and what it heard."""
 
-    def __init__(self, connected, decoder):
-        self.heard, self.ended = [], 0
-        self.link = Link(connected, decoder, self._hear, self._end)
+    def __init__(self, connected, decoder, **how):
+        self.heard, self.ended, self.faulty = [], 0, None
+        self.link = Link(connected, decoder, self._hear, self._end, **how)
 
     def _hear(self, message):
+        if message == self.faulty:
+            raise ZeroDivisionError
         descriptor = self.link.take_descriptor() if isinstance(message, messages.Memory) else None
         self.heard.append(message if descriptor is None else (message.number, os.fstat(descriptor).st_ino))
         if descriptor is not None:
@@ -28,9 +30,16 @@ class End:
         self.ended += 1
 
 
-def linked():
+def linked(**how):
     here, there = socket.socketpair()
-    return End(here, messages.from_front_end), End(there, messages.from_owner)
+    return End(here, messages.from_front_end, **how), End(there, messages.from_owner)
+
+
+def faults_of(loop):
+    """What callbacks of a loop raise from now on."""
+    faults = []
+    loop.call_exception_handler = lambda context: faults.append(type(context["exception"]))
+    return faults
 
 
 def named(descriptor):
@@ -168,5 +177,81 @@ def test_a_lost_descriptor_ends_the_link_before_another_takes_its_place():
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert (front_end.ended, front_end.heard) == (1, [])
         await until(lambda: owner.ended == 1)
+
+    asyncio.run(run())
+
+
+def test_a_callback_that_raises_ends_the_link():
+    """The messages that came with the one that it was given will not be answered."""
+
+    async def run():
+        owner, front_end = linked()
+        faults = faults_of(asyncio.get_running_loop())
+        front_end.faulty = messages.Done(2)
+        for number in range(1, 5):
+            owner.link.send(messages.Done(number))
+        await until(lambda: owner.ended and front_end.ended)
+        assert front_end.heard == [messages.Done(1)]
+        assert (owner.ended, front_end.ended, faults) == (1, 1, [ZeroDivisionError])
+
+    asyncio.run(run())
+
+
+def test_a_message_that_cannot_be_read_ends_the_link():
+    async def run():
+        here, there = socket.socketpair()
+        end = End(there, messages.from_owner)
+        faults = faults_of(asyncio.get_running_loop())
+        with here:
+            here.sendall(messages.LENGTH.pack(1) + b"\xc1")
+            await until(lambda: end.ended)
+        assert len(faults) == 1
+
+    asyncio.run(run())
+
+
+def test_what_is_lent_stays_so_until_the_other_side_has_ended_the_link():
+    """It writes until it hears of the end."""
+
+    async def run():
+        owner, front_end = linked(lends=True)
+        loop = asyncio.get_running_loop()
+        faults = faults_of(loop)
+        loop.remove_reader(front_end.link._connected)
+        owner.faulty = messages.Left(1)
+        front_end.link.send(messages.Left(1))
+        front_end.link.send(messages.Left(2))
+        await until(lambda: faults)
+        front_end.link.send(messages.Left(3))
+        owner.link.send(messages.Done(3))
+        await asyncio.sleep(0.05)
+        assert (owner.ended, owner.heard) == (0, [])
+        loop.add_reader(front_end.link._connected, front_end.link._receive)
+        await until(lambda: owner.ended)
+        assert (owner.ended, front_end.ended, front_end.heard) == (1, 1, [])
+        assert faults == [ZeroDivisionError]
+
+    asyncio.run(run())
+
+
+def test_it_says_when_it_is_behind_and_when_not_any_more():
+    async def run():
+        owner, front_end = linked()
+        loop = asyncio.get_running_loop()
+        drained = []
+        owner.link.on_drained = lambda: drained.append(owner.link.is_behind)
+        owner.link.send(messages.Done(1))
+        await until(lambda: front_end.heard)
+        assert not owner.link.is_behind
+        loop.remove_reader(front_end.link._connected)
+        for number in range(30):
+            owner.link.send(messages.Send(number, 200, [], bytes(2**20), more=False))
+        await until(lambda: owner.link.is_behind)
+        assert drained == []
+        loop.add_reader(front_end.link._connected, front_end.link._receive)
+        await until(lambda: drained)
+        assert drained == [False]
+        owner.link.close()
+        front_end.link.close()
 
     asyncio.run(run())

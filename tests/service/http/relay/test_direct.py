@@ -1,0 +1,57 @@
+"""Operations whose body came along, which are answered without the application."""
+
+from normserve.http.relay import messages
+
+from tests.service.http.relay.owner_scene import OwnerScene, either_way, until
+
+
+async def running(owner: OwnerScene, front_end) -> None:
+    """One request runs on the device."""
+    front_end.ask(1)
+    await until(lambda: owner.executor.running)
+    assert owner.service.limits.requests == 1
+
+
+@either_way
+async def test_a_permit_comes_home_when_the_work_is_over_though_its_front_end_is_gone(owner):
+    front_end = owner.front_end()
+    await running(owner, front_end)
+    front_end.link.close()
+    await until(lambda: not owner.relays.described())
+    # The device has not ended it.
+    assert owner.service.limits.requests == 1
+    owner.executor.finish()
+    await until(lambda: owner.is_idle)
+    assert [(each.status, each.error) for each in owner.records] == [(499, None)]
+
+
+@either_way
+async def test_what_waits_is_not_run_for_a_front_end_that_is_gone(owner):
+    other, front_end = owner.front_end(), owner.front_end()
+    await running(owner, other)
+    front_end.ask(1)
+    await until(lambda: owner.service.limits.requests == 2)
+    front_end.link.close()
+    await until(lambda: owner.service.limits.requests == 1)
+    assert [each.status for each in owner.records] == [499]
+    owner.executor.finish()
+    assert (await other.answer(1)).status == 200
+    await until(lambda: owner.is_idle)
+    assert not owner.executor.running
+
+
+@either_way
+async def test_a_permit_is_kept_until_the_work_is_over_of_a_client_that_left(owner):
+    front_end = owner.front_end()
+    await running(owner, front_end)
+    front_end.link.send(messages.Left(1))
+    # Answered in order: the departure has been heard.
+    front_end.ask(2, method="GET", path="/livez", body=None, announced=0)
+    assert (await front_end.answer(2)).status == 200
+    assert front_end.said_of(1) == []
+    assert owner.service.limits.requests == 1
+    owner.executor.finish()
+    await until(lambda: front_end.said_of(1))
+    front_end.link.send(messages.Sent(1, 0.0, is_delivered=False))
+    await until(lambda: owner.is_idle)
+    assert [(each.op, each.status) for each in owner.records if each.op == "layer_norm"] == [("layer_norm", 499)]

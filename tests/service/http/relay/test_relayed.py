@@ -1,0 +1,130 @@
+"""A relayed request that the application answers."""
+
+import asyncio
+
+from normserve.errors import OverloadedError
+from normserve.http.relay import messages
+from normserve.http.relay.relayed import Relayed
+
+from tests.service.http.relay.test_exchange import FakeFrontEnd, asked
+
+SCOPE = {"type": "http", "path": "/"}
+
+
+async def turn():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Application:
+    """Receives a body or does not, and responds or does not, when the test says so."""
+
+    def __init__(self, front_end, *, receives=False, responds=True, error=None):
+        self._front_end = front_end
+        self._receives, self._responds, self._error = receives, responds, error
+        self.proceed = asyncio.Event()
+        self.scope = None
+        self.refused = None
+
+    async def __call__(self, scope, receive, send):
+        self.scope = scope
+        if self._receives:
+            try:
+                await scope["state"]["reception"].into(self._front_end.slabs.take, pause_s=20.0, total_s=20.0)
+            except Exception as error:
+                self.refused = type(error).__name__
+        await self.proceed.wait()
+        if self._error is not None:
+            raise self._error
+        if self._responds:
+            await scope["state"]["sending"].respond(200, [], [b"y"], 1)
+
+
+def play(test):
+    def run():
+        asyncio.run(test(FakeFrontEnd()))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@play
+async def test_it_is_over_once_its_response_has_been_sent(front_end):
+    application = Application(front_end)
+    relayed = Relayed(front_end, asked(5, bytearray(b"whole")), SCOPE, application)
+    await turn()
+    assert application.scope["client"] == ("127.0.0.1", 1)
+    assert "client" not in SCOPE
+    application.proceed.set()
+    await turn()
+    assert front_end.said == [messages.Respond(3, 200, [], [b"y"], 1)]
+    relayed.on_message(messages.Sent(3, 0.5, is_delivered=True))
+    await turn()
+    assert front_end.said[1:] == [("end", 3)]
+    assert application.scope["state"]["sending"].is_delivered
+
+
+@play
+async def test_an_application_that_says_nothing_ends_it(front_end):
+    application = Application(front_end, responds=False)
+    Relayed(front_end, asked(0), SCOPE, application)
+    application.proceed.set()
+    await turn()
+    assert front_end.said == [messages.Done(3), ("end", 3)]
+
+
+@play
+async def test_an_application_that_fails_ends_it(front_end):
+    application = Application(front_end, error=ZeroDivisionError())
+    relayed = Relayed(front_end, asked(0), SCOPE, application)
+    application.proceed.set()
+    await turn()
+    assert front_end.said == [messages.Done(3), ("end", 3)]
+    assert isinstance(relayed._task.exception(), ZeroDivisionError)
+
+
+@play
+async def test_its_number_is_free_once_its_body_has_no_place_any_more(front_end):
+    """Who answers early does not wait for the client; the front end may write still."""
+    application = Application(front_end, receives=True, responds=False)
+    relayed = Relayed(front_end, asked(100_000), SCOPE, application)
+    await turn()
+    relayed.on_progress(50)
+    assert application.scope["state"]["reception"].received == 50
+    relayed._reception.fail(OverloadedError("no"))
+    application.proceed.set()
+    await turn()
+    assert [type(each) for each in front_end.said[1:]] == [messages.Stop, messages.Done]
+    relayed.on_message(messages.Ended(3, left=False))
+    assert front_end.said[-1] == ("end", 3)
+
+
+@play
+async def test_a_front_end_that_is_gone_ends_its_body_and_its_response(front_end):
+    receiving, responding = Application(front_end, receives=True, responds=False), Application(front_end)
+    one = Relayed(front_end, asked(100_000), SCOPE, receiving)
+    other = Relayed(front_end, asked(0), SCOPE, responding)
+    responding.proceed.set()
+    await turn()
+    one.on_lost()
+    other.on_lost()
+    receiving.proceed.set()
+    await turn()
+    assert one._task.done()
+    assert other._task.done()
+    assert receiving.refused == "ClientLeftError"
+    assert responding.scope["state"]["sending"].is_delivered is False
+
+
+@play
+async def test_a_client_that_has_left_is_noticed_by_body_and_response(front_end):
+    application = Application(front_end, receives=True)
+    relayed = Relayed(front_end, asked(100_000), SCOPE, application)
+    await turn()
+    left = []
+    application.scope["state"]["sending"].on_departure = lambda: left.append(1)
+    relayed.on_message(messages.Left(3))
+    application.proceed.set()
+    await turn()
+    assert (left, application.refused) == ([1], "ClientLeftError")
+    assert not [each for each in front_end.said if isinstance(each, messages.Respond)]
