@@ -53,6 +53,13 @@ def _num_groups(text: str) -> int:
     return value
 
 
+def _weight_offset(text: str) -> float:
+    value = _number(text)
+    if value not in (0.0, 1.0):
+        raise ValueError("0 or 1")
+    return value
+
+
 def _dropout(text: str) -> float:
     value = _number(text)
     if not 0 <= value < 1:
@@ -117,6 +124,12 @@ _LAYOUT = Parameter("layout", "Where the channels lie.", _one_of(["nchw", "nhwc"
 _ACTIVATION = Parameter(
     "activation", "Applied after the affine step.", _one_of(ACTIVATIONS), {"enum": list(ACTIVATIONS)}
 )
+_WEIGHT_OFFSET = Parameter(
+    "weight_offset",
+    "Added to weight: 1 for a weight that is kept around zero, as Gemma's; 0 by default.",
+    _weight_offset,
+    {"enum": [0, 1]},
+)
 _DROPOUT = Parameter("dropout", "Probability of a zero, applied last.", _dropout, {"type": "number"})
 _SEED = Parameter("seed", "Of the dropout mask; required with dropout.", _seed, {"type": "integer"})
 _LAYER = Parameter("layer", "A registered layer in place of the parameters.", _layer, {"type": "string"})
@@ -129,17 +142,17 @@ _OUT_DTYPE = Parameter(
 )
 _STATS = Parameter("stats", "Also return mean and rstd.", _flag, {"type": "boolean"})
 
-LAYER_PARAMETERS = (_OP, _EPS, _NUM_GROUPS, _ACTIVATION)
+LAYER_PARAMETERS = (_OP, _EPS, _NUM_GROUPS, _WEIGHT_OFFSET, _ACTIVATION)
 
 #: What a layer says in the request's stead.
-FIXED_BY_LAYER = ("eps", "num_groups", "activation")
+FIXED_BY_LAYER = ("eps", "num_groups", "weight_offset", "activation")
 
 
 def operation_parameters(op: Op, direction: Pass) -> tuple[Parameter, ...]:
     """The parameters that one operation takes."""
-    of_groups = (_NUM_GROUPS, _LAYOUT) if op is Op.GROUP_NORM else ()
+    of_op = (_NUM_GROUPS, _LAYOUT) if op is Op.GROUP_NORM else (_WEIGHT_OFFSET,)
     of_forward = (_OUT_DTYPE, _STATS) if direction is Pass.FORWARD else ()
-    return (_EPS, *of_groups, _ACTIVATION, _DROPOUT, _SEED, *of_forward, _LAYER, _TIMEOUT)
+    return (_EPS, *of_op, _ACTIVATION, _DROPOUT, _SEED, *of_forward, _LAYER, _TIMEOUT)
 
 
 def describe(parameters: Sequence[Parameter]) -> list[dict[str, Any]]:
@@ -221,6 +234,7 @@ def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
         seed=values.get("seed") if dropout else None,
         out_dtype=DType(out_dtype) if out_dtype else None,
         stats=values.get("stats", False),
+        weight_offset=values.get("weight_offset", 0.0),
     )
 
 

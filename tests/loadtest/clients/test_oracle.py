@@ -33,7 +33,10 @@ def defined(case, given):
     else:
         x_hat = h / np.sqrt(np.mean(h**2, -1, keepdims=True) + 1e-6)
     shape = [-1 if axis == channel else 1 for axis in range(h.ndim)]
-    z = x_hat * given.get("weight", np.ones(1)).reshape(shape if "weight" in given else -1)
+    if case.heads:
+        shape = [1, *h.shape[-2:]]
+    weight = given.get("weight", np.ones(1)) + case.weight_offset
+    z = x_hat * weight.reshape(shape if "weight" in given else -1)
     z = z + given.get("bias", np.zeros(1)).reshape(shape if "bias" in given else -1)
     if case.adaptive:
         z = z * (1 + np.expand_dims(given["scale"], positions)) + np.expand_dims(given["shift"], positions)
@@ -63,8 +66,12 @@ def slope(case, given, name, direction):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_it_agrees_with_the_definitions(operation, layout, activation):
     random = np.random.default_rng(0)
-    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}):
+    other = {"residual": True, "residual_dtype": DType.FLOAT16}
+    own = {"heads": True, "weight_offset": 1}
+    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}, own, other):
         if "adaptive" in options and not operation.startswith("group_norm"):
+            continue
+        if "heads" in options and operation.startswith("group_norm"):
             continue
         asked = case(operation, layout, activation=activation, **options)
         tensors = asked.tensors()
@@ -78,7 +85,10 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
                 np.testing.assert_allclose(answer["residual_out"].values, h, rtol=1e-12)
             continue
         owners = {name for name in ("x", "weight", "bias", "scale", "shift") if name in given}
-        assert answer.keys() == {f"d{name}" for name in owners}
+        own = {"dresidual"} if asked.residual_dtype and asked.op != "group_norm" else set()
+        assert answer.keys() == {f"d{name}" for name in owners} | own
+        if own:
+            assert answer["dresidual"] is answer["dx"]
         for name in owners:
             direction = random.normal(size=given[name].shape)
             along = (answer[f"d{name}"].values.numpy() * direction).sum()
