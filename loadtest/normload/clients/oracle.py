@@ -24,7 +24,8 @@ _ACTIVATIONS: dict[str, Any] = {
 
 # How far an element may be off: a few roundings of the element type, relative to its size and to what is
 # usual in its tensor, and some roundings of float32, relative to the terms that it was summed from.
-_ELEMENT_TOLERANCE = {DType.FLOAT32: 1e-5, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2}
+_ELEMENT_TOLERANCE = {DType.FLOAT32: 1e-5, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2, DType.FLOAT8_E4M3FN: 7e-2}
+_LARGEST_FLOAT8 = 448.0
 _SUM_TOLERANCE = 2e-6
 _ALWAYS_ALLOWED = 1e-7
 
@@ -80,6 +81,10 @@ def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Referen
     if case.is_backward:
         return _gradients(case, leaves, given["dy"], forward)
     answer = {"y": Reference(forward.y, forward.z_terms)}
+    if case.out_dtype is DType.FLOAT8_E4M3FN:
+        largest = forward.y.abs().amax(-1)
+        terms = forward.z_terms.amax(-1)
+        answer["scale"] = Reference(largest / _LARGEST_FLOAT8, terms / _LARGEST_FLOAT8)
     if case.residual:
         answer["residual_out"] = Reference(forward.h, forward.h.abs())
     return answer
@@ -92,7 +97,8 @@ def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, Ho
         got = ", ".join(quoted(name, 32) for name in sorted(answer)[:_NAMED])
         return f"expected {', '.join(should_be)}, got {got or 'none'}"
     for name, reference in should_be.items():
-        if found := _difference(reference, answer[name], _dtype(case, name, tensors)):
+        scale = answer["scale"] if name == "y" and "scale" in answer else None
+        if found := _difference(reference, answer[name], _dtype(case, name, tensors), scale):
             return f"{name} of {case.shape}: {found}"
     return None
 
@@ -101,6 +107,10 @@ def _dtype(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
     """Of a tensor of the answer: a gradient has its tensor's, and a sum its residual's."""
     if case.is_backward:
         return tensors[name.removeprefix("d")].dtype
+    if name == "scale":
+        return DType.FLOAT32
+    if name == "y" and case.out_dtype is not None:
+        return case.out_dtype
     of_sum = name == "residual_out" and case.op != "group_norm"
     return tensors["residual" if of_sum else "x"].dtype
 
@@ -110,13 +120,20 @@ def _has_own_type(case: Case) -> bool:
     return case.residual and case.op != "group_norm" and case.residual_dtype not in (None, case.dtype)
 
 
-def _difference(reference: Reference, tensor: HostTensor, dtype: DType) -> str | None:
+def _difference(
+    reference: Reference, tensor: HostTensor, dtype: DType, scale: HostTensor | None = None
+) -> str | None:
     shape = tuple(reference.values.shape)
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         got = tensor.shape if len(tensor.shape) <= _NAMED else f"{len(tensor.shape)} dimensions"
         return f"expected {dtype.value} {shape}, got {tensor.dtype.value} {got}"
     values = reference.values
-    off = (torch.from_numpy(widen(tensor)) - values).abs()
+    found = torch.from_numpy(widen(tensor))
+    if scale is not None:
+        if scale.shape != shape[:-1]:
+            return f"expected a scale of {shape[:-1]}, got another"
+        found = found * torch.from_numpy(widen(scale)).unsqueeze(-1)
+    off = (found - values).abs()
     usual = math.sqrt(values.square().mean()) if values.numel() else 0.0
     allowed = _ELEMENT_TOLERANCE[dtype] * (values.abs() + usual) + _SUM_TOLERANCE * reference.terms
     # Written so that a NaN is wrong.

@@ -35,6 +35,7 @@ class Case:
         weight_offset: 0 or 1, added to weight; not of GroupNorm.
         heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of GroupNorm.
         residual_dtype: of the residual; x's where None.
+        out_dtype: of y; x's where None.
     """
 
     operation: str
@@ -50,6 +51,7 @@ class Case:
     weight_offset: int = 0
     heads: bool = False
     residual_dtype: DType | None = None
+    out_dtype: DType | None = None
 
     @property
     def op(self) -> str:
@@ -71,6 +73,8 @@ class Case:
         parameters: dict[str, str | int] = {"activation": self.activation}
         if self.weight_offset:
             parameters["weight_offset"] = self.weight_offset
+        if self.out_dtype is not None:
+            parameters["out_dtype"] = self.out_dtype.value
         if self.op == "group_norm":
             parameters |= {"num_groups": self.num_groups, "layout": self.layout}
         return parameters

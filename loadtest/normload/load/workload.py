@@ -13,18 +13,19 @@ or, in place of those, requests one by one:
     shape = [4096, 1024]
     dtype = "bfloat16"          # float32 if left out
     share = 2                   # how often it is drawn next to the others
-    activation = "silu"         # also residual, affine, num_groups, layout, adaptive, weight_offset, heads and
-                                # residual_dtype: see `Case`
+    activation = "silu"         # also residual, affine, num_groups, layout, adaptive, weight_offset, heads,
+                                # residual_dtype and out_dtype: see `Case`
 
 The same seed gives the same requests, whatever the server and however many processes send them.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normserve.client import DType
+from normserve.memory.host_tensors import FLOATS
 
 from normload.load.cases import ACTIVATIONS, LAYOUTS, OPERATIONS, Case
 from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
@@ -78,7 +79,7 @@ class Workload:
         return [(self._case(operation, choices), 1.0) for operation in operations]
 
     def _case(self, operation: str, choices: random.Random) -> Case:
-        dtype = choices.choice(list(DType))
+        dtype = choices.choice(FLOATS)
         low = min(self.min_bytes, self.max_bytes)
         elements = int(low * (self.max_bytes / low) ** choices.random()) // dtype.itemsize
         activation, residual = choices.choice(ACTIVATIONS), choices.random() < 0.3
@@ -109,6 +110,8 @@ def _varied(case: Case, choices: random.Random) -> Case:
     if case.affine and fitting and cols <= _MOST_COLS_OF_HEADS and choices.random() < 0.2:
         heads = choices.choice(fitting)
         case = replace(case, heads=True, shape=(rows // heads, heads, cols))
+    if not case.is_backward and not case.heads and choices.random() < 0.1:
+        case = replace(case, out_dtype=DType.FLOAT8_E4M3FN)
     return case
 
 
@@ -148,7 +151,7 @@ def _read_case(table: Table) -> tuple[Case, float]:
     case = Case(
         operation=table.one_of("operation", OPERATIONS),
         shape=table.sizes("shape"),
-        dtype=DType(table.one_of("dtype", [dtype.value for dtype in DType], DType.FLOAT32.value)),
+        dtype=DType(table.one_of("dtype", [dtype.value for dtype in FLOATS], DType.FLOAT32.value)),
         activation=table.one_of("activation", ACTIVATIONS, "none"),
         residual=table.flag("residual", False),
         affine=table.flag("affine", True),
@@ -157,7 +160,8 @@ def _read_case(table: Table) -> tuple[Case, float]:
         adaptive=table.flag("adaptive", False),
         weight_offset=table.count("weight_offset", 0, 1),
         heads=table.flag("heads", False),
-        residual_dtype=_residual_dtype(table),
+        residual_dtype=_other_dtype(table, "residual_dtype", FLOATS),
+        out_dtype=_other_dtype(table, "out_dtype", tuple(DType)),
     )
     share = table.amount("share", 1.0)
     table.close()
@@ -172,12 +176,14 @@ def _read_case(table: Table) -> tuple[Case, float]:
         raise ScenarioError(f"{table.where}: weight_offset and heads belong to layer_norm and rms_norm")
     if (case.weight_offset or case.heads) and not case.affine:
         raise ScenarioError(f"{table.where}: weight_offset and heads need affine")
+    if case.out_dtype is not None and case.is_backward:
+        raise ScenarioError(f"{table.where}: out_dtype belongs to forward passes")
+    if case.out_dtype is DType.FLOAT8_E4M3FN and (is_group_norm or case.heads):
+        raise ScenarioError(f"{table.where}: float8_e4m3fn belongs to layer_norm and rms_norm without heads")
     if case.heads and len(case.shape) < 2:
         raise ScenarioError(f"{table.where}: heads need a shape of at least two sizes, got {list(case.shape)}")
     return case, share
 
 
-def _residual_dtype(table: Table) -> DType | None:
-    if not table.has("residual_dtype"):
-        return None
-    return DType(table.one_of("residual_dtype", [dtype.value for dtype in DType]))
+def _other_dtype(table: Table, key: str, dtypes: Sequence[DType]) -> DType | None:
+    return DType(table.one_of(key, [dtype.value for dtype in dtypes])) if table.has(key) else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from normserve.backends.tensors import TORCH_DTYPES, channels_first
 from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -108,4 +109,6 @@ def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shape = (0, spec.num_groups) if spec.op is Op.GROUP_NORM else x.shape[:-1]
         for name in ("rstd",) if spec.op is Op.RMS_NORM else ("mean", "rstd"):
             outputs[name] = x.new_empty(shape, dtype=torch.float32)
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        outputs["scale"] = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return outputs

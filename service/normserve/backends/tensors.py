@@ -19,8 +19,10 @@ TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT8_E4M3FN: torch.float8_e4m3fn,
 }
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_STORED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 _PARAMETER_GRADIENTS = ("dweight", "dbias")
 _LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "dresidual")
@@ -86,8 +88,9 @@ def host_tensor(tensor: Tensor) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
     if not tensor.numel():
         return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(b""))
-    # numpy has no bfloat16.
-    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    # What numpy does not have it takes for whole numbers.
+    stored = _STORED.get(tensor.dtype)
+    array = (tensor if stored is None else tensor.view(stored)).numpy()
     return HostTensor(DTYPES[tensor.dtype], array.shape, array.data.cast("B"))
 
 

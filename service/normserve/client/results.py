@@ -37,6 +37,7 @@ class ForwardResult(Generic[T]):
         mean: float32 mean of each row or group (never for RMSNorm), when statistics were asked for.
         rstd: float32 reciprocal standard deviation of each row or group, when statistics were asked for.
         timing: what the server says about how it answered.
+        scale: float32 scale of each row, when y is float8_e4m3fn: the normalised row is y * scale.
     """
 
     y: T
@@ -44,6 +45,7 @@ class ForwardResult(Generic[T]):
     mean: T | None
     rstd: T | None
     timing: Timing
+    scale: T | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,4 +61,6 @@ def results_of(
         of_units = (shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else shape[:-1]
         names = STATISTICS[1:] if spec.op is Op.RMS_NORM else STATISTICS
         results |= dict.fromkeys(names, (DType.FLOAT32, of_units))
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        results["scale"] = (DType.FLOAT32, shape[:-1])
     return results

@@ -206,6 +206,8 @@ def _check_heads(spec: NormSpec, heads: int, x_shape: tuple[int, ...]) -> None:
     if len(x_shape) < 2 or x_shape[-2] != heads:
         raise InvalidShapeError(f"x must be [..., {heads}, N], as parameters of each head are, got {list(x_shape)}")
     _check_head_count(heads)
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        raise InvalidParameterError("out_dtype float8_e4m3fn needs weight and bias [N], got those of each head")
     if spec.direction is Pass.BACKWARD and x_shape[-1] > MAX_COLS_OF_HEADS:
         raise InvalidShapeError(
             f"gradients of parameters of each head need N of at most {MAX_COLS_OF_HEADS}, got {x_shape[-1]}"

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
 from normserve.layers.registry import LAYER_NAMES, is_layer_name
-from normserve.memory.host_tensors import DType
+from normserve.memory.host_tensors import FLOATS, DType
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
@@ -134,11 +134,16 @@ _DROPOUT = Parameter("dropout", "Probability of a zero, applied last.", _dropout
 _SEED = Parameter("seed", "Of the dropout mask; required with dropout.", _seed, {"type": "integer"})
 _LAYER = Parameter("layer", "A registered layer in place of the parameters.", _layer, {"type": "string"})
 _TIMEOUT = Parameter("timeout_ms", "From arrival to the start of execution, at most.", _timeout, {"type": "number"})
-_OUT_DTYPE = Parameter(
-    "out_dtype",
-    "Element type of y; x's by default.",
-    _one_of([dtype.value for dtype in DType]),
-    {"enum": [dtype.value for dtype in DType]},
+
+
+def _out_dtype(doc: str, *dtypes: DType) -> Parameter:
+    names = [dtype.value for dtype in dtypes]
+    return Parameter("out_dtype", doc, _one_of(names), {"enum": names})
+
+
+_OUT_DTYPE = _out_dtype("Element type of y; x's by default.", *FLOATS)
+_OUT_DTYPE_OF_ROWS = _out_dtype(
+    "Element type of y; x's by default. float8_e4m3fn comes with a scale for each row.", *DType
 )
 _STATS = Parameter("stats", "Also return mean and rstd.", _flag, {"type": "boolean"})
 
@@ -148,10 +153,14 @@ LAYER_PARAMETERS = (_OP, _EPS, _NUM_GROUPS, _WEIGHT_OFFSET, _ACTIVATION)
 FIXED_BY_LAYER = ("eps", "num_groups", "weight_offset", "activation")
 
 
-def operation_parameters(op: Op, direction: Pass) -> tuple[Parameter, ...]:
-    """The parameters that one operation takes."""
+def operation_parameters(op: Op, direction: Pass, *, float8: bool = True) -> tuple[Parameter, ...]:
+    """The parameters that one operation takes.
+
+    Args: float8: whether the protocol can say float8_e4m3fn.
+    """
     of_op = (_NUM_GROUPS, _LAYOUT) if op is Op.GROUP_NORM else (_WEIGHT_OFFSET,)
-    of_forward = (_OUT_DTYPE, _STATS) if direction is Pass.FORWARD else ()
+    out_dtype = _OUT_DTYPE_OF_ROWS if float8 and op is not Op.GROUP_NORM else _OUT_DTYPE
+    of_forward = (out_dtype, _STATS) if direction is Pass.FORWARD else ()
     return (_EPS, *of_op, _ACTIVATION, _DROPOUT, _SEED, *of_forward, _LAYER, _TIMEOUT)
 
 

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from fusednorm.reference.float8 import quantised_rows
 from normload.clients import oracle
 from normload.load.cases import ACTIVATIONS, OPERATIONS, Case
 from normload.load.elements import narrow, widen
-from normserve.client import DType
+from normserve.client import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS
 
 
 def case(operation, layout="nchw", **options):
@@ -104,12 +107,33 @@ def right_answer(asked):
     return tensors, answer
 
 
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
     asked = case(operation, dtype=dtype, residual=True, adaptive=operation.startswith("group_norm"))
     tensors, answer = right_answer(asked)
     assert oracle.fault(asked, tensors, answer) is None
+
+
+@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])
+def test_float8_is_right_up_to_its_own_rounding(operation):
+    asked = case(operation, out_dtype=DType.FLOAT8_E4M3FN)
+    tensors = asked.tensors()
+    exact = oracle.expected(asked, tensors)["y"].values
+    y, scale = quantised_rows(exact.float())
+
+    def answer(y: torch.Tensor, scale: torch.Tensor) -> dict[str, HostTensor]:
+        data = y.reshape(-1).view(torch.uint8).numpy().data
+        return {
+            "y": HostTensor(DType.FLOAT8_E4M3FN, tuple(y.shape), data),
+            "scale": narrow(scale.double().numpy(), DType.FLOAT32),
+        }
+
+    assert oracle.fault(asked, tensors, answer(y, scale)) is None
+    assert "off by" in oracle.fault(asked, tensors, answer(y, scale * 1.1))
+    assert "scale of" in oracle.fault(asked, tensors, answer(y, scale * 1.01))
+    assert "y of" in oracle.fault(asked, tensors, answer((y.float() * 1.3).to(y.dtype), scale))
+    assert "scale" in oracle.fault(asked, tensors, answer(y, scale[0]))
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "layer_norm/backward", "group_norm", "group_norm/backward"])

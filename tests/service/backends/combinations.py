@@ -62,6 +62,8 @@ def combinations(op: Op, direction: Pass, dtype: torch.dtype, layout: Layout) ->
         heads = op is not Op.GROUP_NORM and choices.random() < 0.4
         if "weight" in names and op is not Op.GROUP_NORM:
             asked = asked | {"weight_offset": float(choices.random() < 0.4)}
+        if asked.get("out_dtype") and op is not Op.GROUP_NORM and not heads and choices.random() < 0.5:
+            asked = asked | {"out_dtype": DType.FLOAT8_E4M3FN}
         of_residual = choices.choice((dtype, torch.float32, torch.bfloat16))
         spec = NormSpec(op, direction, 1e-3, *_form(op, layout), **asked, **epilogue)
         yield _combination(spec, names, dtype, heads, of_residual)
@@ -125,7 +127,7 @@ def _combination(
         said = getattr(reference, function + "forward")(tensors["x"], *groups, eps=spec.eps, stats=True, **saved)
         tensors |= {name: getattr(said, name) for name in ("mean", "rstd") if name in names}
     if spec.direction is Pass.FORWARD:
-        out = {value: key for key, value in DTYPES.items()}.get(spec.out_dtype)
+        out = None if spec.out_dtype is None else getattr(torch, spec.out_dtype.value)
         right = getattr(reference, function + "forward")
         want = right(tensors["x"], *groups, **options, out_dtype=out, stats=spec.stats, precision=torch.float64)
     else:

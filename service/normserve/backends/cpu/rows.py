@@ -12,6 +12,7 @@ from torch import Tensor
 
 from normserve.backends.cpu.dropout import Dropout, dropout_of
 from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue
+from normserve.backends.cpu.float8 import quantised_
 from normserve.backends.cpu.parameters import Parameter, add_gradient, affine_
 from normserve.backends.cpu.pieces import row_pieces
 from normserve.jobs.memory_cost import REUSED_ELEMENTS
@@ -205,6 +206,8 @@ class _Outputs:
         self._y_rows = self._y.flatten(0, -2)
         self._residual_out = None if residual is None else torch.empty_like(residual)
         self._sum_rows = None if self._residual_out is None else self._residual_out.flatten(0, -2)
+        is_float8 = out_dtype == torch.float8_e4m3fn
+        self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
         self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
         self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
 
@@ -215,6 +218,8 @@ class _Outputs:
         return h
 
     def write(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor) -> None:
+        if self._scale is not None:
+            self._scale.view(-1)[piece] = quantised_(y)
         self._y_rows[piece] = y
         if self._rstd is not None:
             self._rstd.view(-1)[piece] = rstd[:, 0]
@@ -222,7 +227,7 @@ class _Outputs:
             self._mean.view(-1)[piece] = mean[:, 0]
 
     def result(self) -> Forward:
-        return Forward(self._y, self._mean, self._rstd, self._residual_out)
+        return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
 
 
 class _Gradients:

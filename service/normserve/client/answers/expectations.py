@@ -137,6 +137,8 @@ def _forward(op: str, described: "_Described", query: "_Query") -> Expectation:
     if params.get("stats") in ("true", "1"):
         statistics = _statistics(op, x.shape, params)
         outputs |= dict.fromkeys(("rstd",) if op == "rms_norm" else ("mean", "rstd"), statistics)
+    if outputs["y"].dtype is DType.FLOAT8_E4M3FN and op != "group_norm":
+        outputs["scale"] = Output(x.shape[:-1], DType.FLOAT32)
     return Expectation(outputs)
 
 

@@ -48,7 +48,7 @@ def layer_norm(
         weight_offset: 0, or 1 for a weight that is kept around zero; w is weight + weight_offset.
         activation: "none", "relu", "silu", "gelu" or "gelu_tanh".
         dropout, seed: probability of a zero, and the seed of the mask, required with it.
-        out_dtype: of y; x's by default.
+        out_dtype: of y; x's by default. "float8_e4m3fn", of [N] parameters, comes with a `scale` for each row.
         stats: also return `mean` and `rstd`, [...].
         layer: a registered layer in place of weight, bias, eps, weight_offset and activation.
         timeout_ms: the longest wait on the server from arrival to the start of execution.
@@ -108,6 +108,7 @@ def group_norm(
         num_groups: divides C; left out only with `layer`.
         weight, bias: [C].
         residual: `residual_out` has x's type, whatever the residual's.
+        out_dtype: not float8_e4m3fn.
         scale, shift: [B, C] in either layout, each sample's own affine step, z * (1 + scale) + shift, after
             weight and bias.
         layout: "nchw" or "nhwc".
@@ -207,8 +208,9 @@ def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResu
 
     def understand(answer: Answer) -> ForwardResult[T]:
         found = {name: arrays.from_host(tensor, x) for name, tensor in _read(answer, expected).items()}
+        statistics = found.get("mean"), found.get("rstd")
         return ForwardResult(
-            found["y"], found.get("residual_out"), found.get("mean"), found.get("rstd"), answer.timing()
+            found["y"], found.get("residual_out"), *statistics, answer.timing(), found.get("scale")
         )
 
     return Call("POST", f"/v1/{op}", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes)

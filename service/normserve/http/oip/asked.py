@@ -211,7 +211,9 @@ def _read_parameters(model: Model, given: dict[str, Value]) -> dict[str, Any]:
 
 def _parameters(model: Model) -> Sequence[Parameter]:
     left_out = {"timeout_ms", "layer", *FIXED_BY_LAYER} if model.is_layer else {"timeout_ms"}
-    return [each for each in operation_parameters(model.op, model.direction) if each.name not in left_out]
+    # The protocol has no datatype of eight bits.
+    known = operation_parameters(model.op, model.direction, float8=False)
+    return [each for each in known if each.name not in left_out]
 
 
 def _text(value: Value) -> str:

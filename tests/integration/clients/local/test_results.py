@@ -58,6 +58,17 @@ def test_a_residual_of_its_own_type_and_parameters_of_each_head(http, local, op)
     assert_same(*[getattr(each, f"{op}_backward")(x, x, **more) for each in (local, http)])
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_float8_with_its_scale(http, local, op):
+    x = random(4, 6, 48, dtype=torch.bfloat16)
+    for _ in range(2):
+        results = [getattr(each, op)(x, residual=x, out_dtype="float8_e4m3fn") for each in (local, http)]
+        for name in ("y", "scale", "residual_out"):
+            first, second = (getattr(each, name) for each in results)
+            assert first.dtype == second.dtype
+            assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
 def test_group_norm_in_channels_last_with_scale_and_shift(http, local):
     x, affine, more = arguments("group_norm")
     x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
