@@ -98,12 +98,12 @@ def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, Ho
         return f"expected {', '.join(should_be)}, got {got or 'none'}"
     for name, reference in should_be.items():
         scale = answer["scale"] if name == "y" and "scale" in answer else None
-        if found := _difference(reference, answer[name], _dtype(case, name, tensors), scale):
+        if found := _difference(reference, answer[name], dtype_of(case, name, tensors), scale):
             return f"{name} of {case.shape}: {found}"
     return None
 
 
-def _dtype(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
+def dtype_of(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
     """Of a tensor of the answer: a gradient has its tensor's, and a sum its residual's."""
     if case.is_backward:
         return tensors[name.removeprefix("d")].dtype

@@ -10,6 +10,8 @@ class Parameter:
         common: [cols] in float32, where all rows have the same.
     """
 
+    common: Tensor | None
+    _of_heads: Tensor | None
     __slots__ = ("_of_heads", "_offset", "common")
 
     def __init__(self, tensor: Tensor | None, offset: float = 0.0) -> None:
@@ -17,10 +19,14 @@ class Parameter:
         tensor: [cols] or [heads, cols], of any type.
         offset: is added to it in float32.
         """
+        self.common = self._of_heads = None
         self._offset = offset
-        has_heads = tensor is not None and tensor.ndim == 2
-        self._of_heads = tensor if has_heads else None
-        self.common = None if tensor is None or has_heads else _widened(tensor, offset)
+        if tensor is None:
+            return
+        if tensor.ndim == 2:
+            self._of_heads = tensor
+        else:
+            self.common = _widened(tensor, offset) if offset else tensor.float()
 
     def own(self, piece: slice) -> Tensor | None:
         """What each of some rows has by its head, [rows, cols] in float32; None where all have the same.
@@ -47,23 +53,20 @@ def affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         y.add_(bias)
 
 
-def add_gradient(total: Tensor, rows: Tensor, piece: slice) -> None:
+def add_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
     """Add what rows give to the gradient of a parameter.
 
     Args:
         total: [cols], or [heads, cols].
-        rows: [rows, cols] of that piece; or their sum [cols] where total is that.
+        gradient: of all these rows [cols], or of each where heads have their own, [rows, cols].
     """
-    if rows.ndim == 1:
-        total += rows
-    elif total.ndim == 1:
-        # Of a lone row, which may be long, torch's sum over the rows would take memory for each thread.
-        total += rows[0] if len(rows) == 1 else rows.sum(0)
-    else:
-        heads, cols = total.shape
-        first = piece.start % heads
-        of_token = min(len(rows), heads)
-        total[first : first + of_token] += rows.view(-1, of_token, cols).sum(0)
+    if gradient.ndim == 1:
+        total += gradient
+        return
+    heads, cols = total.shape
+    first = piece.start % heads
+    of_token = min(len(gradient), heads)
+    total[first : first + of_token] += gradient.view(-1, of_token, cols).sum(0)
 
 
 def _widened(tensor: Tensor, offset: float) -> Tensor:

@@ -11,7 +11,7 @@ from fusednorm.results import Backward, Forward
 from torch import Tensor
 
 from normserve.backends.cpu.dropout import Dropout, dropout_of
-from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue
+from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
 from normserve.backends.cpu.float8 import quantised_
 from normserve.backends.cpu.parameters import Parameter, add_gradient, affine_
 from normserve.backends.cpu.pieces import row_pieces
@@ -43,21 +43,22 @@ def layer_norm_forward(
         memory_like: gives a large y its memory where that is as large as x; it may be x's own.  Memory that has
             been used before takes less time than new pages, and x's own leaves more of the cache to what is next.
     """
-    w, b = Parameter(weight, weight_offset), Parameter(bias)
     drop = dropout_of(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
-    if is_float32 and x.numel() <= _WHOLE_ELEMENTS and x.ndim == 2:
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], w.common, b.common, eps)
+    if is_float32 and x.ndim == 2 and not weight_offset and x.numel() <= _WHOLE_ELEMENTS:
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], widened(weight), widened(bias), eps)
         if drop is not None or activation != "none":
             y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
         return Forward(y, *_flat(mean, rstd)) if stats else Forward(y)
+    w, b = Parameter(weight, weight_offset), Parameter(bias)
     heads = _heads(x)
     out = _Outputs(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
     for piece in row_pieces(out.rows, out.cols, heads):
         h = out.sum(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         del h
-        affine_(y, w.own(piece), b.own(piece))
+        if heads:
+            affine_(y, w.own(piece), b.own(piece))
         out.write(piece, finish_(y, activation, drop, _kept(drop, x, piece)), mean, rstd)
         del y
     return out.result()
@@ -119,7 +120,8 @@ def layer_norm_backward(
         h = summed(x[piece], None if residual is None else residual[piece])
         z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         weight_of_heads = w.own(piece)
-        affine_(z, weight_of_heads, b.own(piece))
+        if heads:
+            affine_(z, weight_of_heads, b.own(piece))
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
         kept = _kept(drop, x, piece)
@@ -129,16 +131,20 @@ def layer_norm_backward(
         # has the same gradient.
         h = h.sub_(centre) if is_own else h - centre
         # Of a lone row, which may be long, torch's sums over the rows would take memory for each thread.
-        by_rows = len(h) == 1 or heads > 0
-        needed = [True, weight is not None and not by_rows, bias is not None and not by_rows]
+        is_lone = len(h) == 1
+        of_all = not (is_lone or heads)
+        needed = [True, weight is not None and of_all, bias is not None and of_all]
         g = dz if weight_of_heads is None else dz * weight_of_heads
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             g, h, h.shape[-1:], torch.zeros_like(centre), scale, w.common, b.common, needed
         )
         del g, weight_of_heads
-        if by_rows:
+        if heads:
             dw = None if weight is None else h.mul_(scale).mul_(dz)
             db = None if bias is None else dz
+        elif is_lone:
+            dw = None if weight is None else h.mul_(scale).mul_(dz)[0]
+            db = None if bias is None else dz[0]
         gradients.write(piece, dx, dresidual_out, dw, db)
         del h, dz, dx, dw, db
     return gradients.result()
@@ -179,7 +185,7 @@ def rms_norm_backward(
         torch.mul(xhat, _row_mean(dx), out=dx)
         torch.sub(g, dx, out=dx).mul_(scale)
         del g
-        dw = None if w is None else xhat.mul_(dz)
+        dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
         gradients.write(piece, dx, dresidual_out, dw, None)
         del xhat, dz, dx, dw
     return gradients.result()
@@ -198,14 +204,14 @@ class _Outputs:
         centred: bool,
         memory_like: Callable[[Tensor], Tensor],
     ) -> None:
-        self._x = x.flatten(0, -2)
-        self._residual = None if residual is None else residual.flatten(0, -2)
+        self._x = _flat_rows(x)
+        self._residual = None if residual is None else _flat_rows(residual)
         self.rows, self.cols = self._x.shape
         is_given = out_dtype in (None, x.dtype) and x.numel() > _WHOLE_ELEMENTS
         self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
-        self._y_rows = self._y.flatten(0, -2)
+        self._y_rows = _flat_rows(self._y)
         self._residual_out = None if residual is None else torch.empty_like(residual)
-        self._sum_rows = None if self._residual_out is None else self._residual_out.flatten(0, -2)
+        self._sum_rows = None if self._residual_out is None else _flat_rows(self._residual_out)
         is_float8 = out_dtype == torch.float8_e4m3fn
         self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
         self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
@@ -236,10 +242,10 @@ class _Gradients:
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
-        self._rows = [self._dx.flatten(0, -2)]
+        self._rows = [_flat_rows(self._dx)]
         if residual is not None and residual.dtype != x.dtype:
             self._dresidual = torch.empty_like(residual)
-            self._rows.append(self._dresidual.flatten(0, -2))
+            self._rows.append(_flat_rows(self._dresidual))
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -256,9 +262,10 @@ class _Gradients:
             dx.add_(dresidual_out[piece])
         for rows in self._rows:
             rows[piece] = dx
-        for total, gradient in ((self._dweight, dweight), (self._dbias, dbias)):
-            if total is not None and gradient is not None:
-                add_gradient(total, gradient, piece)
+        if self._dweight is not None and dweight is not None:
+            add_gradient(self._dweight, dweight, piece)
+        if self._dbias is not None and dbias is not None:
+            add_gradient(self._dbias, dbias, piece)
 
     def result(self) -> Backward:
         dweight, dbias = _as(self._dweight, self._weight), _as(self._dbias, self._bias)
@@ -268,6 +275,10 @@ class _Gradients:
 def _heads(x: Tensor) -> int:
     """How many heads have parameters of their own; 0: all rows have the same."""
     return x.shape[1] if x.ndim == 3 else 0
+
+
+def _flat_rows(t: Tensor) -> Tensor:
+    return t if t.ndim == 2 else t.flatten(0, 1)
 
 
 def _as_rows(x: Tensor, *others: Tensor | None) -> Any:
