@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import torch
+from fusednorm.reference.float8 import quantised_rows
 from normload.clients import fleet, oracle
 from normload.load.elements import narrow
 from normload.load.scenario import Phase
@@ -17,6 +19,7 @@ from normload.load.workload import Workload
 from normload.measurements import ceilings
 from normload.measurements.result import PhaseResult, Result
 from normload.measurements.tally import Record, Tally
+from normserve.client import DType, HostTensor
 from normserve.codec import safetensors
 
 from tests.integration.harness.preloaded import forking
@@ -55,8 +58,14 @@ class FakeServer(ThreadingHTTPServer):
         case = self._cases[bytes(sent["x"].data)]
         tensors = {}
         for name, reference in oracle.expected(case, sent).items():
-            dtype = sent[name.removeprefix("d")].dtype if case.is_backward else case.dtype
-            tensors[name] = narrow(reference.values.detach().numpy() * self.factor, dtype)
+            dtype = oracle.dtype_of(case, name, sent)
+            values = reference.values.detach()
+            if dtype is DType.FLOAT8_E4M3FN:
+                # Its scale carries the factor.
+                y, _ = quantised_rows(values.float())
+                tensors[name] = HostTensor(dtype, tuple(y.shape), y.reshape(-1).view(torch.uint8).numpy().data)
+            else:
+                tensors[name] = narrow(values.numpy() * self.factor, dtype)
         return self._answers.setdefault((body, self.factor), b"".join(safetensors.encode(tensors)))
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ _ACTIVATIONS: dict[str, Any] = {
 
 # How far an element may be off: a few roundings of the element type, relative to its size and to what is
 # usual in its tensor, and some roundings of float32, relative to the terms that it was summed from.
-_ELEMENT_TOLERANCE = {DType.FLOAT32: 1e-5, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2}
+_ELEMENT_TOLERANCE = {DType.FLOAT32: 1e-5, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2, DType.FLOAT8_E4M3FN: 7e-2}
+_LARGEST_FLOAT8 = 448.0
 _SUM_TOLERANCE = 2e-6
 _ALWAYS_ALLOWED = 1e-7
 
@@ -80,6 +81,10 @@ def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Referen
     if case.is_backward:
         return _gradients(case, leaves, given["dy"], forward)
     answer = {"y": Reference(forward.y, forward.z_terms)}
+    if case.out_dtype is DType.FLOAT8_E4M3FN:
+        largest = forward.y.abs().amax(-1)
+        terms = forward.z_terms.amax(-1)
+        answer["scale"] = Reference(largest / _LARGEST_FLOAT8, terms / _LARGEST_FLOAT8)
     if case.residual:
         answer["residual_out"] = Reference(forward.h, forward.h.abs())
     return answer
@@ -92,19 +97,43 @@ def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, Ho
         got = ", ".join(quoted(name, 32) for name in sorted(answer)[:_NAMED])
         return f"expected {', '.join(should_be)}, got {got or 'none'}"
     for name, reference in should_be.items():
-        owner = tensors[name.removeprefix("d")] if case.is_backward else tensors["x"]
-        if found := _difference(reference, answer[name], owner.dtype):
+        scale = answer["scale"] if name == "y" and "scale" in answer else None
+        if found := _difference(reference, answer[name], dtype_of(case, name, tensors), scale):
             return f"{name} of {case.shape}: {found}"
     return None
 
 
-def _difference(reference: Reference, tensor: HostTensor, dtype: DType) -> str | None:
+def dtype_of(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
+    """Of a tensor of the answer: a gradient has its tensor's, and a sum its residual's."""
+    if case.is_backward:
+        return tensors[name.removeprefix("d")].dtype
+    if name == "scale":
+        return DType.FLOAT32
+    if name == "y" and case.out_dtype is not None:
+        return case.out_dtype
+    of_sum = name == "residual_out" and case.op != "group_norm"
+    return tensors["residual" if of_sum else "x"].dtype
+
+
+def _has_own_type(case: Case) -> bool:
+    """Whether the residual's gradient is a tensor of its own."""
+    return case.residual and case.op != "group_norm" and case.residual_dtype not in (None, case.dtype)
+
+
+def _difference(
+    reference: Reference, tensor: HostTensor, dtype: DType, scale: HostTensor | None = None
+) -> str | None:
     shape = tuple(reference.values.shape)
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         got = tensor.shape if len(tensor.shape) <= _NAMED else f"{len(tensor.shape)} dimensions"
         return f"expected {dtype.value} {shape}, got {tensor.dtype.value} {got}"
     values = reference.values
-    off = (torch.from_numpy(widen(tensor)) - values).abs()
+    found = torch.from_numpy(widen(tensor))
+    if scale is not None:
+        if scale.shape != shape[:-1]:
+            return f"expected a scale of {shape[:-1]}, got another"
+        found = found * torch.from_numpy(widen(scale)).unsqueeze(-1)
+    off = (found - values).abs()
     usual = math.sqrt(values.square().mean()) if values.numel() else 0.0
     allowed = _ELEMENT_TOLERANCE[dtype] * (values.abs() + usual) + _SUM_TOLERANCE * reference.terms
     # Written so that a NaN is wrong.
@@ -116,12 +145,16 @@ def _difference(reference: Reference, tensor: HostTensor, dtype: DType) -> str |
 def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
     h = given["x"] + given["residual"] if case.residual else given["x"]
     weight, bias = given.get("weight"), given.get("bias")
+    if weight is not None:
+        weight = weight + case.weight_offset
     affine = _norm(case, h, weight, bias)
     factor, shift = _modulation(case, given)
     z = affine * factor + shift
     rstd, noise = _statistics(case, h.detach())
     channels = [1] * h.ndim
     channels[case.channel_axis] = h.shape[case.channel_axis]
+    if case.heads:
+        channels[-2] = h.shape[-2]
     size = weight.detach().abs().reshape(channels) if weight is not None else 1.0
     affine_terms = noise * size + (bias.detach().abs().reshape(channels) if bias is not None else 0.0)
     z_terms = affine_terms * factor.detach().abs() + shift.detach().abs()
@@ -131,6 +164,10 @@ def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
 
 def _norm(case: Case, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     eps = _EPS[case.op]
+    if case.heads:
+        scaled = _norm(replace(case, heads=False), h, None, None)
+        scaled = scaled if weight is None else scaled * weight
+        return scaled if bias is None else scaled + bias
     if case.op == "layer_norm":
         return functional.layer_norm(h, h.shape[-1:], weight, bias, eps)
     if case.op == "rms_norm":
@@ -177,20 +214,24 @@ def _gradients(case: Case, leaves: Mapping[str, Tensor], dy: Tensor, forward: _F
     daffine, dz, *gradients = torch.autograd.grad(forward.y, inputs, dy)
     size = dy.abs()
     channel = case.channel_axis % dy.ndim
-    of_parameters = [axis for axis in range(dy.ndim) if axis != channel]
+    own = (channel - 1, channel) if case.heads else (channel,)
+    of_parameters = [axis for axis in range(dy.ndim) if axis not in own]
     of_samples = [axis for axis in of_parameters if axis != 0]
     dx_hat = daffine.abs()
     if (weight := leaves.get("weight")) is not None:
-        dx_hat = dx_hat * weight.detach().abs().reshape([-1 if axis == channel else 1 for axis in range(dy.ndim)])
+        sizes = [size if axis in own else 1 for axis, size in enumerate(dy.shape)]
+        dx_hat = dx_hat * (weight.detach() + case.weight_offset).abs().reshape(sizes)
     grouped = _grouped(case, dx_hat)
     along = _ungrouped(case, grouped.mean(-1, keepdim=True).expand_as(grouped), dy)
     affine = forward.affine.detach()
-    parameters = (size * forward.factor.abs() * forward.noise).sum(of_parameters)
+    parameters = size * forward.factor.abs() * forward.noise
+    # The sum over no axes at all would be one over every axis.
+    parameters = parameters.sum(of_parameters) if of_parameters else parameters
     terms = {"x": forward.rstd * (dx_hat + along) * forward.noise, "weight": parameters, "bias": parameters}
     if case.adaptive:
         affine = forward.affine.detach().abs()
         scale, shift = size * (forward.affine_terms + forward.z_terms * affine), dz.abs() + size * forward.z_terms
-        # The sum over no axes at all would be one over every axis.
         for name, each in (("scale", scale), ("shift", shift)):
             terms[name] = each.sum(of_samples) if of_samples else each
-    return {f"d{name}": Reference(value, terms[name]) for name, value in zip(wanted, gradients, strict=True)}
+    found = {f"d{name}": Reference(value, terms[name]) for name, value in zip(wanted, gradients, strict=True)}
+    return found | {"dresidual": found["dx"]} if _has_own_type(case) else found

@@ -32,6 +32,10 @@ class Case:
         affine: whether weight and bias come.
         adaptive: whether scale and shift of each sample come, of GroupNorm.
         seed: of the numbers.
+        weight_offset: 0 or 1, added to weight; not of GroupNorm.
+        heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of GroupNorm.
+        residual_dtype: of the residual; x's where None.
+        out_dtype: of y; x's where None.
     """
 
     operation: str
@@ -44,6 +48,10 @@ class Case:
     layout: str = "nchw"
     seed: int = 0
     adaptive: bool = False
+    weight_offset: int = 0
+    heads: bool = False
+    residual_dtype: DType | None = None
+    out_dtype: DType | None = None
 
     @property
     def op(self) -> str:
@@ -63,6 +71,10 @@ class Case:
     def parameters(self) -> dict[str, str | int]:
         """The request's query, as the client's methods take it."""
         parameters: dict[str, str | int] = {"activation": self.activation}
+        if self.weight_offset:
+            parameters["weight_offset"] = self.weight_offset
+        if self.out_dtype is not None:
+            parameters["out_dtype"] = self.out_dtype.value
         if self.op == "group_norm":
             parameters |= {"num_groups": self.num_groups, "layout": self.layout}
         return parameters
@@ -74,16 +86,16 @@ class Case:
         them can be asked in every number of rows.
         """
         numbers, parameters = np.random.default_rng(self.seed), np.random.default_rng([self.seed, 1])
-        size = (self.shape[self.channel_axis],)
+        size = self.shape[-2:] if self.heads else (self.shape[self.channel_axis],)
         parameter_dtype = DType.FLOAT32 if self.seed % 2 else self.dtype
         offset, scale = numbers.uniform(-2, 2), numbers.uniform(0.5, 2)
         tensors = {"x": narrow(numbers.normal(offset, scale, self.shape), self.dtype)}
         if self.is_backward:
             tensors["dy"] = narrow(numbers.normal(0, 1, self.shape), self.dtype)
         if self.residual:
-            tensors["residual"] = narrow(numbers.normal(0, 1, self.shape), self.dtype)
+            tensors["residual"] = narrow(numbers.normal(0, 1, self.shape), self.residual_dtype or self.dtype)
         if self.affine:
-            tensors["weight"] = narrow(parameters.normal(1, 0.3, size), parameter_dtype)
+            tensors["weight"] = narrow(parameters.normal(1 - self.weight_offset, 0.3, size), parameter_dtype)
             if self.op != "rms_norm":
                 tensors["bias"] = narrow(parameters.normal(0, 0.3, size), parameter_dtype)
         if self.adaptive:

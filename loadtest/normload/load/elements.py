@@ -24,8 +24,23 @@ def widen(tensor: HostTensor) -> Floats:
     if tensor.dtype is DType.BFLOAT16:
         bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64).reshape(tensor.shape, order=_order(tensor))
+    if tensor.dtype is DType.FLOAT8_E4M3FN:
+        return _OF_FLOAT8[np.frombuffer(tensor.data, np.uint8)].reshape(tensor.shape)
     elements = np.frombuffer(tensor.data, np.dtype(tensor.dtype.value).newbyteorder("<"))
     return elements.astype(np.float64).reshape(tensor.shape, order=_order(tensor))
+
+
+def _values_of_float8() -> Floats:
+    """What each byte is in float8_e4m3fn: sign, four bits of exponent, three of fraction; NaN where all are set."""
+    codes = np.arange(256)
+    exponents, fractions = codes >> 3 & 15, (codes & 7) / 8
+    normal, subnormal = (1 + fractions) * 2.0 ** (exponents - 7), fractions * 2.0**-6
+    values = np.where(exponents > 0, normal, subnormal)
+    values[codes & 127 == 127] = np.nan
+    return np.where(codes > 127, -values, values)
+
+
+_OF_FLOAT8 = _values_of_float8()
 
 
 def _order(tensor: HostTensor) -> Literal["C", "F"]:

@@ -13,17 +13,19 @@ or, in place of those, requests one by one:
     shape = [4096, 1024]
     dtype = "bfloat16"          # float32 if left out
     share = 2                   # how often it is drawn next to the others
-    activation = "silu"         # also residual, affine, num_groups, layout, adaptive: see `Case`
+    activation = "silu"         # also residual, affine, num_groups, layout, adaptive, weight_offset, heads,
+                                # residual_dtype and out_dtype: see `Case`
 
 The same seed gives the same requests, whatever the server and however many processes send them.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normserve.client import DType
+from normserve.memory.host_tensors import FLOATS
 
 from normload.load.cases import ACTIVATIONS, LAYOUTS, OPERATIONS, Case
 from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
@@ -41,7 +43,11 @@ DEFAULT_MIX: Mapping[str, float] = {
 # Widths of real models and, at the end, some that no fast path likes.
 _COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000, 5000)
 _CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
+_HEADS = (2, 8, 32)
 _SIDES = (1, 3, 8, 16, 32, 56, 64)
+
+# Of a gradient of parameters that are of each head.
+_MOST_COLS_OF_HEADS = 8192
 
 _MOST_MIB = 2**14
 _MOST_REQUESTS = 100_000
@@ -73,7 +79,7 @@ class Workload:
         return [(self._case(operation, choices), 1.0) for operation in operations]
 
     def _case(self, operation: str, choices: random.Random) -> Case:
-        dtype = choices.choice(list(DType))
+        dtype = choices.choice(FLOATS)
         low = min(self.min_bytes, self.max_bytes)
         elements = int(low * (self.max_bytes / low) ** choices.random()) // dtype.itemsize
         activation, residual = choices.choice(ACTIVATIONS), choices.random() < 0.3
@@ -81,7 +87,8 @@ class Workload:
         if not operation.startswith("group_norm"):
             cols = choices.choice([cols for cols in _COLS if cols <= elements] or [1])
             shape: tuple[int, ...] = (max(1, elements // cols), cols)
-            return Case(operation, shape, dtype, activation, residual, affine, seed=seed)
+            case = Case(operation, shape, dtype, activation, residual, affine, seed=seed)
+            return _varied(case, choices)
         fitting = [pair for pair in _CHANNELS_AND_GROUPS if pair[0] <= elements]
         channels, groups = choices.choice(fitting or [(1, 1)])
         side = choices.choice([side for side in _SIDES if channels * side**2 <= elements] or [1])
@@ -90,6 +97,22 @@ class Workload:
         shape = (batch, channels, side, side) if layout == "nchw" else (batch, side, side, channels)
         adaptive = choices.random() < 0.3
         return Case(operation, shape, dtype, activation, residual, affine, groups, layout, seed, adaptive)
+
+
+def _varied(case: Case, choices: random.Random) -> Case:
+    """The same rows, of models that keep weights, residuals or heads otherwise."""
+    rows, cols = case.shape
+    if case.affine and choices.random() < 0.2:
+        case = replace(case, weight_offset=1)
+    if case.residual and choices.random() < 0.3:
+        case = replace(case, residual_dtype=DType.FLOAT32)
+    fitting = [heads for heads in _HEADS if heads <= rows]
+    if case.affine and fitting and cols <= _MOST_COLS_OF_HEADS and choices.random() < 0.2:
+        heads = choices.choice(fitting)
+        case = replace(case, heads=True, shape=(rows // heads, heads, cols))
+    if not case.is_backward and not case.heads and choices.random() < 0.1:
+        case = replace(case, out_dtype=DType.FLOAT8_E4M3FN)
+    return case
 
 
 def read_workload(table: Table) -> Workload:
@@ -128,13 +151,17 @@ def _read_case(table: Table) -> tuple[Case, float]:
     case = Case(
         operation=table.one_of("operation", OPERATIONS),
         shape=table.sizes("shape"),
-        dtype=DType(table.one_of("dtype", [dtype.value for dtype in DType], DType.FLOAT32.value)),
+        dtype=DType(table.one_of("dtype", [dtype.value for dtype in FLOATS], DType.FLOAT32.value)),
         activation=table.one_of("activation", ACTIVATIONS, "none"),
         residual=table.flag("residual", False),
         affine=table.flag("affine", True),
         num_groups=table.count("num_groups", 0),
         layout=table.one_of("layout", LAYOUTS, "nchw"),
         adaptive=table.flag("adaptive", False),
+        weight_offset=table.count("weight_offset", 0, 1),
+        heads=table.flag("heads", False),
+        residual_dtype=_other_dtype(table, "residual_dtype", FLOATS),
+        out_dtype=_other_dtype(table, "out_dtype", tuple(DType)),
     )
     share = table.amount("share", 1.0)
     table.close()
@@ -145,4 +172,18 @@ def _read_case(table: Table) -> tuple[Case, float]:
         raise ScenarioError(f"{table.where}: num_groups must divide the channels of {list(case.shape)}")
     if case.adaptive and not is_group_norm:
         raise ScenarioError(f"{table.where}: adaptive belongs to group_norm")
+    if is_group_norm and (case.weight_offset or case.heads):
+        raise ScenarioError(f"{table.where}: weight_offset and heads belong to layer_norm and rms_norm")
+    if (case.weight_offset or case.heads) and not case.affine:
+        raise ScenarioError(f"{table.where}: weight_offset and heads need affine")
+    if case.out_dtype is not None and case.is_backward:
+        raise ScenarioError(f"{table.where}: out_dtype belongs to forward passes")
+    if case.out_dtype is DType.FLOAT8_E4M3FN and (is_group_norm or case.heads):
+        raise ScenarioError(f"{table.where}: float8_e4m3fn belongs to layer_norm and rms_norm without heads")
+    if case.heads and len(case.shape) < 2:
+        raise ScenarioError(f"{table.where}: heads need a shape of at least two sizes, got {list(case.shape)}")
     return case, share
+
+
+def _other_dtype(table: Table, key: str, dtypes: Sequence[DType]) -> DType | None:
+    return DType(table.one_of(key, [dtype.value for dtype in dtypes])) if table.has(key) else None

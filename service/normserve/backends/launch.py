@@ -12,6 +12,7 @@ from torch import Tensor
 
 from normserve.backends.tensors import TORCH_DTYPES, channels_first
 from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -38,8 +39,6 @@ def launch(
     spec: NormSpec,
     tensors: Mapping[str, Tensor],
     of_library: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    sum_has_dtype_of_x: bool = False,
 ) -> dict[str, Tensor]:
     """Run one operation.
 
@@ -47,23 +46,17 @@ def launch(
         library: has the functions of `fusednorm`, on the tensors' device.
         tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
         of_library: further arguments that this library's function takes.
-        sum_has_dtype_of_x: whether this library's residual_out has x's dtype, whatever the residual's.
 
     Returns:
         What the operation gives back, by the names of the API.
     """
-    x, residual = tensors["x"], tensors.get("residual")
-    if not x.numel():
+    if not tensors["x"].numel():
         return _empty(spec, tensors)
-    if residual is not None and residual.dtype != x.dtype and not sum_has_dtype_of_x:
-        # The library's sum has the residual's dtype, the API's has x's: from float32 it is rounded once, below.
-        tensors = {**tensors, "residual": residual.float()}
     result: Forward | Backward = call_of(library, spec, tensors, of_library)()
     outputs = {name: tensor for name, tensor in zip(result._fields, result, strict=True) if tensor is not None}
-    if residual is not None and spec.direction is Pass.FORWARD:
-        outputs["residual_out"] = outputs["residual_out"].to(x.dtype)
-    # The API's dx is the gradient of x and of residual alike.
-    outputs.pop("dresidual", None)
+    if outputs.get("dresidual") is outputs.get("dx"):
+        # One tensor is one result, the gradient of both.
+        outputs.pop("dresidual", None)
     return outputs
 
 
@@ -91,6 +84,8 @@ def _function_and_options(
 ) -> tuple[Callable[..., Forward | Backward], tuple[str, ...], Mapping[str, Any]]:
     """The library's function, the tensors that it wants first, and what it is told besides tensors."""
     options = {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
+    if spec.op is not Op.GROUP_NORM:
+        options["weight_offset"] = spec.weight_offset
     function = getattr(library, f"{spec.op.value}_{spec.direction.value}")
     if spec.direction is Pass.BACKWARD:
         return function, ("dy", "x"), options
@@ -100,15 +95,20 @@ def _function_and_options(
 
 def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What comes of no rows at all: empty tensors, and sums of nothing."""
-    x = tensors["x"]
+    x, residual = tensors["x"], tensors.get("residual")
+    # GroupNorm's sum has x's type.
+    summed = x if residual is None or spec.op is Op.GROUP_NORM else residual
     if spec.direction is Pass.BACKWARD:
         sums = [name for name in ("weight", "bias", "scale", "shift") if name in tensors]
-        return {"dx": torch.empty_like(x), **{f"d{name}": torch.zeros_like(tensors[name]) for name in sums}}
+        gradients = {"dx": torch.empty_like(x), **{f"d{name}": torch.zeros_like(tensors[name]) for name in sums}}
+        return gradients if summed.dtype == x.dtype else gradients | {"dresidual": torch.empty_like(summed)}
     outputs = {"y": torch.empty_like(x, dtype=None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype])}
-    if "residual" in tensors:
-        outputs["residual_out"] = torch.empty_like(x)
+    if residual is not None:
+        outputs["residual_out"] = torch.empty_like(x, dtype=summed.dtype)
     if spec.stats:
-        shape = (0, spec.num_groups) if spec.op is Op.GROUP_NORM else (0,)
+        shape = (0, spec.num_groups) if spec.op is Op.GROUP_NORM else x.shape[:-1]
         for name in ("rstd",) if spec.op is Op.RMS_NORM else ("mean", "rstd"):
             outputs[name] = x.new_empty(shape, dtype=torch.float32)
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        outputs["scale"] = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return outputs

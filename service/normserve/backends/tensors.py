@@ -19,11 +19,13 @@ TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT8_E4M3FN: torch.float8_e4m3fn,
 }
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_STORED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 _PARAMETER_GRADIENTS = ("dweight", "dbias")
-_LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx")
+_LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "dresidual")
 
 
 def view(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -46,13 +48,17 @@ def rows_of(batch: Batch, name: str) -> list[Tensor]:
 
 
 def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
-    """The shape of a launch's tensor of that name with so many rows, or samples, of such jobs."""
+    """The shape of a launch's tensor of that name with so many rows, or samples, of such jobs.
+
+    Rows whose heads have parameters of their own come in all heads: [tokens, heads, N].
+    """
     shape = job.tensors[name].shape
     if name in PARAMETERS:
         return shape
     if job.spec.op is Op.GROUP_NORM:
         return (rows, *shape[1:])
-    return (rows,) if name in STATISTICS else (rows, shape[-1])
+    of_rows = (rows // job.heads, job.heads) if job.heads else (rows,)
+    return of_rows if name in STATISTICS else (*of_rows, shape[-1])
 
 
 def results_of(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]]:
@@ -62,12 +68,8 @@ def results_of(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...
 
 
 def results_to_write(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]] | None:
-    """`results_of`, where the library can write them as they go; None where there are none, or one is converted."""
-    residual = job.tensors.get("residual")
-    # The library's sum has the residual's dtype, the API's has x's.
-    if not rows or (residual is not None and residual.dtype is not job.x.dtype):
-        return None
-    return results_of(job, rows)
+    """`results_of`, where the library can write them as they go; None where there are none."""
+    return results_of(job, rows) if rows else None
 
 
 def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
@@ -86,8 +88,9 @@ def host_tensor(tensor: Tensor) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
     if not tensor.numel():
         return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(b""))
-    # numpy has no bfloat16.
-    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    # What numpy does not have it takes for whole numbers.
+    stored = _STORED.get(tensor.dtype)
+    array = (tensor if stored is None else tensor.view(stored)).numpy()
     return HostTensor(DTYPES[tensor.dtype], array.shape, array.data.cast("B"))
 
 
@@ -108,7 +111,7 @@ def split(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, Ho
 
 def _whole(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """A lone job's share: everything, in the shapes that came."""
-    if job.spec.op is Op.GROUP_NORM or len(job.x.shape) == 2:
+    if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.heads):
         return dict(outputs)
     rows = job.rows
     return {name: _share(job, name, whole, 0, rows, rows) for name, whole in outputs.items()}
@@ -165,6 +168,7 @@ def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
             dx=width(outputs["dx"]),
             residual=width(given("residual")),
             dresidual_out=width(given("dresidual_out")),
+            dresidual=width(outputs.get("dresidual")),
         )
     return came + forward_bytes(
         numel,

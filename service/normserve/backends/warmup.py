@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 _ROWS = 8
 _MOST_GROUPS = 32
@@ -17,7 +17,7 @@ def warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
 
     In the order of need: forward before backward, and with parameters before without.
     """
-    for size, has_parameters, direction, dtype, op in product(sizes, (True, False), Pass, DType, Op):
+    for size, has_parameters, direction, dtype, op in product(sizes, (True, False), Pass, FLOATS, Op):
         tensors = {"x": _zeros(dtype, _ROWS, size)}
         x = tensors["x"]
         if has_parameters:

@@ -32,10 +32,12 @@ class ForwardResult(Generic[T]):
 
     Attributes:
         y: the normalised tensor, in x's shape.
-        residual_out: h = x + residual, the tensor that was normalised, when a residual went in.
+        residual_out: h = x + residual, the tensor that was normalised, when a residual went in; of its type, or of
+            x's after GroupNorm.
         mean: float32 mean of each row or group (never for RMSNorm), when statistics were asked for.
         rstd: float32 reciprocal standard deviation of each row or group, when statistics were asked for.
         timing: what the server says about how it answered.
+        scale: float32 scale of each row, when y is float8_e4m3fn: the normalised row is y * scale.
     """
 
     y: T
@@ -43,6 +45,7 @@ class ForwardResult(Generic[T]):
     mean: T | None
     rstd: T | None
     timing: Timing
+    scale: T | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,13 @@ class BackwardResult(Generic[T]):
     """Result of a backward pass; each gradient is of the same kind as what it belongs to.
 
     Attributes:
-        dx: the gradient of x, and equally of the residual, in x's shape.
+        dx: the gradient of x, and equally of the residual, in x's shape and of its type.
         dweight: the gradient of weight, when weight went in.
         dbias: the gradient of bias, when bias went in.
         dscale: the gradient of GroupNorm's scale, when scale went in.
         dshift: the gradient of GroupNorm's shift, when shift went in.
         timing: what the server says about how it answered.
+        dresidual: the same gradient of the residual's type, where that is another than x's; never of GroupNorm.
     """
 
     dx: T
@@ -64,3 +68,4 @@ class BackwardResult(Generic[T]):
     dscale: T | None
     dshift: T | None
     timing: Timing
+    dresidual: T | None = None

@@ -46,7 +46,7 @@ class Located(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False)
     Attributes:
         segment: the number of a segment of this connection's arena.
         offset: of the tensor's first byte in it.
-        dtype: "float32", "float16" or "bfloat16".
+        dtype: "float32", "float16" or "bfloat16"; of a result "float8_e4m3fn" as well.
         shape: sizes, outermost first; elements are contiguous, row-major and little-endian.
     """
 

@@ -203,7 +203,7 @@ def encode(tensor: HostTensor) -> list[bytes | memoryview]:
     """Return the file in pieces: an npy 1.0 header padded to `DATA_ALIGNMENT`, then the tensor's own buffer.
 
     Raises:
-        NotAcceptableError: the tensor is bfloat16, which npy cannot express.
+        NotAcceptableError: the tensor is bfloat16 or float8, which npy cannot express.
         ValueError: the buffer is of another size than shape and dtype ask for.
     """
     if tensor.dtype not in _DESCRS:

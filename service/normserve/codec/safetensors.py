@@ -18,7 +18,8 @@ from normserve.errors import MalformedPayloadError, TooLargeError, UnsupportedDt
 from normserve.memory.host_tensors import DType, HostTensor
 
 _DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_RESULT_DTYPES = _DTYPES | {"F8_E4M3": DType.FLOAT8_E4M3FN}
+_DTYPE_NAMES = {dtype: name for name, dtype in _RESULT_DTYPES.items()}
 
 # Bits of an element, for every dtype that the format defines: a size is checked even where it is of no use.
 _ELEMENT_BITS = {
@@ -79,11 +80,16 @@ class Entry:
         Raises:
             UnsupportedDtypeError: the element type is not float32, float16 or bfloat16.
         """
-        dtype = _DTYPES.get(self.dtype)
+        return self._of(_DTYPES, body)
+
+    def result(self, body: memoryview) -> HostTensor:
+        """`tensor`, of an answer: it may be float8_e4m3fn as well."""
+        return self._of(_RESULT_DTYPES, body)
+
+    def _of(self, dtypes: Mapping[str, DType], body: memoryview) -> HostTensor:
+        dtype = dtypes.get(self.dtype)
         if dtype is None:
-            raise UnsupportedDtypeError(
-                f"{_label(self.name)} must be one of {', '.join(_DTYPES)}, got {self.dtype}"
-            )
+            raise UnsupportedDtypeError(f"{_label(self.name)} must be one of {', '.join(dtypes)}, got {self.dtype}")
         return HostTensor(dtype, self.shape, body[self.start : self.stop])
 
 

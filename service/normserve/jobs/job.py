@@ -63,6 +63,7 @@ class NormSpec:
         seed: of the dropout mask; None without dropout.
         out_dtype: of y; None means x's.
         stats: whether forward returns the statistics.
+        weight_offset: added to weight, of LayerNorm and RMSNorm.
     """
 
     op: Op
@@ -75,6 +76,7 @@ class NormSpec:
     seed: int | None = None
     out_dtype: DType | None = None
     stats: bool = False
+    weight_offset: float = 0.0
     kernels: Hashable = field(init=False, repr=False, compare=False)
     """What of it decides which kernels run."""
     _hash: int = field(init=False, repr=False, compare=False)
@@ -82,9 +84,10 @@ class NormSpec:
     def __post_init__(self) -> None:
         # Every request looks things up by its spec.
         runs = (self.op, self.direction, self.num_groups, self.layout, self.activation, self.dropout > 0)
-        object.__setattr__(self, "kernels", (*runs, self.out_dtype, self.stats))
+        object.__setattr__(self, "kernels", (*runs, self.weight_offset, self.out_dtype, self.stats))
         said = (self.op, self.direction, self.eps, self.num_groups, self.layout, self.activation)
-        object.__setattr__(self, "_hash", hash((*said, self.dropout, self.seed, self.out_dtype, self.stats)))
+        more = (self.dropout, self.seed, self.out_dtype, self.stats, self.weight_offset)
+        object.__setattr__(self, "_hash", hash((*said, *more)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,6 +101,8 @@ class Layer:
         size: N, or C of GroupNorm.
         nbytes: of the parameters.
         resident: the parameters where the backend wants them; opaque here, freed with the last job of it.
+        weight_offset: added to weight.
+        heads: H where the parameters are [H, N], 0 where they are [N].
     """
 
     name: str
@@ -110,6 +115,13 @@ class Layer:
     has_bias: bool
     nbytes: int
     resident: object = field(repr=False)
+    weight_offset: float = 0.0
+    heads: int = 0
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of its parameters, and of what they are for: [N], or [H, N] of heads."""
+        return (self.heads, self.size) if self.heads else (self.size,)
 
 
 class Recurrence:
@@ -139,6 +151,7 @@ class NormJob:
         recurrence: shared with the jobs before and after it that are its like; None where nothing is known of any.
         nbytes: of all tensors that came with the request.
         rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
+        heads: H where each head of x [..., H, N] has parameters of its own, else 0.
     """
 
     spec: NormSpec
@@ -149,12 +162,14 @@ class NormJob:
     recurrence: Recurrence | None = None
     nbytes: int = field(init=False)
     rows: int = field(init=False)
+    heads: int = field(init=False)
 
     def __post_init__(self) -> None:
         # Not frozen, as `Batch` is not.
         shape = self.tensors["x"].shape
         self.nbytes = sum([len(tensor.data) for tensor in self.tensors.values()])
         self.rows = shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1])
+        self.heads = self._heads()
 
     @property
     def x(self) -> HostTensor:
@@ -199,8 +214,19 @@ class NormJob:
 
     @property
     def _unit(self) -> tuple[int, ...]:
-        """The shape of what is normalised by itself: a row, or a sample of GroupNorm."""
-        return self.x.shape[1:] if self.spec.op is Op.GROUP_NORM else self.x.shape[-1:]
+        """The shape of what may go along with others: a row, all heads of one, or a sample of GroupNorm."""
+        if self.spec.op is Op.GROUP_NORM:
+            return self.x.shape[1:]
+        return self.x.shape[-2:] if self.heads else self.x.shape[-1:]
+
+    def _heads(self) -> int:
+        if self.layer is not None:
+            return self.layer.heads
+        for name in ("weight", "bias"):
+            parameter = self.tensors.get(name)
+            if parameter is not None and len(parameter.shape) > 1:
+                return parameter.shape[0]
+        return 0
 
 
 class Lane(Enum):

@@ -70,9 +70,15 @@ def _of_rows(spec: NormSpec, given: Described, layer: Registered | None) -> int:
     """Temporaries of LayerNorm and RMSNorm."""
     dtype, shape = given["x"]
     cols = shape[-1]
+    of_heads = 0
+    if spec.direction is Pass.BACKWARD and (heads := _heads(given, layer)):
+        # Their gradients in float32, which grow with the heads.
+        of_heads = 4 * heads * cols * _narrow_parameters(given, layer)
     if cols <= PIECE_ELEMENTS or not prod(shape):
-        return 0
+        return of_heads
     narrow = _narrow_parameters(given, layer)
+    if spec.weight_offset and _weight_dtype(given, layer) is DType.FLOAT32:
+        narrow += 1
     if spec.direction is Pass.FORWARD:
         # The sum in float32, and what is normalised of it.
         floats = 1 + _is_copied(dtype, given) + narrow
@@ -80,7 +86,7 @@ def _of_rows(spec: NormSpec, given: Described, layer: Registered | None) -> int:
         # The sum, dz and dx, and what RMSNorm's mean of a row takes; parameters and their gradients once more.
         has_weight = layer is not None or "weight" in given
         floats = (3 if spec.op is Op.LAYER_NORM else 4 + has_weight) + 2 * narrow
-    return 4 * cols * floats + (cols if spec.dropout else 0)
+    return 4 * cols * floats + (cols if spec.dropout else 0) + of_heads
 
 
 def _of_groups(spec: NormSpec, given: Described, layer: Registered | None) -> int:
@@ -114,6 +120,17 @@ def _of_groups(spec: NormSpec, given: Described, layer: Registered | None) -> in
 def _is_copied(dtype: DType, given: Described) -> bool:
     """Whether the float32 sum of x and residual is not x itself."""
     return dtype is not DType.FLOAT32 or "residual" in given
+
+
+def _heads(given: Described, layer: Registered | None) -> int:
+    """How many have parameters of their own."""
+    if layer is not None:
+        return layer.heads
+    return next((given[name][1][0] for name in PARAMETERS if name in given and len(given[name][1]) > 1), 0)
+
+
+def _weight_dtype(given: Described, layer: Registered | None) -> DType:
+    return given["weight"][0] if layer is None else layer.dtype
 
 
 def _narrow_parameters(given: Described, layer: Registered | None) -> int:

@@ -25,6 +25,13 @@ class Registered(Protocol):
     def dtype(self) -> DType: ...
     @property
     def has_bias(self) -> bool: ...
+    @property
+    def heads(self) -> int: ...
+
+
+def has_own_type(op: Op, given: Described) -> bool:
+    """Whether a residual came whose sum, and whose gradient, have another type than x: never of GroupNorm."""
+    return op is not Op.GROUP_NORM and "residual" in given and given["residual"][0] is not given["x"][0]
 
 
 def results_of(
@@ -42,13 +49,18 @@ def results_of(
         gradients = {f"d{name}": given[name] for name in (*PARAMETERS, *OF_SAMPLES) if name in given}
         if layer is not None:
             names = PARAMETERS if layer.has_bias else PARAMETERS[:1]
-            gradients |= {f"d{name}": (layer.dtype, (layer.size,)) for name in names}
+            shape = (layer.heads, layer.size) if layer.heads else (layer.size,)
+            gradients |= {f"d{name}": (layer.dtype, shape) for name in names}
+        if has_own_type(spec.op, given):
+            return {"dx": like_x, "dresidual": given["residual"], **gradients}
         return {"dx": like_x, **gradients}
     results = {"y": (spec.out_dtype or dtype, shape)}
     if "residual" in given:
-        results["residual_out"] = like_x
+        results["residual_out"] = given["residual"] if has_own_type(spec.op, given) else like_x
     if spec.stats:
         of_units = (shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else shape[:-1]
         names = STATISTICS[1:] if spec.op is Op.RMS_NORM else STATISTICS
         results |= dict.fromkeys(names, (DType.FLOAT32, of_units))
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        results["scale"] = (DType.FLOAT32, shape[:-1])
     return results

@@ -17,6 +17,12 @@ from normserve.jobs.memory_cost import MemoryCost, memory_cost
 from normserve.jobs.results import Described
 from normserve.memory.host_tensors import DType, HostTensor
 
+MAX_HEADS = 65535
+"""With parameters of their own, as the kernels take them."""
+
+MAX_COLS_OF_HEADS = 8192
+"""Of x in a backward pass whose parameters are of each head: its kernels hold a row at once."""
+
 
 def make_job(
     spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
@@ -60,11 +66,13 @@ class _LayerFacts(NamedTuple):
     size: int
     dtype: DType
     has_bias: bool
+    weight_offset: float
+    heads: int
 
 
 def _layer_facts(layer: Layer) -> _LayerFacts:
     checked = (layer.name, layer.op, layer.eps, layer.num_groups, layer.activation)
-    return _LayerFacts(*checked, layer.size, layer.dtype, layer.has_bias)
+    return _LayerFacts(*checked, layer.size, layer.dtype, layer.has_bias, layer.weight_offset, layer.heads)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -82,8 +90,13 @@ def _checked(
         raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
     for name in ("residual", "dy", "dresidual_out"):
         _check_shape(name, tensors, x_shape)
+    heads = layer.heads if layer is not None else _heads_of(spec.op, tensors)
+    if heads:
+        _check_heads(spec, heads, x_shape)
     for name in ("weight", "bias"):
-        _check_shape(name, tensors, (size,))
+        _check_shape(name, tensors, x_shape[-2:] if heads else (size,))
+    if spec.weight_offset and layer is None and "weight" not in tensors:
+        raise MissingTensorError("weight_offset needs a weight, it did not come")
     for name in ("scale", "shift"):
         _check_shape(name, tensors, (x_shape[0], size))
     for name in ("mean", "rstd"):
@@ -113,8 +126,12 @@ def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTen
     if "weight" not in tensors:
         raise MissingTensorError("a layer must have a weight, none came")
     weight, bias = tensors["weight"], tensors.get("bias")
-    if len(weight.shape) != 1 or weight.shape[0] < 1:
-        raise InvalidShapeError(f"weight must be [N] with N >= 1, got {list(weight.shape)}")
+    ranks = (1,) if op is Op.GROUP_NORM else (1, 2)
+    if len(weight.shape) not in ranks or min(weight.shape) < 1:
+        forms = "[N] with N >= 1" if op is Op.GROUP_NORM else "[N] or [H, N] with H and N >= 1"
+        raise InvalidShapeError(f"weight must be {forms}, got {list(weight.shape)}")
+    if len(weight.shape) == 2:
+        _check_head_count(weight.shape[0])
     if bias is not None:
         _check_shape("bias", {"bias": (bias.dtype, bias.shape)}, weight.shape)
     return weight, bias
@@ -133,7 +150,13 @@ def check_group_count(num_groups: int, channels: int) -> None:
 def _with_layer(spec: NormSpec, layer: _LayerFacts) -> NormSpec:
     if layer.op is not spec.op:
         raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, not of {spec.op.value}")
-    return replace(spec, eps=layer.eps, num_groups=layer.num_groups, activation=layer.activation)
+    return replace(
+        spec,
+        eps=layer.eps,
+        num_groups=layer.num_groups,
+        activation=layer.activation,
+        weight_offset=layer.weight_offset,
+    )
 
 
 def _check_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
@@ -167,6 +190,33 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
     channels = shape[-1] if last else shape[1]
     check_group_count(spec.num_groups, channels)
     return channels
+
+
+def _heads_of(op: Op, tensors: Described) -> int:
+    """H where weight or bias comes as [H, N], 0 where neither does."""
+    if op is not Op.GROUP_NORM:
+        for name in ("weight", "bias"):
+            if name in tensors and len(tensors[name][1]) == 2:
+                return tensors[name][1][0]
+    return 0
+
+
+def _check_heads(spec: NormSpec, heads: int, x_shape: tuple[int, ...]) -> None:
+    """See that x has the heads that parameters are for."""
+    if len(x_shape) < 2 or x_shape[-2] != heads:
+        raise InvalidShapeError(f"x must be [..., {heads}, N], as parameters of each head are, got {list(x_shape)}")
+    _check_head_count(heads)
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        raise InvalidParameterError("out_dtype float8_e4m3fn needs weight and bias [N], got those of each head")
+    if spec.direction is Pass.BACKWARD and x_shape[-1] > MAX_COLS_OF_HEADS:
+        raise InvalidShapeError(
+            f"gradients of parameters of each head need N of at most {MAX_COLS_OF_HEADS}, got {x_shape[-1]}"
+        )
+
+
+def _check_head_count(heads: int) -> None:
+    if heads > MAX_HEADS:
+        raise InvalidShapeError(f"parameters may be of at most {MAX_HEADS} heads, got {heads}")
 
 
 def _check_shape(name: str, tensors: Described, shape: tuple[int, ...]) -> None:

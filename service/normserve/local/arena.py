@@ -10,9 +10,9 @@ from normserve.errors import InvalidParameterError, InvalidShapeError, Unsupport
 from normserve.jobs.results import Described
 from normserve.memory.device_segments import DeviceBytes
 from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS, HostTensor
 
-_DTYPES = {dtype.value: dtype for dtype in DType}
+_DTYPES = {dtype.value: dtype for dtype in FLOATS}
 _LONGEST_NAME = 64
 
 

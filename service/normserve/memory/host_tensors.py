@@ -14,6 +14,7 @@ class DType(Enum):
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
 
     # Members are their own only equals; Enum's own hash is that of the name, computed in Python each time.
     __hash__ = object.__hash__
@@ -26,7 +27,11 @@ class DType(Enum):
 
     def __init__(self, name: str) -> None:
         self.label = name
-        self.itemsize = 4 if name == "float32" else 2
+        self.itemsize = {"float32": 4, "float8_e4m3fn": 1}.get(name, 2)
+
+
+FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+"""What tensors of a request have; a result alone may have float8_e4m3fn, whose rows are nothing without a scale."""
 
 
 @dataclass(frozen=True, slots=True)

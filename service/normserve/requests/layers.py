@@ -38,11 +38,13 @@ async def make_layer(engine: Engine, layers: LayerRegistry, name: str, query: by
         eps=values.get("eps", default_eps(op)),
         num_groups=num_groups,
         activation=values.get("activation", "none"),
-        size=weight.shape[0],
+        size=weight.shape[-1],
         dtype=weight.dtype,
         has_bias=bias is not None,
         nbytes=nbytes,
         resident=resident,
+        weight_offset=values.get("weight_offset", 0.0),
+        heads=weight.shape[0] if len(weight.shape) == 2 else 0,
     )
 
 
@@ -57,7 +59,10 @@ def layer_document(layer: Layer) -> dict[str, Any]:
         "dtype": layer.dtype.value,
         "bias": layer.has_bias,
     }
-    return described | {"num_groups": layer.num_groups} if layer.op is Op.GROUP_NORM else described
+    if layer.op is Op.GROUP_NORM:
+        return described | {"num_groups": layer.num_groups}
+    described["weight_offset"] = layer.weight_offset
+    return described | {"heads": layer.heads} if layer.heads else described
 
 
 def _operation(values: dict[str, Any]) -> Op:
@@ -66,4 +71,6 @@ def _operation(values: dict[str, Any]) -> Op:
     op = Op(values["op"])
     if (op is Op.GROUP_NORM) != ("num_groups" in values):
         raise InvalidParameterError("num_groups must be given for group_norm, and for nothing else")
+    if op is Op.GROUP_NORM and "weight_offset" in values:
+        raise InvalidParameterError("weight_offset must be given for layer_norm or rms_norm alone")
     return op

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
 from normserve.layers.registry import LAYER_NAMES, is_layer_name
-from normserve.memory.host_tensors import DType
+from normserve.memory.host_tensors import FLOATS, DType
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
@@ -50,6 +50,13 @@ def _num_groups(text: str) -> int:
     value = _whole(text)
     if value < 1:
         raise ValueError("a whole number of at least 1")
+    return value
+
+
+def _weight_offset(text: str) -> float:
+    value = _number(text)
+    if value not in (0.0, 1.0):
+        raise ValueError("0 or 1")
     return value
 
 
@@ -117,29 +124,44 @@ _LAYOUT = Parameter("layout", "Where the channels lie.", _one_of(["nchw", "nhwc"
 _ACTIVATION = Parameter(
     "activation", "Applied after the affine step.", _one_of(ACTIVATIONS), {"enum": list(ACTIVATIONS)}
 )
+_WEIGHT_OFFSET = Parameter(
+    "weight_offset",
+    "Added to weight: 1 for a weight that is kept around zero, as Gemma's; 0 by default.",
+    _weight_offset,
+    {"enum": [0, 1]},
+)
 _DROPOUT = Parameter("dropout", "Probability of a zero, applied last.", _dropout, {"type": "number"})
 _SEED = Parameter("seed", "Of the dropout mask; required with dropout.", _seed, {"type": "integer"})
 _LAYER = Parameter("layer", "A registered layer in place of the parameters.", _layer, {"type": "string"})
 _TIMEOUT = Parameter("timeout_ms", "From arrival to the start of execution, at most.", _timeout, {"type": "number"})
-_OUT_DTYPE = Parameter(
-    "out_dtype",
-    "Element type of y; x's by default.",
-    _one_of([dtype.value for dtype in DType]),
-    {"enum": [dtype.value for dtype in DType]},
+
+
+def _out_dtype(doc: str, *dtypes: DType) -> Parameter:
+    names = [dtype.value for dtype in dtypes]
+    return Parameter("out_dtype", doc, _one_of(names), {"enum": names})
+
+
+_OUT_DTYPE = _out_dtype("Element type of y; x's by default.", *FLOATS)
+_OUT_DTYPE_OF_ROWS = _out_dtype(
+    "Element type of y; x's by default. float8_e4m3fn comes with a scale for each row.", *DType
 )
 _STATS = Parameter("stats", "Also return mean and rstd.", _flag, {"type": "boolean"})
 
-LAYER_PARAMETERS = (_OP, _EPS, _NUM_GROUPS, _ACTIVATION)
+LAYER_PARAMETERS = (_OP, _EPS, _NUM_GROUPS, _WEIGHT_OFFSET, _ACTIVATION)
 
 #: What a layer says in the request's stead.
-FIXED_BY_LAYER = ("eps", "num_groups", "activation")
+FIXED_BY_LAYER = ("eps", "num_groups", "weight_offset", "activation")
 
 
-def operation_parameters(op: Op, direction: Pass) -> tuple[Parameter, ...]:
-    """The parameters that one operation takes."""
-    of_groups = (_NUM_GROUPS, _LAYOUT) if op is Op.GROUP_NORM else ()
-    of_forward = (_OUT_DTYPE, _STATS) if direction is Pass.FORWARD else ()
-    return (_EPS, *of_groups, _ACTIVATION, _DROPOUT, _SEED, *of_forward, _LAYER, _TIMEOUT)
+def operation_parameters(op: Op, direction: Pass, *, float8: bool = True) -> tuple[Parameter, ...]:
+    """The parameters that one operation takes.
+
+    Args: float8: whether the protocol can say float8_e4m3fn.
+    """
+    of_op = (_NUM_GROUPS, _LAYOUT) if op is Op.GROUP_NORM else (_WEIGHT_OFFSET,)
+    out_dtype = _OUT_DTYPE_OF_ROWS if float8 and op is not Op.GROUP_NORM else _OUT_DTYPE
+    of_forward = (out_dtype, _STATS) if direction is Pass.FORWARD else ()
+    return (_EPS, *of_op, _ACTIVATION, _DROPOUT, _SEED, *of_forward, _LAYER, _TIMEOUT)
 
 
 def describe(parameters: Sequence[Parameter]) -> list[dict[str, Any]]:
@@ -221,6 +243,7 @@ def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
         seed=values.get("seed") if dropout else None,
         out_dtype=DType(out_dtype) if out_dtype else None,
         stats=values.get("stats", False),
+        weight_offset=values.get("weight_offset", 0.0),
     )
 
 

@@ -50,6 +50,7 @@ def test_life_of_a_layer(api, name):
         "size": 12,
         "dtype": "float32",
         "bias": True,
+        "weight_offset": 0.0,
     }
     y = from_npy(post(api, params={"layer": name}).content)
     x = torch.from_numpy(X)
@@ -99,7 +100,13 @@ def test_group_norm_layer(api, name):
         ({"weight": (4,), "bias": (4,)}, {"op": "rms_norm"}, 422, "unexpected_tensor"),
         ({"weight": (4,), "scale": (1, 4)}, {"op": "group_norm", "num_groups": 2}, 422, "unexpected_tensor"),
         ({"weight": (4,), "bias": (5,)}, {"op": "layer_norm"}, 422, "invalid_shape"),
-        ({"weight": (2, 2)}, {"op": "layer_norm"}, 422, "invalid_shape"),
+        ({"weight": (2, 2)}, {"op": "group_norm", "num_groups": 1}, 422, "invalid_shape"),
+        ({"weight": (2, 2, 2)}, {"op": "layer_norm"}, 422, "invalid_shape"),
+        ({"weight": (0, 2)}, {"op": "layer_norm"}, 422, "invalid_shape"),
+        ({"weight": (2, 2), "bias": (2,)}, {"op": "layer_norm"}, 422, "invalid_shape"),
+        ({"weight": (65536, 1)}, {"op": "layer_norm"}, 422, "invalid_shape"),
+        ({"weight": (4,)}, {"op": "layer_norm", "weight_offset": 2}, 422, "invalid_parameter"),
+        ({"weight": (4,)}, {"op": "group_norm", "num_groups": 2, "weight_offset": 1}, 422, "invalid_parameter"),
         ({"weight": (0,)}, {"op": "layer_norm"}, 422, "invalid_shape"),
     ],
 )

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from fusednorm.reference.float8 import quantised_rows
 from normload.clients import oracle
 from normload.load.cases import ACTIVATIONS, OPERATIONS, Case
 from normload.load.elements import narrow, widen
-from normserve.client import DType
+from normserve.client import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS
 
 
 def case(operation, layout="nchw", **options):
@@ -33,7 +36,10 @@ def defined(case, given):
     else:
         x_hat = h / np.sqrt(np.mean(h**2, -1, keepdims=True) + 1e-6)
     shape = [-1 if axis == channel else 1 for axis in range(h.ndim)]
-    z = x_hat * given.get("weight", np.ones(1)).reshape(shape if "weight" in given else -1)
+    if case.heads:
+        shape = [1, *h.shape[-2:]]
+    weight = given.get("weight", np.ones(1)) + case.weight_offset
+    z = x_hat * weight.reshape(shape if "weight" in given else -1)
     z = z + given.get("bias", np.zeros(1)).reshape(shape if "bias" in given else -1)
     if case.adaptive:
         z = z * (1 + np.expand_dims(given["scale"], positions)) + np.expand_dims(given["shift"], positions)
@@ -63,8 +69,12 @@ def slope(case, given, name, direction):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_it_agrees_with_the_definitions(operation, layout, activation):
     random = np.random.default_rng(0)
-    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}):
+    other = {"residual": True, "residual_dtype": DType.FLOAT16}
+    own = {"heads": True, "weight_offset": 1}
+    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}, own, other):
         if "adaptive" in options and not operation.startswith("group_norm"):
+            continue
+        if "heads" in options and operation.startswith("group_norm"):
             continue
         asked = case(operation, layout, activation=activation, **options)
         tensors = asked.tensors()
@@ -78,7 +88,10 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
                 np.testing.assert_allclose(answer["residual_out"].values, h, rtol=1e-12)
             continue
         owners = {name for name in ("x", "weight", "bias", "scale", "shift") if name in given}
-        assert answer.keys() == {f"d{name}" for name in owners}
+        own = {"dresidual"} if asked.residual_dtype and asked.op != "group_norm" else set()
+        assert answer.keys() == {f"d{name}" for name in owners} | own
+        if own:
+            assert answer["dresidual"] is answer["dx"]
         for name in owners:
             direction = random.normal(size=given[name].shape)
             along = (answer[f"d{name}"].values.numpy() * direction).sum()
@@ -94,12 +107,33 @@ def right_answer(asked):
     return tensors, answer
 
 
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
     asked = case(operation, dtype=dtype, residual=True, adaptive=operation.startswith("group_norm"))
     tensors, answer = right_answer(asked)
     assert oracle.fault(asked, tensors, answer) is None
+
+
+@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])
+def test_float8_is_right_up_to_its_own_rounding(operation):
+    asked = case(operation, out_dtype=DType.FLOAT8_E4M3FN)
+    tensors = asked.tensors()
+    exact = oracle.expected(asked, tensors)["y"].values
+    y, scale = quantised_rows(exact.float())
+
+    def answer(y: torch.Tensor, scale: torch.Tensor) -> dict[str, HostTensor]:
+        data = y.reshape(-1).view(torch.uint8).numpy().data
+        return {
+            "y": HostTensor(DType.FLOAT8_E4M3FN, tuple(y.shape), data),
+            "scale": narrow(scale.double().numpy(), DType.FLOAT32),
+        }
+
+    assert oracle.fault(asked, tensors, answer(y, scale)) is None
+    assert "off by" in oracle.fault(asked, tensors, answer(y, scale * 1.1))
+    assert "scale of" in oracle.fault(asked, tensors, answer(y, scale * 1.01))
+    assert "y of" in oracle.fault(asked, tensors, answer((y.float() * 1.3).to(y.dtype), scale))
+    assert "scale" in oracle.fault(asked, tensors, answer(y, scale[0]))
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "layer_norm/backward", "group_norm", "group_norm/backward"])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from normload.load.elements import narrow, widen
-from normserve.client import DType
+from normserve.client import DType, HostTensor
 
 VALUES = np.concatenate(
     [np.random.default_rng(0).normal(0, 10, 1000), [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 3e38, 1e-38]]
@@ -22,3 +22,9 @@ def test_half_precision_and_shapes():
     tensor = narrow(np.arange(6.0).reshape(2, 3), DType.FLOAT16)
     assert (tensor.shape, tensor.nbytes) == ((2, 3), 12)
     np.testing.assert_array_equal(widen(tensor), np.arange(6.0).reshape(2, 3))
+
+
+def test_every_value_of_float8_is_torchs():
+    codes = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
+    np.testing.assert_array_equal(widen(HostTensor(DType.FLOAT8_E4M3FN, (256,), codes.data)), expected)

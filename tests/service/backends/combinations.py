@@ -1,5 +1,6 @@
 """Every combination of what is optional in a request, with the oracle's answer in float64."""
 
+import random
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -57,7 +58,15 @@ def combinations(op: Op, direction: Pass, dtype: torch.dtype, layout: Layout) ->
     for number, (names, asked) in enumerate(product([sum(each, ()) for each in chosen], options)):
         # The number's own digits would pair each epilogue with the same tensors again and again.
         epilogue = EPILOGUES[number.bit_count() % len(EPILOGUES)]
-        yield _combination(NormSpec(op, direction, 1e-3, *_form(op, layout), **asked, **epilogue), names, dtype)
+        choices = random.Random(number)
+        heads = op is not Op.GROUP_NORM and choices.random() < 0.4
+        if "weight" in names and op is not Op.GROUP_NORM:
+            asked = asked | {"weight_offset": float(choices.random() < 0.4)}
+        if asked.get("out_dtype") and op is not Op.GROUP_NORM and not heads and choices.random() < 0.5:
+            asked = asked | {"out_dtype": DType.FLOAT8_E4M3FN}
+        of_residual = choices.choice((dtype, torch.float32, torch.bfloat16))
+        spec = NormSpec(op, direction, 1e-3, *_form(op, layout), **asked, **epilogue)
+        yield _combination(spec, names, dtype, heads, of_residual)
 
 
 def assert_all_right(answers: Iterator[tuple[Combination, dict[str, torch.Tensor]]]) -> int:
@@ -86,10 +95,12 @@ def _form(op: Op, layout: Layout) -> tuple[int, Layout]:
     return (GROUPS if op is Op.GROUP_NORM else 0), layout
 
 
-def _combination(spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype) -> Combination:
+def _combination(
+    spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype, heads: bool, of_residual: torch.dtype
+) -> Combination:
     grouped, moved = spec.op is Op.GROUP_NORM, spec.layout is Layout.NHWC
-    shape = (2, 4, 3, 2) if grouped else (3, 6)
-    size = shape[1] if grouped else shape[-1]
+    shape = (2, 4, 3, 2) if grouped else (3, 2, 6) if heads else (3, 6)
+    size = shape[1:2] if grouped else shape[-2:] if heads else shape[-1:]
 
     def like_x() -> torch.Tensor:
         tensor = torch.randn(shape).to(dtype)
@@ -97,22 +108,26 @@ def _combination(spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype) -> 
 
     tensors = {"x": like_x()} | ({"dy": like_x()} if spec.direction is Pass.BACKWARD else {})
     tensors |= {name: like_x() for name in ("residual", "dresidual_out") if name in names}
+    if "residual" in names:
+        tensors["residual"] = tensors["residual"].to(of_residual)
     # Parameters are of another type than x, and of one another's.
     others = {"weight": torch.float32, "bias": torch.bfloat16, "scale": torch.float16, "shift": torch.float32}
     for name in ("weight", "bias", "scale", "shift"):
         if name in names:
-            of = (size,) if name in ("weight", "bias") else (shape[0], size)
+            of = size if name in ("weight", "bias") else (shape[0], *size)
             tensors[name] = torch.randn(of).to(others[name])
     function = f"{spec.op.value}_"
     options = {name: tensor for name, tensor in tensors.items() if name not in ("x", "dy")}
     options |= {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
     groups = [spec.num_groups] if grouped else []
+    if not grouped:
+        options["weight_offset"] = spec.weight_offset
     if "rstd" in names:
         saved = {"residual": tensors["residual"]} if "residual" in names else {}
         said = getattr(reference, function + "forward")(tensors["x"], *groups, eps=spec.eps, stats=True, **saved)
         tensors |= {name: getattr(said, name) for name in ("mean", "rstd") if name in names}
     if spec.direction is Pass.FORWARD:
-        out = {value: key for key, value in DTYPES.items()}.get(spec.out_dtype)
+        out = None if spec.out_dtype is None else getattr(torch, spec.out_dtype.value)
         right = getattr(reference, function + "forward")
         want = right(tensors["x"], *groups, **options, out_dtype=out, stats=spec.stats, precision=torch.float64)
     else:
@@ -120,5 +135,6 @@ def _combination(spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype) -> 
         want = right(tensors["dy"], tensors["x"], *groups, **options, precision=torch.float64)
     laid_out = {n: t.movedim(1, -1) if moved and t.dim() > 2 else t for n, t in tensors.items()}
     job = NormJob(spec, {name: host(tensor) for name, tensor in laid_out.items()})
-    given = f"{', '.join(names) or 'nothing'}; {spec.activation}, p {spec.dropout}, {spec.out_dtype}, {spec.stats}"
+    asked = (spec.activation, f"p {spec.dropout}", spec.out_dtype, spec.stats, spec.weight_offset)
+    given = f"{', '.join(names) or 'nothing'}; x {shape}, residual {of_residual}; {asked}"
     return Combination(given, job, want)

@@ -2,7 +2,7 @@
 
 from normserve.backends.warmup import warm_up_batches
 from normserve.jobs.job import Op, Pass
-from normserve.memory.host_tensors import DType
+from normserve.memory.host_tensors import FLOATS
 
 
 def test_every_operation_on_every_length_with_parameters_and_without():
@@ -24,7 +24,7 @@ def test_every_operation_on_every_length_with_parameters_and_without():
         for size in (8, 300)
         for op in Op
         for direction in Pass
-        for dtype in DType
+        for dtype in FLOATS
         for names in parameters[op]
     }
     assert len(kinds) == len(batches)

@@ -10,8 +10,8 @@ from normserve.client.calls import arrays
 @pytest.fixture
 def plain_numpy(monkeypatch):
     def dtype(what):
-        if what == "bfloat16":
-            raise TypeError("data type 'bfloat16' not understood")
+        if what in ("bfloat16", "float8_e4m3fn"):
+            raise TypeError(f"data type {what!r} not understood")
         return np.dtype(what)
 
     arrays._numpy_dtype.cache_clear()

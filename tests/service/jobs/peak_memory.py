@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def cases(noise: torch.Tensor) -> Iterator[Case]:
-    """Each shape with all that there is in one direction, and with less in the other."""
+    """Each shape with all that there is in one direction, and with less in the other; then what rows alone take."""
     for op, direction in product(Op, Pass):
         layouts = Layout if op is Op.GROUP_NORM else (Layout.NCHW,)
         for index, (shape, layout) in enumerate(product(SAMPLES if op is Op.GROUP_NORM else ROWS, layouts)):
@@ -66,6 +66,25 @@ def cases(noise: torch.Tensor) -> Iterator[Case]:
                 yield case(noise, op, direction, F16, layout, shape, True, True)
             else:
                 yield case(noise, op, direction, F32, layout, shape, index % 4 < 2, index % 3 == 0)
+    yield from cases_of_rows(noise)
+
+
+def cases_of_rows(noise: torch.Tensor) -> Iterator[Case]:
+    """Parameters of each head, an offset of weight, a residual of its own type, float8."""
+    for op, direction, shape in product(
+        (Op.LAYER_NORM, Op.RMS_NORM), Pass, [(32, 1024, 64), (1, 2048, 1024), (2, MIB), (1, 2, MIB)]
+    ):
+        heads, forward = len(shape) == 3, direction is Pass.FORWARD
+        if heads and not forward and shape[-1] > 8192:
+            continue
+        of = shape[-2:] if heads else shape[-1:]
+        tensors = {name: tensor(noise, F16, shape) for name in (["x"] if forward else ["x", "dy", "dresidual_out"])}
+        tensors |= {"residual": tensor(noise, F32, shape), "weight": tensor(noise, F32 if forward else BF16, of)}
+        if op is Op.LAYER_NORM:
+            tensors["bias"] = tensor(noise, BF16, of)
+        float8 = DType.FLOAT8_E4M3FN if forward and not heads else None
+        spec = NormSpec(op, direction, 1e-5, out_dtype=float8, stats=forward, weight_offset=1.0)
+        yield f"{op.value} {direction.value} {list(shape)} of {list(of)}, {float8}", spec, tensors, forward
 
 
 def case(

@@ -1,7 +1,7 @@
 """Jobs that are made, and what is refused; the table of refusals over HTTP is in the integration tests."""
 
 import pytest
-from normserve.errors import InvalidParameterError, InvalidShapeError, UnexpectedTensorError
+from normserve.errors import InvalidParameterError, InvalidShapeError, MissingTensorError, UnexpectedTensorError
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
 from normserve.jobs.validation import check_parameters, make_job, tensor_names
 from normserve.memory.host_tensors import DType
@@ -54,6 +54,48 @@ def test_channels_are_where_the_layout_says():
     assert made.spec.num_groups == 4
     with pytest.raises(InvalidParameterError, match="divide the 3 channels"):
         make_job(spec(Op.GROUP_NORM, num_groups=4), parameters)
+
+
+def test_heads_are_the_axis_before_the_last():
+    parameters = {"weight": tensor(3, 4), "bias": tensor(3, 4)}
+    assert make_job(spec(), {"x": tensor(2, 3, 4), **parameters}).heads == 3
+    assert make_job(spec(), {"x": tensor(2, 3, 4)}).heads == 0
+    assert make_job(spec(), {"x": tensor(3, 4)}, layer(heads=3)).heads == 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"x": tensor(4), "weight": tensor(3, 4)}, r"x must be \[..., 3, N\], .* got \[4\]"),
+        ({"x": tensor(4, 2, 4), "weight": tensor(3, 4)}, r"x must be \[..., 3, N\], .* got \[4, 2, 4\]"),
+        ({"x": tensor(4, 3, 4), "weight": tensor(3, 5)}, r"weight must be \[3, 4\], got \[3, 5\]"),
+        ({"x": tensor(4, 3, 4), "weight": tensor(3, 4), "bias": tensor(4)}, r"bias must be \[3, 4\], got \[4\]"),
+        ({"x": tensor(4, 3, 4), "weight": tensor(1, 3, 4)}, r"weight must be \[4\], got \[1, 3, 4\]"),
+        ({"x": tensor(65536, 1), "weight": tensor(65536, 1)}, "at most 65535 heads, got 65536"),
+    ],
+)
+def test_parameters_of_heads_must_fit(tensors, said):
+    with pytest.raises(InvalidShapeError, match=said):
+        make_job(spec(), tensors)
+
+
+def test_gradients_of_heads_have_a_longest_row():
+    tensors = {"x": tensor(2, 8193), "dy": tensor(2, 8193), "weight": tensor(2, 8193)}
+    with pytest.raises(InvalidShapeError, match="N of at most 8192, got 8193"):
+        make_job(spec(direction=Pass.BACKWARD), tensors)
+    assert make_job(spec(), {name: tensors[name] for name in ("x", "weight")}).heads == 2
+
+
+def test_a_layer_of_heads_takes_its_rows_alone():
+    with pytest.raises(InvalidShapeError, match=r"x must be \[..., 3, N\]"):
+        make_job(spec(), {"x": tensor(2, 4)}, layer(heads=3))
+
+
+@pytest.mark.parametrize("tensors", [{}, {"bias": tensor(4)}])
+def test_weight_offset_needs_a_weight(tensors):
+    with pytest.raises(MissingTensorError, match="weight_offset needs a weight"):
+        make_job(spec(weight_offset=1.0), {"x": tensor(2, 4), **tensors})
+    assert make_job(spec(), {"x": tensor(2, 4)}, layer(weight_offset=1.0)).spec.weight_offset == 1.0
 
 
 @pytest.mark.parametrize("direction", Pass)

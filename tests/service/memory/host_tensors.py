@@ -4,6 +4,7 @@ import torch
 from normserve.memory.host_tensors import DType, HostTensor
 
 DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
+_WITH_FLOAT8 = {**DTYPES, torch.float8_e4m3fn: DType.FLOAT8_E4M3FN}
 
 
 def host(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> HostTensor:
@@ -14,5 +15,5 @@ def host(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> HostTens
 
 def back(tensor: HostTensor) -> torch.Tensor:
     """A copy."""
-    dtype = {value: key for key, value in DTYPES.items()}[tensor.dtype]
+    dtype = {value: key for key, value in _WITH_FLOAT8.items()}[tensor.dtype]
     return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)

@@ -106,6 +106,7 @@ def test_an_empty_query_says_nothing():
 
 
 BASE = {"eps", "activation", "dropout", "seed", "layer", "timeout_ms"}
+ROWS = {"weight_offset"}
 FORWARD = {"out_dtype", "stats"}
 GROUPS = {"num_groups", "layout"}
 
@@ -113,10 +114,10 @@ GROUPS = {"num_groups", "layout"}
 @pytest.mark.parametrize(
     ("op", "direction", "names"),
     [
-        (Op.LAYER_NORM, Pass.FORWARD, BASE | FORWARD),
-        (Op.LAYER_NORM, Pass.BACKWARD, BASE),
-        (Op.RMS_NORM, Pass.FORWARD, BASE | FORWARD),
-        (Op.RMS_NORM, Pass.BACKWARD, BASE),
+        (Op.LAYER_NORM, Pass.FORWARD, BASE | ROWS | FORWARD),
+        (Op.LAYER_NORM, Pass.BACKWARD, BASE | ROWS),
+        (Op.RMS_NORM, Pass.FORWARD, BASE | ROWS | FORWARD),
+        (Op.RMS_NORM, Pass.BACKWARD, BASE | ROWS),
         (Op.GROUP_NORM, Pass.FORWARD, BASE | FORWARD | GROUPS),
         (Op.GROUP_NORM, Pass.BACKWARD, BASE | GROUPS),
     ],
@@ -129,8 +130,9 @@ def test_each_operation_takes_its_own_parameters(op, direction, names):
 
 
 def test_a_layer_says_what_an_operation_does_not():
-    assert {parameter.name for parameter in LAYER_PARAMETERS} == {"op", "eps", "num_groups", "activation"}
-    assert set(FIXED_BY_LAYER) == {"eps", "num_groups", "activation"}
+    fixed = {"eps", "num_groups", "weight_offset", "activation"}
+    assert {parameter.name for parameter in LAYER_PARAMETERS} == {"op", *fixed}
+    assert set(FIXED_BY_LAYER) == fixed
 
 
 @pytest.mark.parametrize(("op", "eps"), [(Op.LAYER_NORM, 1e-5), (Op.RMS_NORM, 1e-6), (Op.GROUP_NORM, 1e-5)])

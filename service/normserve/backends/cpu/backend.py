@@ -96,7 +96,7 @@ class TorchBackend:
         if job.layer is not None:
             tensors |= parameters_of(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch), sum_has_dtype_of_x=True)
+        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch))
         computed = time.perf_counter()
         ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
         shares = split(batch, ordered)

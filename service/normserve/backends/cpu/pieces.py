@@ -9,9 +9,20 @@ from collections.abc import Iterator
 from normserve.jobs.memory_cost import PIECE_ELEMENTS
 
 
-def row_pieces(rows: int, cols: int) -> Iterator[slice]:
-    """Ranges of rows, each of at most a piece's elements or one row."""
+def row_pieces(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
+    """Ranges of rows, each of at most a piece's elements or one row.
+
+    Args: heads: each token has so many rows; a range is of whole tokens or of some heads of one.
+    """
     step = max(1, PIECE_ELEMENTS // cols)
+    if heads and step < heads:
+        return (
+            slice(token + start, token + min(start + step, heads))
+            for token in range(0, rows, heads)
+            for start in range(0, heads, step)
+        )
+    if heads:
+        step -= step % heads
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 

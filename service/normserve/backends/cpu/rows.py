@@ -1,6 +1,10 @@
-"""LayerNorm and RMSNorm of [rows, N] on the CPU."""
+"""LayerNorm and RMSNorm on the CPU: of rows [rows, N], or [tokens, heads, N] whose heads have their own parameters.
+
+Rows are computed one after another; with parameters [heads, N] row r has those of head r modulo heads.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from fusednorm.results import Backward, Forward
@@ -8,6 +12,8 @@ from torch import Tensor
 
 from normserve.backends.cpu.dropout import Dropout, dropout_of
 from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
+from normserve.backends.cpu.float8 import quantised_
+from normserve.backends.cpu.parameters import Parameter, add_gradient, affine_
 from normserve.backends.cpu.pieces import row_pieces
 from normserve.jobs.memory_cost import REUSED_ELEMENTS
 
@@ -22,6 +28,7 @@ def layer_norm_forward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -32,25 +39,26 @@ def layer_norm_forward(
 ) -> Forward:
     """See `fusednorm.reference.layer_norm_forward`.
 
-    The sum has x's dtype, whatever the residual's.
-
     Args:
         memory_like: gives a large y its memory where that is as large as x; it may be x's own.  Memory that has
             been used before takes less time than new pages, and x's own leaves more of the cache to what is next.
     """
-    weight, bias = widened(weight), widened(bias)
     drop = dropout_of(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
-    if is_float32 and x.numel() <= _WHOLE_ELEMENTS:
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if is_float32 and x.ndim == 2 and not weight_offset and x.numel() <= _WHOLE_ELEMENTS:
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], widened(weight), widened(bias), eps)
         if drop is not None or activation != "none":
             y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
         return Forward(y, *_flat(mean, rstd)) if stats else Forward(y)
+    w, b = Parameter(weight, weight_offset), Parameter(bias)
+    heads = _heads(x)
     out = _Outputs(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
-    for piece in row_pieces(*x.shape):
+    for piece in row_pieces(out.rows, out.cols, heads):
         h = out.sum(piece)
-        y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         del h
+        if heads:
+            affine_(y, w.own(piece), b.own(piece))
         out.write(piece, finish_(y, activation, drop, _kept(drop, x, piece)), mean, rstd)
         del y
     return out.result()
@@ -61,6 +69,7 @@ def rms_norm_forward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
@@ -70,16 +79,16 @@ def rms_norm_forward(
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> Forward:
     """See `fusednorm.reference.rms_norm_forward`, and `layer_norm_forward` for `memory_like`."""
-    weight = widened(weight)
+    w = Parameter(weight, weight_offset)
     drop = dropout_of(dropout, seed)
+    heads = _heads(x)
     out = _Outputs(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
-    for piece in row_pieces(*x.shape):
+    for piece in row_pieces(out.rows, out.cols, heads):
         h = out.sum(piece)
         rstd = _rms_rstd(h, eps)
         y = h * rstd
         del h
-        if weight is not None:
-            y *= weight
+        affine_(y, w.of(piece), None)
         out.write(piece, finish_(y, activation, drop, _kept(drop, x, piece)), None, rstd)
         del y
     return out.result()
@@ -92,6 +101,7 @@ def layer_norm_backward(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
@@ -101,13 +111,17 @@ def layer_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.layer_norm_backward`."""
-    w, b = widened(weight), widened(bias)
+    w, b = Parameter(weight, weight_offset), Parameter(bias)
     drop = dropout_of(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients = _Gradients(x, weight, bias, residual)
-    for piece in row_pieces(*x.shape):
+    gradients, heads = _Gradients(x, weight, bias, residual), _heads(x)
+    x, dy, residual, dresidual_out, mean, rstd = _as_rows(x, dy, residual, dresidual_out, mean, rstd)
+    for piece in row_pieces(len(x), x.shape[-1], heads):
         h = summed(x[piece], None if residual is None else residual[piece])
-        z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w, b, eps)
+        z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
+        weight_of_heads = w.own(piece)
+        if heads:
+            affine_(z, weight_of_heads, b.own(piece))
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
         kept = _kept(drop, x, piece)
@@ -118,11 +132,17 @@ def layer_norm_backward(
         h = h.sub_(centre) if is_own else h - centre
         # Of a lone row, which may be long, torch's sums over the rows would take memory for each thread.
         is_lone = len(h) == 1
-        needed = [True, weight is not None and not is_lone, bias is not None and not is_lone]
+        of_all = not (is_lone or heads)
+        needed = [True, weight is not None and of_all, bias is not None and of_all]
+        g = dz if weight_of_heads is None else dz * weight_of_heads
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-            dz, h, h.shape[-1:], torch.zeros_like(centre), scale, w, b, needed
+            g, h, h.shape[-1:], torch.zeros_like(centre), scale, w.common, b.common, needed
         )
-        if is_lone:
+        del g, weight_of_heads
+        if heads:
+            dw = None if weight is None else h.mul_(scale).mul_(dz)
+            db = None if bias is None else dz
+        elif is_lone:
             dw = None if weight is None else h.mul_(scale).mul_(dz)[0]
             db = None if bias is None else dz[0]
         gradients.write(piece, dx, dresidual_out, dw, db)
@@ -136,6 +156,7 @@ def rms_norm_backward(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
@@ -144,15 +165,17 @@ def rms_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.rms_norm_backward`."""
-    w = widened(weight)
+    parameter = Parameter(weight, weight_offset)
     drop = dropout_of(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients = _Gradients(x, weight, None, residual)
-    for piece in row_pieces(*x.shape):
+    gradients, heads = _Gradients(x, weight, None, residual), _heads(x)
+    x, dy, residual, dresidual_out, rstd = _as_rows(x, dy, residual, dresidual_out, rstd)
+    for piece in row_pieces(len(x), x.shape[-1], heads):
         h = summed(x[piece], None if residual is None else residual[piece])
         scale = _rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
         xhat = h.mul_(scale) if is_own else h * scale
         del h
+        w = parameter.of(piece)
         z = xhat if w is None else xhat * w
         kept = _kept(drop, x, piece)
         dz = through_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
@@ -162,7 +185,7 @@ def rms_norm_backward(
         torch.mul(xhat, _row_mean(dx), out=dx)
         torch.sub(g, dx, out=dx).mul_(scale)
         del g
-        dw = None if w is None else xhat.mul_(dz).sum(0)
+        dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
         gradients.write(piece, dx, dresidual_out, dw, None)
         del xhat, dz, dx, dw
     return gradients.result()
@@ -181,29 +204,36 @@ class _Outputs:
         centred: bool,
         memory_like: Callable[[Tensor], Tensor],
     ) -> None:
-        self._x = x
-        self._residual = residual
+        self._x = _flat_rows(x)
+        self._residual = None if residual is None else _flat_rows(residual)
+        self.rows, self.cols = self._x.shape
         is_given = out_dtype in (None, x.dtype) and x.numel() > _WHOLE_ELEMENTS
         self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
-        self._residual_out = None if residual is None else torch.empty_like(x)
-        self._rstd = x.new_empty(x.shape[0], dtype=torch.float32) if stats else None
-        self._mean = x.new_empty(x.shape[0], dtype=torch.float32) if stats and centred else None
+        self._y_rows = _flat_rows(self._y)
+        self._residual_out = None if residual is None else torch.empty_like(residual)
+        self._sum_rows = None if self._residual_out is None else _flat_rows(self._residual_out)
+        is_float8 = out_dtype == torch.float8_e4m3fn
+        self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
+        self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
+        self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
 
     def sum(self, piece: slice) -> Tensor:
         h = summed(self._x[piece], None if self._residual is None else self._residual[piece])
-        if self._residual_out is not None:
-            self._residual_out[piece] = h
+        if self._sum_rows is not None:
+            self._sum_rows[piece] = h
         return h
 
     def write(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor) -> None:
-        self._y[piece] = y
+        if self._scale is not None:
+            self._scale.view(-1)[piece] = quantised_(y)
+        self._y_rows[piece] = y
         if self._rstd is not None:
-            self._rstd[piece] = rstd[:, 0]
+            self._rstd.view(-1)[piece] = rstd[:, 0]
         if self._mean is not None and mean is not None:
-            self._mean[piece] = mean[:, 0]
+            self._mean.view(-1)[piece] = mean[:, 0]
 
     def result(self) -> Forward:
-        return Forward(self._y, self._mean, self._rstd, self._residual_out)
+        return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
 
 
 class _Gradients:
@@ -212,6 +242,10 @@ class _Gradients:
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
+        self._rows = [_flat_rows(self._dx)]
+        if residual is not None and residual.dtype != x.dtype:
+            self._dresidual = torch.empty_like(residual)
+            self._rows.append(_flat_rows(self._dresidual))
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -224,15 +258,34 @@ class _Gradients:
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
-        self._dx[piece] = dx if dresidual_out is None else dx.add_(dresidual_out[piece])
+        if dresidual_out is not None:
+            dx.add_(dresidual_out[piece])
+        for rows in self._rows:
+            rows[piece] = dx
         if self._dweight is not None and dweight is not None:
-            self._dweight += dweight
+            add_gradient(self._dweight, dweight, piece)
         if self._dbias is not None and dbias is not None:
-            self._dbias += dbias
+            add_gradient(self._dbias, dbias, piece)
 
     def result(self) -> Backward:
         dweight, dbias = _as(self._dweight, self._weight), _as(self._dbias, self._bias)
         return Backward(self._dx, dweight, dbias, self._dresidual)
+
+
+def _heads(x: Tensor) -> int:
+    """How many heads have parameters of their own; 0: all rows have the same."""
+    return x.shape[1] if x.ndim == 3 else 0
+
+
+def _flat_rows(t: Tensor) -> Tensor:
+    return t if t.ndim == 2 else t.flatten(0, 1)
+
+
+def _as_rows(x: Tensor, *others: Tensor | None) -> Any:
+    """[rows, cols] of x and what is like it, [rows] of statistics."""
+    if x.ndim == 2:
+        return (x, *others)
+    return tuple([None if each is None else each.flatten(0, 1) for each in (x, *others)])
 
 
 def _kept(dropout: Dropout | None, x: Tensor, piece: slice) -> Tensor | None:

@@ -127,7 +127,8 @@ class TritonBackend:
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         # A layer says which rows will come; their dtype is most likely its own.
-        if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)):
+        has_heads = len(weight.shape) > 1
+        if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)) and not has_heads:
             warm_up = functools.partial(
                 fusednorm.warmup, op.value, TORCH_DTYPES[weight.dtype], weight.shape[0], backward=False
             )
@@ -244,7 +245,8 @@ class TritonBackend:
     def compile(self, job: NormJob) -> None:
         compile_at_once(_model(torch.device(_DEVICE)), lambda: _call_without_memory(job))
         parameters = {} if job.layer is None else parameters_of(job.layer.resident)
-        for rows in _FEW_ROWS:
+        for count in _FEW_ROWS:
+            rows = count * max(1, job.heads)
             tensors = {
                 name: torch.zeros(shape_of(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE)
                 for name, tensor in job.tensors.items()
@@ -302,7 +304,8 @@ def _call_without_memory(job: NormJob) -> None:
 
     parameters = {} if job.layer is None else parameters_of(job.layer.resident)
     named = {name: absent(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
-    for rows in _FEW_ROWS:
+    for count in _FEW_ROWS:
+        rows = count * max(1, job.heads)
         results = results_to_write(job, rows)
         if results is None or not len(job.x.data):
             return

@@ -76,7 +76,7 @@ class Answer:
             got = media_type if media_type in _FAMILIAR else "something else"
             raise UnexpectedAnswerError(f"the answer must be {SAFETENSORS}, got {got}")
         try:
-            return {entry.name: entry.tensor(self.body) for entry in _entries(self.body)}
+            return {entry.name: entry.result(self.body) for entry in _entries(self.body)}
         except NormserveError as error:
             raise UnexpectedAnswerError(f"the answer is no safetensors: {error.detail}") from error
 

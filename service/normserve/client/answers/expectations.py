@@ -132,10 +132,13 @@ def _forward(op: str, described: "_Described", query: "_Query") -> Expectation:
     x = tensors["x"]
     outputs = {"y": Output(x.shape, _dtype(params.get("out_dtype"), x.dtype))}
     if "residual" in tensors:
-        outputs["residual_out"] = Output(x.shape, x.dtype)
+        sums = x if op == "group_norm" else tensors["residual"]
+        outputs["residual_out"] = Output(x.shape, sums.dtype)
     if params.get("stats") in ("true", "1"):
         statistics = _statistics(op, x.shape, params)
         outputs |= dict.fromkeys(("rstd",) if op == "rms_norm" else ("mean", "rstd"), statistics)
+    if outputs["y"].dtype is DType.FLOAT8_E4M3FN and op != "group_norm":
+        outputs["scale"] = Output(x.shape[:-1], DType.FLOAT32)
     return Expectation(outputs)
 
 
@@ -144,6 +147,8 @@ def _backward(op: str, described: "_Described", query: "_Query") -> Expectation:
     tensors, params = _by_name(described), dict(query)
     x = tensors["x"]
     outputs = {"dx": Output(x.shape, x.dtype)}
+    if op != "group_norm" and "residual" in tensors and tensors["residual"].dtype is not x.dtype:
+        outputs["dresidual"] = Output(x.shape, tensors["residual"].dtype)
     for name in ("weight", "bias", "scale", "shift"):
         if name in tensors:
             outputs[f"d{name}"] = Output(tensors[name].shape, tensors[name].dtype)

@@ -18,19 +18,28 @@ def put_layer(
     eps: float | None = None,
     num_groups: int | None = None,
     activation: str | None = None,
+    weight_offset: float | None = None,
 ) -> Call[bool]:
     """Register parameters under a name, or replace those that are; they stay on the server's device.
 
     Args:
         name: one to 128 of the characters A-Z a-z 0-9 . _ -
         op: "layer_norm", "rms_norm" or "group_norm".
-        weight, bias: [N], or [C] of group_norm.
-        eps, num_groups, activation: as in the operation; requests that name the layer leave them out.
+        weight, bias: [N], or [H, N] where each head has its own; [C] of group_norm.
+        eps, num_groups, activation, weight_offset: as in the operation; a request that names the layer says none.
 
     Returns:
         True when the layer is new, False when it replaced one.
     """
-    params = query({"op": op, "eps": eps, "num_groups": num_groups, "activation": activation})
+    params = query(
+        {
+            "op": op,
+            "eps": eps,
+            "num_groups": num_groups,
+            "activation": activation,
+            "weight_offset": weight_offset,
+        }
+    )
     tensors = described({"weight": weight, "bias": bias})
     return Call("PUT", _path(name), _is_created, params, tensors, statuses=(200, 201))
 

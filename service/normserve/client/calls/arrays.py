@@ -12,9 +12,12 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from normserve.client.calls.on_device import OnDevice, bytes_of
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 T = TypeVar("T")
+
+_FLOATS = {dtype.value: dtype for dtype in FLOATS}
+_NOT_OF_NUMPY = {dtype.value: dtype for dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN)}
 
 # What most arrays are of; to find the name of a type takes numpy longer.
 _LITTLE: dict[np.dtype[Any], DType] = {np.dtype("<f4"): DType.FLOAT32, np.dtype("<f2"): DType.FLOAT16}
@@ -106,8 +109,8 @@ def check_holds(like: object, dtype: str) -> None:
     Raises:
         TypeError: numpy was handed in and has no such type.
     """
-    if isinstance(like, np.ndarray) and dtype == DType.BFLOAT16.value:
-        _numpy_dtype(DType.BFLOAT16)
+    if isinstance(like, np.ndarray) and dtype in _NOT_OF_NUMPY:
+        _numpy_dtype(_NOT_OF_NUMPY[dtype])
 
 
 def _is_torch(value: object) -> bool:
@@ -116,11 +119,10 @@ def _is_torch(value: object) -> bool:
 
 
 def _dtype(name: str, dtype_name: str) -> DType:
-    try:
-        return DType(dtype_name)
-    except ValueError:
-        expected = ", ".join(dtype.value for dtype in DType)
-        raise TypeError(f"{name} must be one of {expected}, got {dtype_name}") from None
+    found = _FLOATS.get(dtype_name)
+    if found is None:
+        raise TypeError(f"{name} must be one of {', '.join(_FLOATS)}, got {dtype_name}")
+    return found
 
 
 def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:

@@ -29,6 +29,7 @@ def layer_norm(
     *,
     residual: object = None,
     eps: float | None = None,
+    weight_offset: float | None = None,
     activation: str | None = None,
     dropout: float | None = None,
     seed: int | None = None,
@@ -37,18 +38,19 @@ def layer_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> Call[ForwardResult[T]]:
-    """y = dropout(activation(weight * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
+    """y = dropout(activation(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
 
     Args:
         x: [..., N], a numpy array or a torch tensor of float32, float16 or bfloat16, as all tensors here.
-        weight, bias: [N], of any of these types.
-        residual: as x; h then comes back as `residual_out`.
+        weight, bias: [N], of any of these types; [H, N] where each head of x [..., H, N] has its own.
+        residual: in x's shape, of any of these types; h then comes back as `residual_out`, of the residual's type.
         eps: 1e-5 by default.
+        weight_offset: 0, or 1 for a weight that is kept around zero; w is weight + weight_offset.
         activation: "none", "relu", "silu", "gelu" or "gelu_tanh".
         dropout, seed: probability of a zero, and the seed of the mask, required with it.
-        out_dtype: of y; x's by default.
+        out_dtype: of y; x's by default. "float8_e4m3fn", of [N] parameters, comes with a `scale` for each row.
         stats: also return `mean` and `rstd`, [...].
-        layer: a registered layer in place of weight, bias, eps and activation.
+        layer: a registered layer in place of weight, bias, eps, weight_offset and activation.
         timeout_ms: the longest wait on the server from arrival to the start of execution.
 
     Raises:
@@ -64,6 +66,7 @@ def rms_norm(
     *,
     residual: object = None,
     eps: float | None = None,
+    weight_offset: float | None = None,
     activation: str | None = None,
     dropout: float | None = None,
     seed: int | None = None,
@@ -72,7 +75,7 @@ def rms_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> Call[ForwardResult[T]]:
-    """y = dropout(activation(weight * h / sqrt(mean(h^2) + eps))), h = x + residual.
+    """y = dropout(activation(w * h / sqrt(mean(h^2) + eps))), h = x + residual.
 
     Args: as `layer_norm`, without bias; eps is 1e-6 by default, and `stats` returns `rstd` alone.
     """
@@ -104,6 +107,8 @@ def group_norm(
         x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc".
         num_groups: divides C; left out only with `layer`.
         weight, bias: [C].
+        residual: `residual_out` has x's type, whatever the residual's.
+        out_dtype: not float8_e4m3fn.
         scale, shift: [B, C] in either layout, each sample's own affine step, z * (1 + scale) + shift, after
             weight and bias.
         layout: "nchw" or "nhwc".
@@ -123,6 +128,7 @@ def layer_norm_backward(
     residual: object = None,
     dresidual_out: object = None,
     eps: float | None = None,
+    weight_offset: float | None = None,
     activation: str | None = None,
     dropout: float | None = None,
     seed: int | None = None,
@@ -134,7 +140,8 @@ def layer_norm_backward(
     Args: as `layer_norm`, and
         dy: the gradient of y, as x.
         mean, rstd: what forward returned with `stats`; computed anew when left out.
-        dresidual_out: the gradient that reached `residual_out` from elsewhere, as x; added to dx.
+        dresidual_out: the gradient that reached `residual_out` from elsewhere, in x's shape; added to dx.
+        layer: of one whose parameters are [H, N], hand in the parameters themselves.
     """
     return _backward("layer_norm", x, locals())
 
@@ -148,6 +155,7 @@ def rms_norm_backward(
     residual: object = None,
     dresidual_out: object = None,
     eps: float | None = None,
+    weight_offset: float | None = None,
     activation: str | None = None,
     dropout: float | None = None,
     seed: int | None = None,
@@ -200,8 +208,9 @@ def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResu
 
     def understand(answer: Answer) -> ForwardResult[T]:
         found = {name: arrays.from_host(tensor, x) for name, tensor in _read(answer, expected).items()}
+        statistics = found.get("mean"), found.get("rstd")
         return ForwardResult(
-            found["y"], found.get("residual_out"), found.get("mean"), found.get("rstd"), answer.timing()
+            found["y"], found.get("residual_out"), *statistics, answer.timing(), found.get("scale")
         )
 
     return Call("POST", f"/v1/{op}", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes)
@@ -220,7 +229,8 @@ def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardRe
         except TypeError as error:
             raise UnexpectedAnswerError(str(error)) from None
         dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
-        return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, answer.timing())
+        timing, dresidual = answer.timing(), found.get("dresidual")
+        return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, timing, dresidual)
 
     return Call(
         "POST", f"/v1/{op}/backward", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes

@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 # Small kernels are over sooner than a thread is woken.
 _SPIN_S = 50e-6
 
-# As other libraries on CUDA are told of elements; they have no bfloat16.
-_TYPES = {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<i2"}
+# As other libraries on CUDA are told of elements; they have no bfloat16 and no float8.
+_TYPES = {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<i2", DType.FLOAT8_E4M3FN: "|u1"}
+_NOT_OF_OTHERS = (DType.BFLOAT16, DType.FLOAT8_E4M3FN)
 
 
 class DeviceBlock:
@@ -114,7 +115,7 @@ class DeviceArena(Arena):
             "version": 2,
         }
         made = torch.as_tensor(block)
-        return made.view(torch.bfloat16) if dtype is DType.BFLOAT16 else made
+        return made.view(getattr(torch, dtype.label)) if dtype in _NOT_OF_OTHERS else made
 
     def fill(self, tensor: Any, source: Any) -> None:
         """Copy to a tensor of the arena what another tensor, or memory of the host, has."""

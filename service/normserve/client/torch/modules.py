@@ -84,10 +84,12 @@ class _OfRows(_Remote):
     def _normalised(
         self, operation: str, x: Tensor, eps: float, weight: Tensor | None, *bias: Tensor | None
     ) -> Tensor:
-        shape = self.normalized_shape
-        weight = _with_offset(_one_axis("weight", weight, shape), self.weight_offset)
+        shape, options = self.normalized_shape, self._options(eps)
+        if self.weight_offset:
+            options["weight_offset"] = self.weight_offset
+        weight = _one_axis("weight", weight, shape)
         rest = [_one_axis("bias", each, shape) for each in bias]
-        y = normalise(self.client, operation, self._options(eps), _rows_of(x, shape), weight, *rest)
+        y = normalise(self.client, operation, options, _rows_of(x, shape), weight, *rest)
         return y if len(shape) == 1 else y.view(x.shape)
 
 
@@ -166,11 +168,6 @@ def _one_axis(name: str, parameter: Tensor | None, normalized_shape: tuple[int, 
     if tuple(parameter.shape) != tuple(normalized_shape):
         raise ValueError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
     return parameter if len(normalized_shape) == 1 else parameter.flatten()
-
-
-def _with_offset(weight: Tensor | None, offset: float) -> Tensor | None:
-    """In float32, in which the kernels add it: the sum would lose bits in a shorter type."""
-    return weight.float() + offset if offset and weight is not None else weight
 
 
 def _check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:

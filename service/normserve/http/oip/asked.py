@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgspec
@@ -133,10 +134,10 @@ def ask(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked
     return Asked(spec, _layer_of(model, values), inputs, outputs, all_binary, timeout_ms, header.id, uses_regions)
 
 
-def ask_raw(model: Model, row_length: int | None, body_bytes: int) -> Asked:
+def ask_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Asked:
     """What a body asks for that is x and nothing else: float32, the model's rows or one row.
 
-    Args: row_length: of a layer; None where one row has any length.
+    Args: row: the shape of a layer's, [N], or [H, N] of heads; None where one row has any length.
 
     Raises:
         NormserveError: the model does more than that, or the bytes are no such x.
@@ -147,10 +148,13 @@ def ask_raw(model: Model, row_length: int | None, body_bytes: int) -> Asked:
             " must be that of one"
         )
     count, rest = divmod(body_bytes, DType.FLOAT32.itemsize)
-    cols = row_length or max(1, count)
-    if rest or count % cols:
-        raise InvalidShapeError(f"without a JSON header a body must be FP32 [rows, {cols}], got {body_bytes} bytes")
-    shape = (count,) if row_length is None else (count // cols, cols)
+    of_row = max(1, count) if row is None else prod(row)
+    if rest or count % of_row:
+        sizes = ", ".join(map(str, row or (of_row,)))
+        raise InvalidShapeError(
+            f"without a JSON header a body must be FP32 [rows, {sizes}], got {body_bytes} bytes"
+        )
+    shape = (count,) if row is None else (count // of_row, *row)
     x = Input("x", DType.FLOAT32, shape, body_bytes, Binary(0))
     return Asked(_spec_of(model, {}), _layer_of(model, {}), (x,), None, True, None, None)
 
@@ -164,7 +168,7 @@ def output_names(model: Model) -> tuple[str, ...]:
     """The tensors that a model may give, in their order."""
     if model.direction is Pass.BACKWARD:
         of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in input_names(model)]
-        return ("dx", *of_input)
+        return ("dx", *of_input) if model.op is Op.GROUP_NORM else ("dx", "dresidual", *of_input)
     return ("y", "residual_out", *(STATISTICS[1:] if model.op is Op.RMS_NORM else STATISTICS))
 
 
@@ -207,7 +211,9 @@ def _read_parameters(model: Model, given: dict[str, Value]) -> dict[str, Any]:
 
 def _parameters(model: Model) -> Sequence[Parameter]:
     left_out = {"timeout_ms", "layer", *FIXED_BY_LAYER} if model.is_layer else {"timeout_ms"}
-    return [each for each in operation_parameters(model.op, model.direction) if each.name not in left_out]
+    # The protocol has no datatype of eight bits.
+    known = operation_parameters(model.op, model.direction, float8=False)
+    return [each for each in known if each.name not in left_out]
 
 
 def _text(value: Value) -> str:

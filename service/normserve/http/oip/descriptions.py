@@ -55,12 +55,13 @@ def _described(model: Model, layer: Layer | None, name: str) -> dict[str, Any]:
 
 def _shape(model: Model, layer: Layer | None, name: str) -> list[int]:
     size = _ANY if layer is None else layer.size
+    row = [size] if layer is None else list(layer.row)
     name = name[1:] if name in ("dweight", "dbias", "dscale", "dshift") else name
     of_groups = model.op is Op.GROUP_NORM
     if name in PARAMETERS:
-        return [size]
+        return row
     if name in OF_SAMPLES:
         return [_ANY, size]
     if name in STATISTICS:
-        return [_ANY, _ANY if layer is None else layer.num_groups] if of_groups else [_ANY]
-    return [_ANY, size, _ANY] if of_groups else [_ANY, size]
+        return [_ANY, _ANY if layer is None else layer.num_groups] if of_groups else [_ANY, *row[:-1]]
+    return [_ANY, size, _ANY] if of_groups else [_ANY, *row]

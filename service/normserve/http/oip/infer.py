@@ -69,7 +69,7 @@ class Infer:
         # One that is removed while the body comes is still there for this request.
         layer = self.layers.get(model.name) if model.is_layer else None
         body = await self.computing.receive(exchange)
-        asked = _read(model, None if layer is None else layer.size, of_json, body)
+        asked = _read(model, None if layer is None else layer.row, of_json, body)
         if layer is None and asked.layer is not None:
             layer = self.layers.get(asked.layer)
         shared = NONE
@@ -99,10 +99,10 @@ class Infer:
         return BuffersResponse(buffers, media_type, headers)
 
 
-def _read(model: Model, row_length: int | None, of_json: int | None, body: memoryview) -> Asked:
+def _read(model: Model, row: tuple[int, ...] | None, of_json: int | None, body: memoryview) -> Asked:
     """What a body asks for, checked against the model."""
     if of_json == 0:
-        return ask_raw(model, row_length, len(body))
+        return ask_raw(model, row, len(body))
     if of_json is None:
         of_json = len(body)
         require_short(of_json)

@@ -158,9 +158,9 @@ _known_head = functools.lru_cache(maxsize=1024)(_head)
 def _require_expressible(answer_format: str, job: NormJob) -> None:
     """Say before the work, not after it, that the answer cannot be written down."""
     dtype = job.spec.out_dtype or job.x.dtype
-    if answer_format == NPY and dtype is DType.BFLOAT16:
+    if answer_format == NPY and dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN):
         raise NotAcceptableError(
-            f"npy has no bfloat16: accept {SAFETENSORS}, or ask for out_dtype float32 or float16"
+            f"npy has no {dtype.value}: accept {SAFETENSORS}, or ask for out_dtype float32 or float16"
         )
 
 

@@ -18,7 +18,7 @@ from normserve.engine.progress import StallWatch
 from normserve.http.exchange import Exchange
 from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 from normserve.metrics.exposition import CONTENT_TYPE
 from normserve.metrics.metrics import Metrics
 from normserve.peers.siblings import Question, Siblings
@@ -105,7 +105,7 @@ class Status:
             "limits": self.limits,
             "layers": len(self.layers),
             "operations": [op.value for op in Op],
-            "dtypes": [dtype.value for dtype in DType],
+            "dtypes": [dtype.value for dtype in FLOATS],
             "media_types": [SAFETENSORS, NPY],
             "local": self._local(),
             **({} if processes is None else {"processes": processes}),

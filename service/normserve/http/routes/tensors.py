@@ -5,15 +5,15 @@ from normserve.jobs.validation import tensor_names
 
 _DOCS = {
     "x": "the tensor to normalise, `[..., N]`",
-    "weight": "optional, `[N]`: multiplies what is normalised",
-    "bias": "optional, `[N]`: is added after weight",
+    "weight": "optional, `[N]`, or `[H, N]` for x `[..., H, N]`: multiplies what is normalised",
+    "bias": "optional, as weight: is added after it",
     "scale": "optional, `[B, C]` in either layout: each sample's own; `1 + scale` multiplies after weight and bias",
     "shift": "optional, `[B, C]` in either layout: each sample's own; is added after scale",
-    "residual": "optional, as x: `x + residual` is normalised, and forward returns it as residual_out",
+    "residual": "optional, in x's shape: `x + residual` is normalised, and forward returns it as residual_out",
     "dy": "required, as x: the gradient of y",
     "mean": "optional, float32, together with rstd: what forward returned with stats",
     "rstd": "optional, float32: what forward returned with stats",
-    "dresidual_out": "optional, as x: a gradient that reached residual_out from elsewhere, added to dx",
+    "dresidual_out": "optional, in x's shape: a gradient that reached residual_out from elsewhere, added to dx",
 }
 _DOCS_OF_GROUPS = {
     "x": "the tensor to normalise, `[B, C, *spatial]`, or `[B, *spatial, C]` with layout=nhwc",

@@ -65,6 +65,20 @@ def test_results_are_those_of_http_to_the_bit(serving, http, local, until, name,
     until(lambda: metric(serving, "requests_total", 'transport="local_cuda"') == before + 4)
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_float8_with_its_scale_and_parameters_of_each_head(http, local, op):
+    x, residual = random(40, 8, 128, dtype=torch.bfloat16), random(40, 8, 128)
+    results = [getattr(each, op)(x, residual=residual, out_dtype="float8_e4m3fn") for each in (local, http)]
+    for name in ("y", "scale", "residual_out"):
+        first, second = (getattr(each, name) for each in results)
+        assert first.dtype == second.dtype
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    weight = random(8, 128, seed=2)
+    assert_same(*[getattr(each, op)(x, weight, residual=residual, weight_offset=1) for each in (local, http)])
+    backward = f"{op}_backward"
+    assert_same(*[getattr(each, backward)(x, x, weight, residual=residual) for each in (local, http)])
+
+
 def test_a_residual_of_another_type_and_no_rows_at_all(http, local):
     x, residual = random(5, 64, dtype=torch.bfloat16), random(5, 64)
     assert_same(local.layer_norm(x, residual=residual), http.layer_norm(x, residual=residual))

@@ -50,6 +50,25 @@ def test_every_element_type_of_torch(http, local, op, dtype):
     assert_same(*[getattr(each, op)(x, **affine, **more) for each in (local, http)])
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_residual_of_its_own_type_and_parameters_of_each_head(http, local, op):
+    x = random(4, 6, 48, dtype=torch.bfloat16)
+    more = {"weight": random(6, 48, seed=3), "residual": random(4, 6, 48, seed=1), "weight_offset": 1}
+    assert_same(*[getattr(each, op)(x, **more) for each in (local, http)])
+    assert_same(*[getattr(each, f"{op}_backward")(x, x, **more) for each in (local, http)])
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_float8_with_its_scale(http, local, op):
+    x = random(4, 6, 48, dtype=torch.bfloat16)
+    for _ in range(2):
+        results = [getattr(each, op)(x, residual=x, out_dtype="float8_e4m3fn") for each in (local, http)]
+        for name in ("y", "scale", "residual_out"):
+            first, second = (getattr(each, name) for each in results)
+            assert first.dtype == second.dtype
+            assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
 def test_group_norm_in_channels_last_with_scale_and_shift(http, local):
     x, affine, more = arguments("group_norm")
     x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
@@ -110,7 +129,7 @@ def test_what_the_server_is(http, local, path):
         (lambda client, x: client.layer_norm(x, dropout=0.5), "invalid_parameter"),
         (lambda client, x: client.layer_norm(x, layer="a/b"), "invalid_parameter"),
         (lambda client, x: client.put_layer("..", "layer_norm", x), "invalid_parameter"),
-        (lambda client, x: client.put_layer("l", "layer_norm", x), "invalid_shape"),
+        (lambda client, x: client.put_layer("l", "layer_norm", x[None]), "invalid_shape"),
         (lambda client, x: client.put_layer("l", "group_norm", x[0]), "invalid_parameter"),
     ],
 )

@@ -50,8 +50,9 @@ def test_weights_that_are_kept_around_zero(one, kind, dtype):
     x = random(*shape, dtype=dtype)
     assert_same(passes(module, x), passes(reference, x), dtype)
     assert repr(module) == repr(reference)
-    # Beside 1, bfloat16 would lose them.
-    assert one.calls[0].tensors["weight"].dtype.value == "float32"
+    # The service adds 1 in float32: beside it, bfloat16 would lose them.
+    assert one.calls[0].tensors["weight"].dtype.value == str(dtype).removeprefix("torch.")
+    assert one.calls[0].params["weight_offset"] == "1.0"
     module.reset_parameters()
     assert not module.weight.any()
 

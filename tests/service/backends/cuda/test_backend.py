@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import fusednorm
 import pytest
 import torch
 from fusednorm import reference
@@ -305,3 +306,33 @@ def test_small_batches_run_on_whatever_thread_they_come_from(backend):
         for x, outputs in zip(given, execution.outputs, strict=True):
             want = torch.nn.functional.layer_norm(x, (4096,))
             torch.testing.assert_close(back(outputs["y"]), want, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 3000])
+@pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+def test_float8_has_the_bits_of_the_library_in_process(backend, op, rows):
+    x, residual, weight = torch.randn(rows, 1536).bfloat16(), torch.randn(rows, 1536), torch.randn(1536)
+    spec = NormSpec(op, Pass.FORWARD, 1e-5, out_dtype=DType.FLOAT8_E4M3FN, weight_offset=1.0)
+    tensors = {"x": x, "residual": residual, "weight": weight}
+    (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
+    library = getattr(fusednorm, f"{op.value}_forward")
+    options = {"eps": 1e-5, "out_dtype": torch.float8_e4m3fn, "weight_offset": 1.0}
+    want = library(x.cuda(), weight.cuda(), residual=residual.cuda(), **options)
+    assert got.keys() == {"y", "scale", "residual_out"}
+    for name, tensor in got.items():
+        right = getattr(want, name).cpu()
+        assert tensor.dtype == right.dtype
+        assert torch.equal(tensor.view(torch.uint8), right.view(torch.uint8)), name
+
+
+def test_tokens_of_heads_have_the_same_bits_alone_and_together(backend):
+    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5, stats=True)
+    weight = host(torch.randn(8, 128))
+    jobs = [
+        NormJob(spec, {"x": host(torch.randn(tokens, 8, 128).half()), "weight": weight}) for tokens in (1, 5, 40)
+    ]
+    assert len({job.batch_class() for job in jobs}) == 1
+    for job, together in zip(jobs, run(backend, *jobs), strict=True):
+        (alone,) = run(backend, job)
+        assert together["y"].shape == job.x.shape
+        assert all(torch.equal(tensor, alone[name]) for name, tensor in together.items())

@@ -81,6 +81,13 @@ def test_what_the_api_cannot_carry_is_refused_before_sending(connect, value, mes
     assert not server.requests
 
 
+def test_numpy_cannot_hold_float8(connect, plain_numpy):
+    server = FakeServer()
+    with pytest.raises(TypeError, match="numpy has no float8_e4m3fn"):
+        connect(server).layer_norm(X, out_dtype="float8_e4m3fn")
+    assert not server.requests
+
+
 def test_numpy_cannot_hold_bfloat16(connect, plain_numpy):
     server = FakeServer()
     with pytest.raises(TypeError, match="numpy has no bfloat16"):

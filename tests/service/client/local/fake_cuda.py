@@ -69,7 +69,9 @@ class FakeTorch:
 
     def as_tensor(self, source: Any) -> torch.Tensor:
         told = source.__cuda_array_interface__
-        dtype = {"<f4": torch.float32, "<f2": torch.float16, "<i2": torch.int16}[told["typestr"]]
+        dtype = {"<f4": torch.float32, "<f2": torch.float16, "<i2": torch.int16, "|u1": torch.uint8}[
+            told["typestr"]
+        ]
         count = 1
         for size in told["shape"]:
             count *= size

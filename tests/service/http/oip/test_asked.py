@@ -173,10 +173,14 @@ def test_a_length_is_within_the_body_and_the_limit():
 def test_a_body_without_json():
     (x,) = ask_raw(OPERATIONS["rms_norm"], None, 12).inputs
     assert x.shape == (3,)
-    (x,) = ask_raw(LAYER, 4, 32).inputs
+    (x,) = ask_raw(LAYER, (4,), 32).inputs
     assert x.shape == (2, 4)
+    (x,) = ask_raw(LAYER, (2, 4), 96).inputs
+    assert x.shape == (3, 2, 4)
+    with pytest.raises(InvalidShapeError, match="FP32 \\[rows, 2, 4\\]"):
+        ask_raw(LAYER, (2, 4), 48)
     for nbytes in (30, 36):
         with pytest.raises(InvalidShapeError, match="FP32 \\[rows, 4\\]"):
-            ask_raw(LAYER, 4, nbytes)
+            ask_raw(LAYER, (4,), nbytes)
     with pytest.raises(MalformedPayloadError, match="JSON header"):
         ask_raw(OPERATIONS["group_norm"], None, 16)
