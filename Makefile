@@ -99,6 +99,12 @@ bench-serve-gpu:
 	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.ready --out benchmarks/results/serve_gpu_ready.csv --backend triton
+	$(ON_GPU) benchmarks.serve.frontends --out benchmarks/results/serve_gpu_frontends.csv --backend triton \
+		--frontends 1 2 4 8 --cores $(SERVER_CORES) $(CLIENTS_CORES)
+	$(ON_GPU) benchmarks.serve.callers.device --out benchmarks/results/serve_gpu_device.csv \
+		--cores $(SERVER_CORES) $(CLIENTS_CORES)
+	$(ON_GPU) benchmarks.serve.many --out benchmarks/results/serve_gpu_many.csv --device cuda \
+		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 
 bench-peers: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.csv
