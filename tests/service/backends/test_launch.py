@@ -94,6 +94,7 @@ ROWS = {
 }
 
 
+@pytest.mark.usefixtures("float8_is_rounded_as_on_a_gpu")
 @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
 @pytest.mark.parametrize("asked", ROWS)
 @pytest.mark.parametrize("library", LIBRARIES)
