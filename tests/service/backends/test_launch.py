@@ -1,4 +1,4 @@
-"""GroupNorm as it is called in both libraries: the CPU's, and the kernels, interpreted where there is no GPU."""
+"""Operations as both libraries are called: the CPU's, and the kernels, interpreted where there is no GPU."""
 
 import fusednorm
 import pytest
@@ -8,6 +8,9 @@ from normserve.backends import cpu
 from normserve.backends.launch import launch
 from normserve.backends.tensors import channels_first
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType
+
+from tests.service.backends.answers import assert_right
 
 GROUPS = 2
 KERNELS_RUN_ON = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,3 +83,41 @@ def test_no_samples(library, layout):
         assert outputs[f"d{name}"].shape == tensors[name].shape
         assert outputs[f"d{name}"].dtype == tensors[name].dtype
         assert not outputs[f"d{name}"].any()
+
+
+ROWS = {
+    "heads": {"of": (3, 8)},
+    "an offset": {"weight_offset": 1.0},
+    "a residual of its own type": {"residual": torch.float32},
+    "all of it": {"of": (3, 8), "weight_offset": 1.0, "residual": torch.float32},
+    "float8": {"weight_offset": 1.0, "residual": torch.float32, "out_dtype": DType.FLOAT8_E4M3FN},
+}
+
+
+@pytest.mark.usefixtures("float8_is_rounded_as_on_a_gpu")
+@pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+@pytest.mark.parametrize("asked", ROWS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_rows_alone_take(library, asked, op):
+    functions, device = LIBRARIES[library]
+    options = dict(ROWS[asked])
+    of, of_residual = options.pop("of", (8,)), options.pop("residual", torch.float16)
+    tensors = {"x": torch.randn(4, 3, 8).half(), "residual": torch.randn(4, 3, 8).to(of_residual)}
+    tensors["weight"] = torch.randn(of).half()
+    if op is Op.LAYER_NORM:
+        tensors["bias"] = torch.randn(of)
+    for direction in (Pass.FORWARD,) if "out_dtype" in options else Pass:
+        if direction is Pass.BACKWARD:
+            tensors["dy"] = torch.randn(4, 3, 8).half()
+        if len(of) == 1:
+            tensors = {n: t.flatten(0, -2) if n not in ("weight", "bias") else t for n, t in tensors.items()}
+        spec = NormSpec(op, direction, eps=1e-5, **options)
+        got = launch(functions, spec, {name: tensor.to(device) for name, tensor in tensors.items()})
+        named = dict(tensors)
+        leading = [named.pop(name) for name in (("x",) if direction is Pass.FORWARD else ("dy", "x"))]
+        named |= {"precision": torch.float64, "eps": 1e-5, "weight_offset": spec.weight_offset}
+        if spec.out_dtype:
+            named["out_dtype"] = torch.float8_e4m3fn
+        want = getattr(reference, f"{op.value}_{direction.value}")(*leading, **named)
+        assert_right({name: tensor.cpu() for name, tensor in got.items()}, want, moved=False)
+        assert ("dresidual" in got) == (direction is Pass.BACKWARD and of_residual is torch.float32)
