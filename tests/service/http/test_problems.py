@@ -4,7 +4,7 @@ import json
 
 import pytest
 from normserve import errors
-from normserve.errors import NormserveError
+from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.http.problems import problem
 from normserve.problems import STATUSES, status_of
 
@@ -34,7 +34,9 @@ def test_problem_document(error):
     assert document["code"] == error.code
     assert document["request_id"] == "an-id"
     assert document["detail"] == raised.detail
-    assert document.keys() == {"type", "title", "status", "detail", "code", "request_id"}
+    # Clients of /v2 look for `error`, and of a connection that is refused nobody knows what it would ask for.
+    beside = {"error"} if error is TooManyConnectionsError else set()
+    assert document.keys() == {"type", "title", "status", "detail", "code", "request_id"} | beside
     named = dict(headers)
     assert named[b"content-type"] == b"application/problem+json"
     assert int(named[b"content-length"]) == len(body)
