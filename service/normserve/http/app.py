@@ -189,6 +189,9 @@ def create_app(
     )
     app.state.service = service
     relays = app.state.relays = Relays(service.shared, service.slabs, service.metrics)
+    # Of several processes with a device one tells of those that are linked to all.
+    if service.siblings.place is None or service.siblings.place.index == 0:
+        service.metrics.watch_front_ends(lambda: [(each["index"], each["pid"]) for each in relays.described()])
     status = _status(service, relays)
     app.state.describe = status.describe
     bodies, admission = _bodies(service), Admission(service.engine, settings.max_inflight_bytes)

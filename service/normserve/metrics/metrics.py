@@ -44,6 +44,10 @@ class Metrics:
         state.watched += [(state.local_connections(), connections), (state.local_bytes(), nbytes)]
         state.watched.append((state.local_device_bytes(), device_bytes))
 
+    def watch_front_ends(self, there: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        """Report the processes that speak HTTP for this one, by index and process; asked at each scrape."""
+        self._state.read_front_ends = there
+
     def watch_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
         """Report the memory of the slabs; asked at each scrape."""
         slabs = self._state.slab_bytes

@@ -1,9 +1,10 @@
 """What holds at the moment of a scrape."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import ProcessCollector
 
+from normserve.metrics.front_ends import FrontEndProcesses
 from normserve.metrics.instruments import Gauge
 from normserve.metrics.registrar import Registrar
 
@@ -57,6 +58,8 @@ class State:
         )
         self._process = ProcessCollector(registry=None)
         self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}
+        self._front_ends = FrontEndProcesses(make)
+        self.read_front_ends: Callable[[], Iterable[tuple[int, int]]] = tuple
         self.watched: list[tuple[Gauge, Callable[[], float]]] = []
         self.read_device_memory: Callable[[], Mapping[str, int]] = dict
         self.read_layer_bytes: Callable[[], int] = int
@@ -70,5 +73,6 @@ class State:
             self.layer_bytes(self.layers_are_kept_on).set(self.read_layer_bytes())
         for kind, nbytes in self.read_device_memory().items():
             self.device_memory(kind).set(nbytes)
+        self._front_ends.refresh(self.read_front_ends())
         for metric in self._process.collect():
             self._of_process[metric.name]().value = metric.samples[0].value

@@ -47,7 +47,8 @@ class Scale(BaseModel):
         """What one replica is told: its device, and no more threads than cores are its own.
 
         Raises:
-            ValueError: they ask for clients that share memory, which is with one process on one host.
+            ValueError: they ask for clients that share memory, which is with one process on one host, or for front
+                ends, where Ray's proxies have the connections.
         """
         if settings.local is not None:
             raise ValueError(
@@ -63,6 +64,11 @@ class Scale(BaseModel):
             raise ValueError(
                 f"NORMSERVE_OIP_SHARED_MEMORY needs one process, got max_replicas {self.max_replicas}: "
                 "a region is registered with the replica that is asked"
+            )
+        if settings.frontends != "0":
+            raise ValueError(
+                f"NORMSERVE_FRONTENDS must not be set for Ray Serve, got {settings.frontends!r}: "
+                "Ray's own proxies have the connections"
             )
         backend = "triton" if self.device == "gpu" else "torch"
         threads = settings.cpu_threads or max(1, int(self.cpus_per_replica))

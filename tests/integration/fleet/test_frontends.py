@@ -86,6 +86,10 @@ def test_all_of_them_are_one_server(served):
         assert read[name] == before + 8
         assert read["normserve_ready"] == 1
         assert not [series for series in read if "process=" in series]
+        told = {series for series in read if "frontend=" in series}
+        kinds = ("cpu_seconds_total", "resident_memory_bytes", "open_fds")
+        assert told == {f'normserve_frontend_{kind}{{frontend="{index}"}}' for kind in kinds for index in range(2)}
+        assert all(read[series] > 0 for series in told)
         assert "processes" not in api.get("/v1/info").json()
 
 
@@ -241,3 +245,6 @@ def test_a_server_of_two_devices_and_two_front_ends(launched, until):
         read = samples(apis[0])
         labels = 'op="layer_norm",pass="forward",dtype="float32",transport="tcp",code="200"'
         assert all(read[f'normserve_requests_total{{process="{index}",{labels}}}'] > 0 for index in range(2))
+        # Told once, though both are linked to them.
+        told = {series for series in read if series.startswith("normserve_frontend_open_fds")}
+        assert told == {f'normserve_frontend_open_fds{{process="0",frontend="{index}"}}' for index in range(2)}

@@ -1,5 +1,7 @@
 """One place increments, and a scrape tells."""
 
+import os
+import subprocess
 import sys
 import time
 
@@ -146,6 +148,31 @@ def test_the_process_is_told_of(metrics):
     assert samples["process_resident_memory_bytes"] > 1e6
     assert 0 < samples["process_start_time_seconds"] <= time.time()
     assert samples["process_cpu_seconds_total"] > 0
+
+
+def test_front_ends_are_told_of_and_their_time_never_goes_back(metrics):
+    def of_first(what: str) -> float:
+        return value(metrics, f"frontend_{what}", frontend="0")
+
+    with subprocess.Popen(["sleep", "60"]) as idle:
+        there = [(0, os.getpid()), (1, idle.pid)]
+        metrics.watch_front_ends(lambda: there)
+        metrics.render()
+        seconds = of_first("cpu_seconds_total")
+        assert 0 < seconds <= time.process_time()
+        assert of_first("resident_memory_bytes") > 1e6
+        assert of_first("open_fds") > 2
+        # Another one in its place, which has had less.
+        there[:] = [(0, idle.pid)]
+        metrics.render()
+        assert of_first("cpu_seconds_total") >= seconds
+        idle.kill()
+        idle.wait()
+        for gone in ([(0, idle.pid)], []):
+            there[:] = gone
+            metrics.render()
+            assert (of_first("resident_memory_bytes"), of_first("open_fds")) == (0, 0)
+            assert of_first("cpu_seconds_total") >= seconds
 
 
 def test_a_process_of_a_fleet_says_which_it_is():

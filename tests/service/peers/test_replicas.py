@@ -120,6 +120,12 @@ def test_regions_are_registered_with_one_replica():
     assert Scale(max_replicas=1).settings_of_replica(settings).oip_shared_memory == "norms-"
 
 
+@pytest.mark.parametrize("frontends", ["2", "auto"])
+def test_front_ends_are_refused_before_a_replica_starts(frontends):
+    with pytest.raises(ValueError, match="NORMSERVE_FRONTENDS must not be set"):
+        Scale().settings_of_replica(Settings(frontends=frontends))
+
+
 def test_the_replica_refuses_before_ray_does():
     settings = Settings(max_inflight_requests=10, drain_s=12)
     options = Scale(device="gpu", max_replicas=8).deployment_options(settings)

@@ -1,0 +1,50 @@
+"""What Linux tells of the processes that speak HTTP for this one."""
+
+from collections.abc import Iterable
+
+from prometheus_client import ProcessCollector
+
+from normserve.metrics.registrar import Registrar
+
+
+class FrontEndProcesses:
+    """Read at each scrape, by the process that owns the device: the others answer none."""
+
+    def __init__(self, make: Registrar) -> None:
+        # Not "process", which says of each series of a fleet whose it is.
+        label = ("frontend",)
+        self._cpu_seconds = make.counter(
+            "frontend_cpu_seconds_total", "CPU time of each front end and of those before it in its place.", label
+        )
+        self._resident_bytes = make.gauge(
+            "frontend_resident_memory_bytes",
+            "Resident memory of each front end, slabs that it maps included.",
+            label,
+        )
+        self._open_fds = make.gauge("frontend_open_fds", "Open file descriptors of each front end.", label)
+        # By index: whose CPU time was read last, and what it was.
+        self._last: dict[int, tuple[int, float]] = {}
+
+    def refresh(self, there: Iterable[tuple[int, int]]) -> None:
+        """Args: there: each front end that is there, its index and its process."""
+        pids = dict(there)
+        for index, pid in pids.items():
+            read = _of_process(pid)
+            if "process_cpu_seconds_total" in read:
+                self._add_cpu_seconds(index, pid, read["process_cpu_seconds_total"])
+            self._resident_bytes(str(index)).set(read.get("process_resident_memory_bytes", 0))
+            self._open_fds(str(index)).set(read.get("process_open_fds", 0))
+        for index in self._last.keys() - pids:
+            self._resident_bytes(str(index)).set(0)
+            self._open_fds(str(index)).set(0)
+
+    def _add_cpu_seconds(self, index: int, pid: int, seconds: float) -> None:
+        last_pid, last = self._last.get(index, (pid, 0.0))
+        self._cpu_seconds(str(index)).inc(max(0.0, seconds - (last if last_pid == pid else 0.0)))
+        self._last[index] = (pid, seconds)
+
+
+def _of_process(pid: int) -> dict[str, float]:
+    """What there is to read; nothing of a process that has ended."""
+    collected = ProcessCollector(registry=None, pid=lambda: pid).collect()
+    return {metric.samples[0].name: metric.samples[0].value for metric in collected if metric.samples}
