@@ -111,6 +111,9 @@ def test_work_on_the_stream_is_waited_for(local):
 
 
 def test_many_allocations_are_computed_with_and_without_a_copy(local):
+    # Of what earlier tests have left torch would make several in one allocation.
+    gc.collect()
+    torch.cuda.empty_cache()
     tensors = [torch.randn(3 * MIB, device="cuda").view(-1, 1024) for _ in range(80)]
     for _ in range(2):
         for x in tensors:
