@@ -12,10 +12,8 @@ import functools
 import itertools
 import logging
 import os
-import pickle
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,156 +22,18 @@ from typing import Any
 
 from normserve.peers.siblings import Place
 from normserve.process.announcement import announce
+from normserve.process.child import FRONT_END, OWNER, Process
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
-from normserve.process.handover import BEAT_S, LINK, NOT_READY, READY, REFUSED, Heard, hand_over
+from normserve.process.handover import BEAT_S, LINK, REFUSED
 from normserve.process.listeners import listening, listening_locally, url_of
 from normserve.process.local_clients import local_limits
-from normserve.settings import Settings, environment_of
+from normserve.settings import Settings
 
 log = logging.getLogger(__name__)
 
-OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end"
-
-# Who has given no sign for so long gets no new connections.
-_QUIET_S = 3.0
-# Descriptors may be free again by then.
-_LINK_AGAIN_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 # One that ran so long did not fail at its start.
 _STEADY_S = 60.0
-
-
-class Process:
-    """One place of the fleet, and the process that is in it now."""
-
-    def __init__(self, name: str, command: str, say: Callable[[int], object], device: str, hang_s: float) -> None:
-        """Args:
-        name: what the log calls it.
-        command: the module that it runs, which is given its channel.
-        say: what it is told, given how often one in this place has ended before it was to.
-        device: as `--devices` names it, what it sees.
-        hang_s: one that gives no sign for so long is killed.
-        """
-        self.name = name
-        self._command, self._say, self._device, self._hang_s = command, say, device, hang_s
-        # Of the connections that the process has, by their numbers, who is told of their end.
-        self._held: dict[int, Callable[[], None]] = {}
-        self._channel: socket.socket | None = None
-        self._running: asyncio.subprocess.Process | None = None
-        # Before it has said anything, a SIGHUP would end it.
-        self._minds_signals = self._reloads_late = False
-        self.restarts = 0
-        self.was_ready = asyncio.Event()
-        self.on_start: Callable[[], None] = lambda: None
-        self._says_ready = False
-        # Whether this one, of all that have been in this place, has been ready.
-        self._has_served = False
-        self._silence_s = 0.0
-
-    @property
-    def is_there(self) -> bool:
-        """It can be handed connections, be it that it answers that it is not ready."""
-        return self._channel is not None and self._silence_s < _QUIET_S
-
-    @property
-    def is_ready(self) -> bool:
-        """It takes work."""
-        return self._says_ready and self.is_there
-
-    async def run(self) -> int:
-        """Start the process and wait for its end; its exit code."""
-        here, there = socket.socketpair()
-        here.setblocking(False)
-        with there:
-            self._running = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self._command, str(there.fileno())),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=[there.fileno()],
-                env=environment_of(self._device),
-                # A terminal's interrupt is for this process, which tells the others.
-                start_new_session=True,
-            )
-        self._channel, self._has_served, self._silence_s = here, False, 0.0
-        loop = asyncio.get_running_loop()
-        loop.add_reader(here, self._hear, here, Heard())
-        assert self._running.stdin is not None
-        self._running.stdin.write(pickle.dumps(self._say(self.restarts)))
-        self._running.stdin.close()
-        self.on_start()
-        try:
-            return await self._running.wait()
-        finally:
-            loop.remove_reader(here)
-            here.close()
-            self._channel, self._says_ready, self._minds_signals = None, False, False
-            for on_end in self._held.values():
-                on_end()
-            self._held.clear()
-
-    def take(self, connection: socket.socket, number: int, on_end: Callable[[], None]) -> bool:
-        """Give it a connection; whether it took it.
-
-        Args: on_end: told when the connection has ended.
-        """
-        if self._channel is None or not hand_over(self._channel, number, connection):
-            return False
-        self._held[number] = on_end
-        return True
-
-    def tell(self, number: int, along: socket.socket | None = None) -> bool:
-        """Give it a message, and a socket with it; whether it took it."""
-        return self._channel is not None and hand_over(self._channel, number, along)
-
-    def signal(self) -> None:
-        """Have it drain, or stop at once if it does."""
-        if self._running is not None and self._running.returncode is None:
-            self._running.send_signal(signal.SIGTERM)
-
-    def reload(self) -> None:
-        """Have it read the TLS files again, as soon as it minds the signal that says so."""
-        if self._minds_signals and self._running is not None and self._running.returncode is None:
-            self._running.send_signal(signal.SIGHUP)
-        else:
-            self._reloads_late = True
-
-    def note_silence(self, seconds: float) -> None:
-        """So much time has passed; a process that has been ready and gives no sign for long is killed."""
-        # One that starts loads libraries, and says nothing for long.
-        if not self._has_served or self._running is None or self._running.returncode is not None:
-            return
-        before, self._silence_s = self._silence_s, self._silence_s + seconds
-        if before < _QUIET_S <= self._silence_s:
-            log.warning("%s gives no sign and gets no new connections", self.name)
-        if before < self._hang_s <= self._silence_s:
-            log.error("%s has given no sign for %.1f s and is killed", self.name, self._silence_s)
-            self._running.kill()
-
-    def _hear(self, channel: socket.socket, heard: Heard) -> None:
-        try:
-            said = channel.recv(4096)
-        except OSError:
-            said = b""
-        if not said:
-            asyncio.get_running_loop().remove_reader(channel)
-            self._says_ready = False
-            return
-        self._minds_signals = True
-        if self._reloads_late:
-            self._reloads_late = False
-            self.reload()
-        if self._silence_s >= _QUIET_S:
-            log.info("%s gives signs again", self.name)
-        self._silence_s = 0.0
-        for number in heard.feed(said):
-            if (on_end := self._held.pop(number, None)) is not None:
-                on_end()
-            elif number in (READY, NOT_READY):
-                self._says_ready = number == READY
-            elif number == LINK:
-                asyncio.get_running_loop().call_later(_LINK_AGAIN_S, self.on_start)
-        if self._says_ready:
-            self._has_served = True
-            self.was_ready.set()
 
 
 class Fleet:

@@ -4,8 +4,8 @@ import signal
 import socket
 
 import pytest
+from normserve.process.child import OWNER, Process
 from normserve.process.handover import MESSAGE, NOT_READY, READY, Heard
-from normserve.process.supervisor import OWNER, Process
 
 
 class Running:

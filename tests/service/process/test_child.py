@@ -3,8 +3,8 @@
 import logging
 
 import pytest
+from normserve.process.child import OWNER, Process
 from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
-from normserve.process.supervisor import OWNER, Process
 
 
 class Running:
