@@ -213,7 +213,12 @@ def _is_of_this_user(writer: asyncio.StreamWriter) -> bool:
 
 
 async def _send(writer: asyncio.StreamWriter, content: bytes) -> None:
-    writer.write(_LENGTH.pack(len(content)) + content)
+    """Raises: ConnectionError: the other is gone."""
+    try:
+        writer.write(_LENGTH.pack(len(content)) + content)
+    except RuntimeError as error:
+        # What uvloop says of a connection that has ended meanwhile.
+        raise ConnectionResetError("the sibling is gone") from error
     await writer.drain()
 
 

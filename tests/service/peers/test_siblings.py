@@ -5,6 +5,7 @@ import contextlib
 import struct
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normserve.errors import NormserveError
@@ -64,6 +65,23 @@ def test_one_that_is_not_there_holds_nothing_up(place):
             assert links == []
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_one_that_ends_after_it_was_connected_is_gone_each_time_it_is_asked(place, run):
+    async def play():
+        connected = []
+        server = await asyncio.start_unix_server(lambda *ends: connected.append(ends), place.socket_of(1))
+        async with Siblings(place).linked() as links, server:
+            (link,) = links
+            while not connected:
+                await asyncio.sleep(0.001)
+            connected[0][1].transport.abort()
+            for _ in range(3):
+                with pytest.raises(ConnectionError):
+                    await link.ask({"do": "greet"}, 20)
+
+    run(play())
 
 
 def test_no_fleet_no_siblings():
