@@ -42,7 +42,7 @@ class Launches:
         outcome: Outcome | None = None
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
         if not self._launched and executor.runs_soon(batch):
-            if batch.nbytes <= executor.backend.inline_bytes:
+            if batch.lane is Lane.LARGE and batch.nbytes <= executor.backend.inline_bytes:
                 # Nothing is there that its copies could overlap with: one stream starts sooner than three.
                 batch = Batch(batch.jobs, Lane.SMALL)
             outcome = executor.run_here(batch)

@@ -108,6 +108,14 @@ async def test_what_takes_long_where_it_came_from_keeps_the_device_to_itself(sce
 
 
 @scene
+async def test_what_is_alone_and_small_enough_is_no_large_batch(scene):
+    scene.executor.backend = Quick()
+    scene.executor.backend.inline_bytes = large_job().nbytes
+    await scene.submit(large_job())
+    assert [batch.lane for batch in scene.executor.here] == [Lane.SMALL]
+
+
+@scene
 async def test_what_is_quick_to_launch_is_launched_where_it_comes_from(scene):
     scene.executor.backend = Deep()
     scene.executor.launches_at_once = True
