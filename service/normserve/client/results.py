@@ -1,14 +1,28 @@
 """What an operation returns: one type forward, one backward, whatever the operation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
+class _ReadLater:
+    """Fields that are read when the first of them is looked at: few callers look at any."""
+
+    __slots__ = ("_said", "_understand")
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not there yet; whoever looks at the same time finds the same."""
+        if name not in Timing.__slots__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        for field_name, value in zip(Timing.__slots__, self._understand(*self._said), strict=True):
+            object.__setattr__(self, field_name, value)
+        return object.__getattribute__(self, name)
+
+
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(_ReadLater):
     """What the server says about how it answered.
 
     Attributes:
@@ -24,6 +38,25 @@ class Timing:
     kernel_bandwidth: float = 0.0
     batch_size: int = 1
     request_id: str = ""
+
+    @classmethod
+    def later(cls, understand: Callable[..., tuple[Any, ...]], said: tuple[Any, ...]) -> "Timing":
+        """One that is read when it is looked at.
+
+        Args:
+            understand: makes the fields, in order, of what was said; raises nothing.
+            said: its arguments.
+        """
+        timing = _new(cls)
+        _set_understand(timing, understand)
+        _set_said(timing, said)
+        return timing
+
+
+# `object.__setattr__` takes twice as long.
+_new = object.__new__
+_set_understand: Callable[[object, object], None] = vars(_ReadLater)["_understand"].__set__
+_set_said: Callable[[object, object], None] = vars(_ReadLater)["_said"].__set__
 
 
 @dataclass(frozen=True, slots=True)

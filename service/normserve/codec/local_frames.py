@@ -270,6 +270,11 @@ class Frames:
         Raises:
             TooLargeError: one says that it is longer than any may be; nothing after it can be told apart.
         """
+        if not self._rest and len(data) >= PREFIX.size:
+            # Usually one whole frame has come, and nothing else.
+            length, tag = PREFIX.unpack_from(data)
+            if length == len(data) - PREFIX.size <= self._max_bytes:
+                return [(tag, data[PREFIX.size :])]
         if self._rest:
             self._rest += data
             if len(self._rest) < self._needed:

@@ -1,5 +1,6 @@
 """An answer to a call, from whatever transport, and what its headers say about how it was made."""
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ class Answer:
         Raises:
             UnexpectedAnswerError: it holds none that the codec can read.
         """
-        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        media_type = _media_type(self.headers.get("content-type", ""))
         if CANONICAL.get(media_type) != SAFETENSORS:
             got = media_type if media_type in _FAMILIAR else "something else"
             raise UnexpectedAnswerError(f"the answer must be {SAFETENSORS}, got {got}")
@@ -82,14 +83,35 @@ class Answer:
 
     def timing(self) -> Timing:
         """What the headers say about how the request was served; what means nothing is taken as left out."""
-        headers = self.headers
-        return Timing(
-            stages_ms=_read_stages(headers.get("server-timing", "")),
-            kernel_bytes=_whole(headers.get("x-kernel-bytes"), 0),
-            kernel_bandwidth=_amount(headers.get("x-kernel-bandwidth")) or 0.0,
-            batch_size=max(1, _whole(headers.get("x-batch-size"), 1)),
-            request_id=quoted(headers.get("x-request-id"), 128),
+        said = self.headers.get
+        return Timing.later(
+            _timing,
+            (
+                said("server-timing", ""),
+                said("x-kernel-bytes"),
+                said("x-kernel-bandwidth"),
+                said("x-batch-size"),
+                said("x-request-id"),
+            ),
         )
+
+
+def _timing(
+    stages: str, kernel_bytes: str | None, bandwidth: str | None, batch_size: str | None, request_id: str | None
+) -> tuple[dict[str, float], int, float, int, str]:
+    return (
+        _read_stages(stages),
+        _whole(kernel_bytes, 0),
+        _amount(bandwidth) or 0.0,
+        max(1, _whole(batch_size, 1)),
+        quoted(request_id, 128),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _media_type(content_type: str) -> str:
+    """Without its parameters."""
+    return content_type.partition(";")[0].strip().lower()
 
 
 # The headers of answers to the same request are the same.

@@ -1,7 +1,7 @@
 """An answer on its way: no more of it is taken than was asked for."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import TracebackType
 
 import httpx
 
@@ -86,19 +86,29 @@ def refuse_redirect(status: int) -> None:
         raise UnexpectedAnswerError(f"the answer must not be a redirection, its status is {status}")
 
 
-@contextmanager
-def transport_errors(deadline: Deadline) -> Iterator[None]:
+class TransportErrors:
     """Turn what a transport raises while a request is under way into the client's errors."""
-    try:
-        yield
-    except ClientError:
-        raise
-    except (httpx.TimeoutException, TimeoutError) as error:
-        if isinstance(error, httpx.ConnectTimeout) and not deadline.is_over():
-            raise ConnectionFailedError("no connection was made in time") from error
-        raise deadline.error() from error
-    except (httpx.NetworkError, httpx.ProxyError, OSError) as error:
-        raise ConnectionFailedError(quoted(str(error), 200) or type(error).__name__) from error
-    # What these say repeats what the server sent, so it stays out of the message and out of the chain of causes.
-    except httpx.HTTPError:
-        raise ConnectionFailedError("the connection ended early, or what came is no HTTP") from None
+
+    __slots__ = ("_deadline",)
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, ClientError):
+            return
+        deadline = self._deadline
+        if isinstance(error, httpx.TimeoutException | TimeoutError):
+            if isinstance(error, httpx.ConnectTimeout) and not deadline.is_over():
+                raise ConnectionFailedError("no connection was made in time") from error
+            raise deadline.error() from error
+        if isinstance(error, httpx.NetworkError | httpx.ProxyError | OSError):
+            raise ConnectionFailedError(quoted(str(error), 200) or type(error).__name__) from error
+        # What these say repeats what the server sent, so it stays out of the message and the chain of causes.
+        if isinstance(error, httpx.HTTPError):
+            raise ConnectionFailedError("the connection ended early, or what came is no HTTP") from None

@@ -3,10 +3,11 @@
 torch is imported only for a tensor on a device that is asked for: who hands over one has imported it already.
 """
 
+import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -21,6 +22,9 @@ _NOT_OF_NUMPY = {dtype.value: dtype for dtype in (DType.BFLOAT16, DType.FLOAT8_E
 
 # What most arrays are of; to find the name of a type takes numpy longer.
 _LITTLE: dict[np.dtype[Any], DType] = {np.dtype("<f4"): DType.FLOAT32, np.dtype("<f2"): DType.FLOAT16}
+
+_EMPTY = memoryview(b"")
+_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def to_host(name: str, value: object) -> HostTensor:
@@ -81,6 +85,17 @@ def empty(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: b
     )
 
 
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Of an array's first byte."""
+    try:
+        # A quarter of what `__array_interface__` takes.
+        return ctypes.addressof(_first_byte(array))
+    # It is not to be written, or has no bytes, or they do not lie one after another.
+    except (TypeError, ValueError):
+        where: int = array.__array_interface__["data"][0]
+        return where
+
+
 def cuda_index(device: object) -> int | None:
     """The number of a CUDA device, the current one if it has none; None of any other device."""
     torch: Any = importlib.import_module("torch")
@@ -110,7 +125,7 @@ def check_holds(like: object, dtype: str) -> None:
         TypeError: numpy was handed in and has no such type.
     """
     if isinstance(like, np.ndarray) and dtype in _NOT_OF_NUMPY:
-        _numpy_dtype(_NOT_OF_NUMPY[dtype])
+        numpy_dtype(_NOT_OF_NUMPY[dtype])
 
 
 def _is_torch(value: object) -> bool:
@@ -128,7 +143,9 @@ def _dtype(name: str, dtype_name: str) -> DType:
 def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
     dtype = _LITTLE.get(array.dtype)
     if dtype is not None and array.flags.c_contiguous:
-        return HostTensor(dtype, array.shape, array.reshape(-1).view(np.uint8).data)
+        # What has no elements cannot be cast.
+        data = array.data.cast("B") if array.size else _EMPTY
+        return HostTensor(dtype, array.shape, data)
     dtype = _dtype(name, array.dtype.name)
     flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
     return HostTensor(dtype, array.shape, flat.view(np.uint8).data)
@@ -153,11 +170,16 @@ def _torch_dtype(name: str, dtype: object) -> DType:
 
 
 def _to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
-    return np.frombuffer(tensor.data, _numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+    return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 @functools.cache
-def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """numpy's type of little-endian elements.
+
+    Raises:
+        TypeError: numpy has none.
+    """
     try:
         little: np.dtype[Any] = np.dtype(dtype.value).newbyteorder("<")
     except TypeError:

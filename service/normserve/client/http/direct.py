@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from normserve.client.answers.answer import Answer
-from normserve.client.answers.reception import refuse_redirect, transport_errors
+from normserve.client.answers.reception import TransportErrors, refuse_redirect
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.http.address import Address
@@ -70,7 +70,7 @@ class DirectTransport:
         head, parts = self._requests.request(call)
         waits = WholeCall(deadline)
         fill = filling(waits)
-        with transport_errors(deadline):
+        with TransportErrors(deadline):
             fresh = False
             while True:
                 connection, used = self._sockets.take(self._requests.address, waits, fresh=fresh)
@@ -99,7 +99,7 @@ class AsyncDirectTransport:
         """As `Transport.exchange`."""
         head, parts = self._requests.request(call)
         waits = WholeCall(deadline)
-        with transport_errors(deadline):
+        with TransportErrors(deadline):
             fresh = False
             async with deadline.ends():
                 while True:

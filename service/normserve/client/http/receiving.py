@@ -48,6 +48,8 @@ class Receiver:
         self._socket = connected
         self._descriptor = connected.fileno()
         self._tls = isinstance(connected, ssl.SSLSocket)
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, READ)
         # What came and was not taken yet lies between the two.
         self._buffer = bytearray(_FIRST_BYTES)
         self._start = self._stop = 0
@@ -56,9 +58,7 @@ class Receiver:
 
     def is_quiet(self) -> bool:
         """Whether there is nothing to read while nobody asks: neither an end nor what nobody asked for."""
-        poll = select.poll()
-        poll.register(self._descriptor, READ)
-        return not poll.poll(0)
+        return not self._poll.poll(0)
 
     def _take(self, most_bytes: int) -> memoryview:
         """What came, valid until more is received."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 import httpx
 
 from normserve.client.answers.answer import Answer
-from normserve.client.answers.reception import Reception, refuse_redirect, transport_errors
+from normserve.client.answers.reception import Reception, TransportErrors, refuse_redirect
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.http.waiting import keep_deadlines
@@ -40,7 +40,7 @@ class HttpxTransport:
             content=None if parts is None else _chunks(parts),
             extensions={"timeout": deadline.timeouts()},
         )
-        with transport_errors(deadline):
+        with TransportErrors(deadline):
             response = self._http.send(request, stream=True)
             try:
                 reception = Reception(response.status_code, response.headers, call.most_bytes)
@@ -78,7 +78,7 @@ class AsyncHttpxTransport:
             headers=_headers(parts),
             content=None if parts is None else _async_chunks(parts),
         )
-        with transport_errors(deadline):
+        with TransportErrors(deadline):
             async with deadline.ends():
                 response = await self._http.send(request, stream=True)
                 try:

@@ -19,6 +19,9 @@ from normserve.memory.segments import Segment
 # Whole cache lines keep neighbours apart, and kernels want tensors at multiples of 16 bytes.
 _ALIGNMENT = 64
 
+# Of so many sizes the block that returned last is kept as it was, for the next one of its size.
+_MOST_SPARE, _MOST_SPARE_BYTES = 8, 2**20
+
 
 class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Bytes of the arena as whoever took them sees them.
@@ -61,6 +64,7 @@ class Arena:
         self.nbytes = 0
         self._parts: dict[int, Part] = {}
         self._returned: deque[Place] = deque()
+        self._spare: dict[int, tuple[Part, Place]] = {}
         self._lock = threading.Lock()
         self._taken = 0
         self._on_empty: Callable[[], None] | None = None
@@ -106,12 +110,24 @@ class Arena:
         size = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         with self._lock:
             self._collect()
-            for part in self._parts.values():
-                start = part.holes.take(size)
-                if start is not None:
-                    self._taken += 1
-                    return part, Place(part.number, start, size)
+            found = self._spare.pop(size, None) or self._cut(size)
+            if found is None and self._spare:
+                self._give_up_spare()
+                found = self._cut(size)
+            if found is not None:
+                self._taken += 1
+        return found
+
+    def _cut(self, size: int) -> tuple[Part, Place] | None:
+        for part in self._parts.values():
+            start = part.holes.take(size)
+            if start is not None:
+                return part, Place(part.number, start, size)
         return None
+
+    def _give_up_spare(self) -> None:
+        while self._spare:
+            _join(*self._spare.popitem()[1])
 
     def locate_address(self, address: int) -> tuple[int, int] | None:
         """As `locate`, of what begins at an address."""
@@ -152,8 +168,20 @@ class Arena:
     def _collect(self) -> None:
         while self._returned:
             place = self._returned.popleft()
-            self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
+            returned = self._parts[place.segment], place
+            nbytes, spare = place.nbytes, self._spare
+            if nbytes <= _MOST_SPARE_BYTES and (nbytes in spare or len(spare) < _MOST_SPARE):
+                before = spare.get(nbytes)
+                spare[nbytes] = returned
+                if before is not None:
+                    _join(*before)
+            else:
+                _join(*returned)
             self._taken -= 1
+
+
+def _join(part: Part, place: Place) -> None:
+    part.holes.put(place.offset, place.offset + place.nbytes)
 
 
 def _address(data: memoryview) -> int:

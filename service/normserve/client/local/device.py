@@ -166,6 +166,7 @@ class DeviceArena(Arena):
 
     def unmap(self) -> None:
         """Let go of all segments, which nobody has a block of."""
+        self._spare.clear()
         self._parts.clear()
 
     def _collect(self) -> None:

@@ -56,8 +56,11 @@ class Link:
         self._pid = os.getpid()
         self._tags = itertools.count(1)
         self._sending = threading.Lock()
-        self._state = threading.Condition(threading.Lock())
+        # Entered directly where nobody waits: a condition is Python code around it.
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
         self._is_receiving = False
+        self._waiting = 0
         # What a request uses, until it has its answer: whoever waited for that may have given up.
         self._used: dict[int, object] = {}
         self._given_up: set[int] = set()
@@ -185,7 +188,7 @@ class Link:
 
     def _give_up(self, tag: int) -> None:
         """Nobody waits for this answer any more."""
-        with self._state:
+        with self._lock:
             if tag in self._used:
                 self._given_up.add(tag)
             self._answers.pop(tag, None)
@@ -194,10 +197,13 @@ class Link:
 
     def _send(self, frame: bytes, deadline: Deadline) -> None:
         with self._sending:
-            rest = memoryview(frame)
+            rest: bytes | memoryview = frame
             while rest:
                 try:
-                    rest = rest[self._socket.send(rest) :]
+                    sent = self._socket.send(rest)
+                    if sent == len(rest):
+                        return
+                    rest = memoryview(rest)[sent:]
                 except BlockingIOError:
                     if deadline.is_over():
                         if len(rest) < len(frame):
@@ -208,14 +214,13 @@ class Link:
                     return
 
     def _wait_for(self, tag: int, deadline: Deadline) -> frames.Answer:
-        state = self._state
+        lock, answers = self._lock, self._answers
         while True:
-            with state:
-                while tag not in self._answers and self._is_receiving:
-                    if not state.wait(deadline.left_s()):
-                        raise deadline.error()
-                if tag in self._answers:
-                    return self._answers.pop(tag)
+            with lock:
+                while tag not in answers and self._is_receiving:
+                    self._sleep(deadline)
+                if tag in answers:
+                    return answers.pop(tag)
                 if self._failure is not None:
                     raise self._failure()
                 self._is_receiving = True
@@ -223,11 +228,21 @@ class Link:
             try:
                 found = self._receive(deadline)
             finally:
-                with state:
+                with lock:
                     self._is_receiving = False
                     for other, answer in found:
                         self._take_in(other, answer)
-                    state.notify_all()
+                    if self._waiting:
+                        self._state.notify_all()
+
+    def _sleep(self, deadline: Deadline) -> None:
+        """Until whoever receives has received something."""
+        self._waiting += 1
+        try:
+            if not self._state.wait(deadline.left_s()):
+                raise deadline.error()
+        finally:
+            self._waiting -= 1
 
     def _take_in(self, tag: int, answer: frames.Answer) -> None:
         if tag not in self._used:
@@ -246,7 +261,7 @@ class Link:
             left_s = deadline.left_s()
             if left_s is not None and left_s <= 0:
                 raise deadline.error()
-            wait_s = _WAIT_S if left_s is None else min(left_s, _WAIT_S)
+            wait_s = _WAIT_S if left_s is None or left_s > _WAIT_S else left_s
             if wait_s != self._wait_s:
                 self._set_wait(wait_s)
             try:

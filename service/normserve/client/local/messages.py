@@ -158,17 +158,7 @@ class LocalAnswer(Answer):
 
     def timing(self) -> Timing:
         """What the server says about how it answered."""
-        told = self.told
-        stages = told.stages_ms
-        if stages.keys() != _STAGES or min(stages.values()) < 0:
-            stages = {quoted(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
-        return Timing(
-            stages,
-            told.kernel_bytes,
-            max(0.0, told.kernel_bandwidth),
-            max(1, told.batch_size),
-            quoted(told.request_id, 128),
-        )
+        return timing_of(self.told)
 
     def _tensor(self, name: str, located: Located) -> HostTensor:
         dtype, block = DTYPES.get(located.dtype), self.blocks.get(name)
@@ -179,6 +169,21 @@ class LocalAnswer(Answer):
             raise UnexpectedAnswerError(f"the answer's {name} must fit into its place, it does not")
         # Through a memoryview, so that whatever is made of it keeps the block itself.
         return HostTensor(dtype, located.shape, block.data[:nbytes] if nbytes else _EMPTY)
+
+
+def timing_of(told: frames.Answer) -> Timing:
+    """What the server says about how it answered."""
+    # Not all of the answer, which may hold more.
+    said = told.stages_ms, told.kernel_bytes, told.kernel_bandwidth, told.batch_size, told.request_id
+    return Timing.later(_timing, said)
+
+
+def _timing(
+    stages: dict[str, float], kernel_bytes: int, bandwidth: float, batch_size: int, request_id: str
+) -> tuple[Mapping[str, float], int, float, int, str]:
+    if stages.keys() != _STAGES or min(stages.values()) < 0:
+        stages = {quoted(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
+    return stages, kernel_bytes, max(0.0, bandwidth), max(1, batch_size), quoted(request_id, 128)
 
 
 def understood(told: frames.Answer, blocks: Mapping[str, Block]) -> LocalAnswer:

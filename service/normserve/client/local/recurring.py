@@ -19,7 +19,7 @@ from normserve.client.calls.call import Call
 from normserve.client.calls.on_device import OnDevice
 from normserve.client.local.arena import Arena, Block
 from normserve.client.local.device import Busy, DeviceArena
-from normserve.client.local.messages import compute, understood
+from normserve.client.local.messages import compute, timing_of, understood
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import ALIGNMENT, Located, Place
 from normserve.memory.host_tensors import DType, HostTensor
@@ -29,7 +29,7 @@ _MOST_CALLS, _MOST_PLACES = 256, 16
 # Of others numpy finds the name slowly.
 _NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
 
-_PLAIN = (int, float, bool, str, type(None))
+_PLAIN = frozenset([int, float, bool, str, type(None)])
 
 
 class Taken(Protocol):
@@ -70,7 +70,7 @@ class HostMemory:
     def described(self, value: Any) -> Hashable:
         if type(value) is not np.ndarray or not value.flags.c_contiguous or value.dtype not in _NUMPY:
             return ()
-        found = self._arena.locate_address(value.__array_interface__["data"][0])
+        found = self._arena.locate_address(arrays.address(value))
         return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
@@ -81,7 +81,7 @@ class HostMemory:
 
     def tensor(self, block: Block, dtype: DType, shape: tuple[int, ...]) -> Any:
         # Through a memoryview, so that whatever is made of it keeps the block itself.
-        return arrays.empty(block.data[: prod(shape) * dtype.itemsize], dtype, shape, as_torch=False)
+        return np.frombuffer(block.data[: prod(shape) * dtype.itemsize], arrays.numpy_dtype(dtype)).reshape(shape)
 
     def busy(self) -> None:
         return None
@@ -165,7 +165,7 @@ class Again:
 
     def result(self, told: frames.Answer) -> Any:
         """The call's result, of an answer that fits."""
-        return self._known.make(**self._found, timing=understood(told, {}).timing())
+        return self._known.make(**self._found, timing=timing_of(told))
 
 
 class Recurring:
@@ -178,13 +178,21 @@ class Recurring:
     def key(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> Hashable:
         """What calls have in common that differ in nothing but what their tensors hold; None of other calls."""
         parts: list[Hashable] = [build]
+        described = self._memory.described
         for value in arguments:
-            parts.append(self._described(value))
+            kind = type(value)
+            said = (kind, value) if kind in _PLAIN else described(value)
+            if not said:
+                return None
+            parts.append(said)
         for name, value in named.items():
             if value is not None:
-                parts += (name, self._described(value))
-        # Whatever could not be described.
-        return None if () in parts else tuple(parts)
+                kind = type(value)
+                said = (kind, value) if kind in _PLAIN else described(value)
+                if not said:
+                    return None
+                parts += (name, said)
+        return tuple(parts)
 
     def busy(self, key: Hashable) -> Busy | None:
         """What must be waited for before a call is asked for again, if it is known, and if there is anything."""
@@ -244,11 +252,6 @@ class Recurring:
         kind: Callable[..., Any] = type(result)
         # Not the call, which has its tensors.
         self._known[key] = _Known(compute(call, located, {}), results, functools.partial(kind, **absent))
-
-    def _described(self, value: Any) -> Hashable:
-        """A tensor by its place, and what else the call says; () of what is neither."""
-        kind = type(value)
-        return (kind, value) if kind in _PLAIN else self._memory.described(value)
 
 
 def _are_as_known(told: Mapping[str, Located], known: _Known) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from normserve.client import UnexpectedAnswerError
+from normserve.client.calls import arrays
 from normserve.client.calls.arrays import from_host, to_host
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -168,3 +169,16 @@ def test_neither_torch_nor_the_server_is_imported():
         "assert not {'torch', 'fastapi', 'starlette', 'pydantic', 'prometheus_client'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    "array", [np.float32(3.0) + np.zeros((), np.float32), np.zeros((0, 4), np.float32), np.ones(3, np.float16)]
+)
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_an_array_of_any_size_is_sent_from_where_it_lies(array, is_writable):
+    array = np.array(array)
+    array.flags.writeable = is_writable
+    sent = arrays.to_host("x", array)
+    assert (sent.shape, bytes(sent.data), sent.data.format) == (array.shape, array.tobytes(), "B")
+    assert arrays.address(array) == array.__array_interface__["data"][0]
+    assert not array.size or np.shares_memory(np.frombuffer(sent.data, np.uint8), array)

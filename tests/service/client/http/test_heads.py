@@ -2,6 +2,9 @@
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from normserve.client.http import heads
 from normserve.client.http.heads import HEAD_BYTES, read_head, request_head
 
 
@@ -126,3 +129,109 @@ def test_a_request_s_head_is_what_it_was_given():
 def test_what_would_be_read_as_something_else_is_not_sent(method, target, header):
     with pytest.raises(httpx.LocalProtocolError):
         request_head(method, target, [header])
+
+
+ANSWER = (
+    b"HTTP/1.1 200 OK",
+    b"Server-Timing: recv;dur=0.25, kernel;dur=1.5",
+    b"X-Request-ID: abc",
+    b"Content-Length: 4096",
+)
+
+
+@pytest.fixture
+def learnt(monkeypatch):
+    """One head came before."""
+    monkeypatch.setattr(heads, "_patterns", [])
+    read_head(head(*ANSWER))
+    assert len(heads._patterns) == 1
+
+
+def outcome(raw):
+    try:
+        found = read_head(raw)
+    except httpx.RemoteProtocolError:
+        return None
+    return found.status, found.headers, found.length, found.chunks is None, found.stays, found.lines()
+
+
+def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
+    monkeypatch.setattr(heads, "_feed", None)
+    again = read_head(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
+    assert (again.status, again.length, again.chunks, again.stays) == (200, 17, None, True)
+    assert again.headers == {
+        "server-timing": "recv;dur=0.25, kernel;dur=1.5",
+        "x-request-id": "d: e",
+        "content-length": "17",
+    }
+
+
+@pytest.mark.parametrize("place", range(len(ANSWER)))
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"Connection: close",
+        b"Transfer-Encoding: chunked",
+        b"Content-Length: 4096",
+        b"Content-Length: +5",
+        b"Content-Length: 05",
+        b"Content-Length: " + b"9" * 16,
+        b"Content-Length: 9" + b"9" * 5000,
+        b"Content-Length:5",
+        b"Content-Length : 5",
+        b"X-Request-ID:",
+        b"X-Request-ID: ",
+        b"X-Request-ID:  a ",
+        b"X-Request-ID: a\0b",
+        b"X-Request-ID: a\rb",
+        b"X-Request-ID: a\nContent-Length: 5",
+        b"X-Request-ID: a\tb",
+        b"X-Request-ID: \xff",
+        b"X-Request-ID",
+        b" folded",
+        b"HTTP/1.0 200 OK",
+        b"HTTP/1.1 503 Service Unavailable",
+        b"HTTP/1.1 2000 OK",
+    ],
+)
+def test_what_came_before_changes_nothing_of_what_is_read(learnt, monkeypatch, place, line):
+    raw = head(*ANSWER[:place], line, *ANSWER[place + 1 :])
+    quickly = outcome(raw)
+    monkeypatch.setattr(heads, "_patterns", [])
+    assert quickly == outcome(raw)
+
+
+@given(st.data())
+def test_a_head_changed_anywhere_is_read_as_the_parser_reads_it(data):
+    raw = bytearray(head(*ANSWER))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 5))] = data.draw(st.integers(0, 255))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "_patterns", [])
+        read_head(head(*ANSWER))
+        quickly = outcome(bytes(raw))
+        patch.setattr(heads, "_patterns", [])
+        assert quickly == outcome(bytes(raw))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [b"HTTP/1.1 200 OK", b"X: a"],
+        [b"HTTP/1.1 404 Not Found", b"Content-Length: 5"],
+        [b"HTTP/1.1 200 OK", b"Content-Length: 5", b"Connection: keep-alive"],
+        [b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X: a", b"X: b"],
+        [b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X: " + b"a" * 4096],
+    ],
+)
+def test_of_other_heads_nothing_is_remembered(monkeypatch, lines):
+    monkeypatch.setattr(heads, "_patterns", [])
+    read_head(head(*lines))
+    assert heads._patterns == []
+
+
+def test_of_many_kinds_of_heads_few_are_remembered(monkeypatch):
+    monkeypatch.setattr(heads, "_patterns", [])
+    for number in range(20):
+        read_head(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-%d: a" % number))
+    assert len(heads._patterns) == 4

@@ -81,3 +81,24 @@ def test_once_empty_is_told_once_by_whoever_returns_the_last_block(arena):
     other = Arena()
     other.once_empty(lambda: told.append(2))
     assert told == [1, 2]
+
+
+def test_the_block_that_returned_last_is_the_next_one_of_its_size(arena):
+    first, second = arena.take(100), arena.take(100)
+    places = [first.place, second.place]
+    del second
+    assert arena.take(64).place not in places
+    del first
+    gc.collect()
+    assert arena.take(128).place == places[0]
+
+
+def test_blocks_that_wait_for_their_size_are_there_for_larger_ones(arena):
+    sizes = [64 * (1 + index) for index in range(16)]
+    held = [arena.take(size) for size in sizes]
+    held += [arena.take(SEGMENT) for _ in range(1)]
+    assert len({block.place for block in held}) == 17
+    held.clear()
+    gc.collect()
+    whole = [arena.take(SEGMENT) for _ in range(2)]
+    assert {block.place.segment for block in whole} == {3, 7}
