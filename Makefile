@@ -37,7 +37,7 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile
-	$(BIN)/shellcheck .ci/containers .ci/run docker/*.sh
+	$(BIN)/shellcheck .ci/containers .ci/run docker/*.sh examples/*.sh
 	$(BIN)/yamllint --strict docker
 
 # test-gpu and bench run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be
