@@ -19,7 +19,7 @@ from benchmarks.workload.suites import SUITES
 
 RAGGED = "channels not of whole 16 bytes"
 RESIDUAL, MOST = "a residual", "the most that is fused"
-OTHERWISE = "a companion in the other layout"
+OTHERWISE = "a residual or dy in the other memory format"
 
 CHANNELS = (1, 3, 4, 8, 10, 16, 20, 30, 32, 40, 60, 64, 80, 160)
 FEW_CHANNELS = (1, 3, 8, 10, 30, 80)

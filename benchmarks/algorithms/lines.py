@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from benchmarks.algorithms.walks import LONGEST, Walk
 
-ALONE = "nothing waits"
+ALONE = "programs may not wait"
 """A trait of calls."""
 
 STATISTICS = "statistics for a backward pass"
