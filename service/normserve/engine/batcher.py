@@ -1,6 +1,6 @@
 """Which waiting jobs run next, and together.  Pure policy: no clock, no thread, no tensor.
 
-Jobs of one class (see `NormJob.batch_class`) become rows of one launch.  Nothing ever waits for company: what
+Jobs of one class (see `NormJob.batch_class`) become rows of one launch.  No job waits for others to arrive: what
 gathers is what arrived while the device was busy, and a free device takes the oldest job of a lane with its kin.
 
 Small and large jobs wait in lanes of their own, which share the device by bytes (start-time fair queueing; Goyal,

@@ -1,6 +1,6 @@
 """Which classes of jobs have their kernels, and who waits for those that do not.  Pure policy.
 
-A class that nothing foresaw is compiled beside the work, never before it: its own jobs wait, nobody else's.
+A class that was not compiled at start is compiled while other work goes on: only its own jobs wait.
 Clients choose the classes, so how many are compiled, and how fast, is bounded.
 """
 
