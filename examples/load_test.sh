@@ -9,4 +9,4 @@ url=$1
 folder=${2:-load}
 mkdir -p "$folder"
 exec normload run "$(dirname "$0")/load_test.toml" --url "$url" --slo 'p99<250ms' --slo 'errors<0.1%' \
-    --json "$folder/load_test.json" --html "$folder/load_test.html"
+    --json "$folder/load_test.json" --html "$folder/load_test.html" --markdown "$folder/load_test.md"

@@ -18,7 +18,7 @@ from normload.clients.fleet import HarnessError
 from normload.load import scenario
 from normload.measurements.result import Result, read_result
 from normload.measurements.slo import Objective, parse_objective
-from normload.report import compare, page, terminal
+from normload.report import compare, markdown, page, spreadsheet, terminal
 from normload.run import SAMPLE, Target, run
 
 WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
@@ -46,7 +46,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.duration is not None:
         chosen = chosen.lasting(options.duration)
     target = Target(options.url, options.adapter, options.api_key, options.timeout)
-    for file in (options.json, options.html):
+    files = (options.json, options.html, options.csv, options.markdown)
+    for file in files:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
     console = terminal.console()
@@ -65,9 +66,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.json is not None:
         result.write(options.json)
     if options.html is not None:
-        options.html.write_text(page.render(result), encoding="utf-8")
-    if written := [str(file) for file in (options.json, options.html) if file is not None]:
-        console.print(f"Wrote {' and '.join(written)}.", markup=False)
+        options.html.write_text(page.render(result, outcomes), encoding="utf-8")
+    if options.csv is not None:
+        options.csv.write_text(spreadsheet.render(result), encoding="utf-8")
+    if options.markdown is not None:
+        options.markdown.write_text(markdown.render(result, outcomes), encoding="utf-8")
+    if written := [str(file) for file in files if file is not None]:
+        console.print(f"Wrote {', '.join(written)}.", markup=False)
     return _exit_code(result, outcomes)
 
 
@@ -151,6 +156,8 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add("--slo", type=_objective, action="append", default=[], metavar="BOUND", help="as p99<20ms or errors<0.1%%")
     add("--json", type=Path, metavar="FILE", help="write the result, for `normload compare`")
     add("--html", type=Path, metavar="FILE", help="write a page with plots")
+    add("--csv", type=Path, metavar="FILE", help="write a line for each phase and operation")
+    add("--markdown", type=Path, metavar="FILE", help="write a summary to paste")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
     add("--timeout", type=_timeout, default=60.0, metavar="S", help="of a request, all in all (%(default)s)")
     parser.set_defaults(command=_run)

@@ -62,7 +62,9 @@ def row(output, name):
 def test_a_whole_run(normload, fake_server, tmp_path):
     page = tmp_path / "out" / "a.html"
     bounds = ("--slo", "p50<10s", "--slo", "errors<0.1%", "--slo", "p99<0.001ms")
-    code, output, document = normload("--processes", "2", "--verify", "--html", str(page), *bounds)
+    table, summary = page.with_suffix(".csv"), page.with_suffix(".md")
+    files = ("--html", str(page), "--csv", str(table), "--markdown", str(summary))
+    code, output, document = normload("--processes", "2", "--verify", *files, *bounds)
     assert code == cli.MISSED, output
     sent = sum(document["summary"]["sent_by_status"].values())
     assert sent == fake_server.requests
@@ -73,6 +75,9 @@ def test_a_whole_run(normload, fake_server, tmp_path):
     assert (busy["offered_per_second"], busy["errors"]) == (None, {})
     assert row(output, "calm")[1] == "100.0"
     assert "own" in page.read_text()
+    assert "p99&lt;0.001ms" in page.read_text()
+    assert "| p50\\<10s |" in summary.read_text()
+    assert "calm,all," in table.read_text()
     for said in ("normserve 0, fake on <none>", "of the loopback echo", "of the device's copy"):
         assert said in " ".join(output.split())
     for said in ("p50<10s: met", "errors<0.1%: met", "p99<0.001ms: missed"):

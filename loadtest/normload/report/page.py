@@ -10,17 +10,17 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from normload.measurements.result import PERCENTILES, Part, PhaseResult, Result
+from normload.measurements.result import PERCENTILES, PhaseResult, Result
 from normload.measurements.tally import OK, Cell, per_second
-from normload.report import terminal
+from normload.report import tables
 
 # Points of a plot over time are at least so far apart.
 _POINT_S = 0.25
 _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
 
-def render(result: Result) -> str:
-    """Return the page."""
+def render(result: Result, outcomes: Sequence[tables.Outcome] = ()) -> str:
+    """Return the page; `outcomes` are the run's objectives."""
     assets = resources.files("normload.report") / "assets"
 
     def asset(name: str) -> str:
@@ -31,10 +31,12 @@ def render(result: Result) -> str:
         style=asset("uPlot.min.css") + asset("page.css"),
         script=asset("uPlot.iife.min.js") + asset("page.js"),
         description=escape(result.description),
-        facts=_rows(_facts(result)),
-        sentences="".join(f"<p>{escape(sentence)}</p>" for sentence in terminal.sentences(result)),
+        facts=_rows(tables.facts(result)),
+        sentences="".join(f"<p>{escape(sentence)}</p>" for sentence in tables.sentences(result)),
         remarks="".join(f"<p>{escape(remark)}</p>" for remark in (*result.faults, *result.remarks)),
-        phases=_phases(result),
+        objectives=_table(tables.OBJECTIVE_HEADINGS, tables.objectives(outcomes)),
+        phases=_table(tables.PART_HEADINGS, tables.parts(result)),
+        operations=_table(tables.OPERATION_HEADINGS, tables.operations(result)),
         data=_embedded(plots(result)),
     )
 
@@ -144,29 +146,18 @@ def _against_load(result: Result) -> dict[str, Any] | None:
     }
 
 
-def _facts(result: Result) -> Mapping[str, str]:
-    return {
-        "server": result.server_name or "?",
-        "at": result.url,
-        "started": result.started,
-        "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",
-        "answers checked": f"{result.checked}, {result.wrong} wrong",
-    }
-
-
 def _rows(facts: Mapping[str, str]) -> str:
     return "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in facts.items())
 
 
-def _phases(result: Result) -> str:
-    headings = ("phase", *terminal.PART_HEADINGS)
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
     head = "".join(f"<th>{escape(heading)}" for heading in headings)
-    return f"<thead><tr>{head}<tbody>" + "".join(map(_phase, [*result.parts(), result.whole]))
-
-
-def _phase(part: Part) -> str:
-    cells: Sequence[str] = terminal.part_cells(part)
-    return f"<tr><th>{escape(part.name)}" + "".join(f"<td>{escape(cell)}" for cell in cells)
+    body = "".join(
+        f"<tr><th>{escape(first)}" + "".join(f"<td>{escape(cell)}" for cell in cells) for first, *cells in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}<tbody>{body}</table></div>'
 
 
 def _outcome(outcome: tuple[int, str]) -> str:

@@ -1,0 +1,60 @@
+"""A run as CSV: a line for each phase and operation, in base units."""
+
+import csv
+import io
+import math
+
+from normload.measurements.result import PERCENTILES, Part, Result
+from normload.measurements.tally import Cell, per_second
+
+COLUMNS = (
+    "scenario",
+    "started",
+    "phase",
+    "operation",
+    "duration_s",
+    "offered_per_second",
+    "requests",
+    "errors",
+    "ok_per_second",
+    "bytes_per_second",
+    *(f"p{percent:g}_s" for percent in PERCENTILES),
+    "max_s",
+    "kernel_bytes_per_second",
+)
+
+
+def render(result: Result) -> str:
+    """Return the text; the phase and the operation "all" are of all together, and what is unknown is empty."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(COLUMNS)
+    for part in (*result.parts(), result.whole):
+        for operation in result.operations():
+            lines.writerow(_line(result, part, operation, math.nan, *part.of(operation)))
+        lines.writerow(_line(result, part, "all", part.offered, part.total, part.in_time))
+    return text.getvalue()
+
+
+def _line(
+    result: Result, part: Part, operation: str, offered: float, total: Cell, in_time: Cell
+) -> list[str | float]:
+    latency = total.latency
+    numbers = (
+        part.duration_s,
+        offered,
+        total.requests,
+        total.errors,
+        per_second(in_time.ok, part.duration_s),
+        per_second(in_time.moved_bytes, part.duration_s),
+        *(latency.percentile(percent) for percent in PERCENTILES),
+        latency.max_s if latency.count else math.nan,
+        per_second(total.kernel_bytes, total.kernel_s),
+    )
+    named = (_text(each) for each in (result.scenario, result.started, part.name, operation))
+    return [*named, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)]
+
+
+def _text(name: str) -> str:
+    """Without what a spreadsheet would compute."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name

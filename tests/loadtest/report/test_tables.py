@@ -1,0 +1,87 @@
+"""Every report has the same numbers: on the page, in Markdown and in CSV."""
+
+import csv
+import io
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from normload.measurements.slo import parse_objective
+from normload.report import markdown, page, spreadsheet, tables
+
+from tests.loadtest.conftest import made_result
+
+
+@pytest.fixture
+def result():
+    made = made_result([0.01] * 400, errors=40)
+    made.capacity = 1234.0
+    made.apart = Counter({(200, "ok"): 7})
+    return made
+
+
+@pytest.fixture
+def outcomes(result):
+    objectives = map(parse_objective, ("p99<1ms", "errors<50%"))
+    values = [(each, each.value(result.whole.total, result.whole.rate)) for each in objectives]
+    return [(each, value, each.met(value)) for each, value in values]
+
+
+def test_a_page_and_a_summary_have_all_that_the_terminal_has(result, outcomes):
+    wanted = {cell for rows in (tables.parts(result), tables.operations(result)) for row in rows for cell in row}
+    wanted |= {*tables.facts(result).values(), "1234/s", "missed", "met"}
+    text, summary = page.render(result, outcomes), markdown.render(result, outcomes)
+    for cell in wanted - {result.url}:
+        assert cell.replace("<", "&lt;") in text
+        assert cell.replace("_", "\\_") in summary
+    assert "p99&lt;1ms" in text
+    assert tables.facts(result)["duration"] == "10.0 s"
+
+
+def test_statuses_hold_the_warm_up_and_errors_do_not(result):
+    by_status = result.sent_by_status()
+    assert tables.statuses(result) == ", ".join(f"{status}: {by_status[status]}" for status in sorted(by_status))
+    assert sum(by_status.values()) == 7 + result.whole.total.requests
+    assert sum(int(each.rsplit(": ")[1]) for each in tables.errors(result).split(", ")) == 40
+    assert tables.errors(made_result([0.01])) == ""
+
+
+def test_without_objectives_there_is_no_table_of_them(result):
+    assert "objective" not in markdown.render(result)
+    assert "<th>objective" not in page.render(result)
+
+
+def test_what_a_server_says_is_no_markup(result):
+    result.server = {"version": "1](http://evil)|x\n# y", "backend": "<b>", "device": {"name": "`z`"}}
+    lines = markdown.render(result).splitlines()
+    (server,) = [line for line in lines if line.startswith("- server")]
+    assert not any(line.startswith("#") for line in lines)
+    for mark in "]<`|":
+        assert server.count(mark) == server.count(f"\\{mark}")
+
+
+def test_a_line_of_csv_is_of_a_phase_and_an_operation(result):
+    lines = list(csv.DictReader(io.StringIO(spreadsheet.render(result))))
+    named = [(line["phase"], line["operation"]) for line in lines]
+    assert len(set(named)) == len(named) == (len(result.parts()) + 1) * (len(result.operations()) + 1)
+    whole = lines[named.index(("all", "all"))]
+    assert float(whole["ok_per_second"]) == pytest.approx(result.whole.rate, rel=1e-5)
+    assert float(whole["p99_s"]) == pytest.approx(result.whole.total.latency.percentile(99), rel=1e-5)
+    assert int(whole["errors"]) == 40
+    assert all(line["offered_per_second"] == "" for line in lines if line["operation"] != "all")
+
+
+def test_a_spreadsheet_computes_nothing(result):
+    (one,) = result.phases
+    result.phases = [replace(one, phase=replace(one.phase, name="=1+1"))]
+    lines = list(csv.DictReader(io.StringIO(spreadsheet.render(result))))
+    assert {line["phase"] for line in lines} == {"'=1+1", "all"}
+
+
+def test_a_run_without_answers_is_written_as_well():
+    empty = made_result([])
+    assert math.isnan(empty.whole.total.latency.percentile(99))
+    lines = list(csv.DictReader(io.StringIO(spreadsheet.render(empty))))
+    assert {line["p99_s"] for line in lines} == {""}
+    assert "| all |" in markdown.render(empty)
