@@ -223,7 +223,7 @@ def resources() -> list[timeseries.Panel]:
         ).span(6),
         lines(
             "Compiles",
-            "Classes of requests a second whose kernels are compiled for their first request, and how many at once.",
+            "Classes of requests a second whose kernels are compiled on their first request, and how many at once.",
             "short",
             [
                 (rate("normserve_compiles_total", "instance", HERE), "{{instance}} a second"),

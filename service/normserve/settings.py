@@ -154,7 +154,7 @@ class Settings(BaseSettings):
         description="Classes of requests (operation, types, row length, options) with kernels of their own.",
     )
     max_compiles_per_minute: int = Field(
-        60, ge=1, description="Most classes of requests compiled in a minute beyond those compiled at start; requests of others go on."
+        60, ge=1, description="Most classes of requests compiled in a minute, beyond those compiled at start."
     )
     cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
     header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")

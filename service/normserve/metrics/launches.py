@@ -46,7 +46,9 @@ class Launches:
             "transfer_seconds_total", "Time that copying them took.", ("direction",)
         )
         self._compiles = make.counter(
-            "compiles_total", "Classes of requests whose kernels were compiled after the start, for their first request.", ()
+            "compiles_total",
+            "Classes of requests whose kernels were compiled after the start, for their first request.",
+            (),
         )
         self._compile_seconds = make.counter("compile_seconds_total", "Time that compiling those took.", ())
         batch_requests = make.histogram(
