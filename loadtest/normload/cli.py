@@ -102,13 +102,23 @@ def _stop_at_interrupt(stop: Callable[[], None]) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    before, after = read_result(options.before), read_result(options.after)
+    before, after = _read(options.before), _read(options.after)
     changes = compare.compare(before, after)
     console = terminal.console()
     compare.show(console, changes)
     for sentence in compare.loads_differ(before, after):
         console.print(sentence, style="yellow", markup=False)
     return MISSED if any(change.is_worse for change in changes) else 0
+
+
+def _read(runs: Path) -> list[Result]:
+    """A file's run, or those of a folder."""
+    if not runs.is_dir():
+        return [read_result(runs)]
+    files = sorted(runs.glob("*.json"))
+    if not files:
+        raise ValueError(f"there must be a run's JSON in {runs}")
+    return [read_result(file) for file in files]
 
 
 def _scenarios(_options: argparse.Namespace) -> int:
@@ -124,12 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     comparison = commands.add_parser(
         "compare",
-        help="say what changed between two runs beyond noise",
-        description="Compare two runs of a scenario and say what changed beyond noise.",
+        help="say what changed between runs beyond noise",
+        description="Compare runs of a scenario and say what changed beyond noise. Of several runs a side, in a"
+        " folder, the spread between runs is measured and smaller changes are found.",
         epilog=f"Exit code: 0; {MISSED} when something is worse.",
     )
-    comparison.add_argument("before", type=Path, metavar="A.json")
-    comparison.add_argument("after", type=Path, metavar="B.json")
+    comparison.add_argument("before", type=Path, metavar="BEFORE", help="a run's JSON, or a folder of several")
+    comparison.add_argument("after", type=Path, metavar="AFTER", help="the same")
     comparison.set_defaults(command=_compare)
     listing = commands.add_parser("scenarios", help="list the scenarios that come with it")
     listing.set_defaults(command=_scenarios)

@@ -228,6 +228,21 @@ def test_two_results_are_compared(tmp_path, capsys):
     assert cli.main(["compare", str(files[2]), str(files[0])]) == 0
 
 
+def test_folders_of_results_are_compared(tmp_path, capsys):
+    for side, latencies_s in (("a", (0.0100, 0.0101, 0.0100)), ("b", (0.0120, 0.0121, 0.0120)), ("empty", ())):
+        (tmp_path / side).mkdir()
+        for number, latency_s in enumerate(latencies_s):
+            made_result([latency_s] * 1000).write(tmp_path / side / f"{number}.json")
+    before, after, empty = (str(tmp_path / side) for side in ("a", "b", "empty"))
+    assert cli.main(["compare", before, after]) == cli.MISSED
+    assert "+1" in capsys.readouterr().out
+    assert cli.main(["compare", before, before]) == 0
+    assert cli.main(["compare", f"{before}/0.json", after]) == cli.MISSED
+    with pytest.raises(SystemExit):
+        cli.main(["compare", before, empty])
+    assert "there must be a run's JSON" in capsys.readouterr().err
+
+
 def test_scenarios_are_listed(capsys):
     assert cli.main(["scenarios"]) == 0
     listed = capsys.readouterr().out

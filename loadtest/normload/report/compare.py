@@ -1,8 +1,12 @@
-"""What changed between two runs beyond noise.
+"""What changed between runs beyond noise.
 
-How much a run varies by itself is seen from its parts: each phase's intervals are drawn anew a thousand times,
-with repetition, in short blocks, as neighbours resemble each other.  A number is a change when 99 of 100 draws
-leave it on the same side of what it was, by more than what runs of one server on one machine differ by anyway.
+Of one run a side, the variation within each is estimated by a block bootstrap: its intervals are drawn again a
+thousand times, with repetition, in short blocks, since neighbours resemble each other.  A difference is a change if
+its 99 % interval lies beyond what runs of one server on one machine differ by anyway.
+
+Of several runs a side, the variation between runs is measured, which includes that within them.  Intervals are
+Student's, of logarithms except for errors.  They are so wide (Bonferroni) that in 19 of 20 comparisons of equal
+servers no number at all is called a change.
 
 Source: H. R. Künsch, The jackknife and the bootstrap for general stationary observations, 1989.
 """
@@ -20,6 +24,7 @@ from rich.table import Table
 from normload.measurements.histogram import upper_s
 from normload.measurements.result import PERCENTILES, Part, Result
 from normload.measurements.tally import INTERVALS, Cell
+from normload.report import spread
 
 Floats = NDArray[np.float64]
 
@@ -28,16 +33,19 @@ _BLOCK = 4
 _CONFIDENCE = (0.5, 99.5)
 # Runs differ by this much for reasons that no run contains: where memory lies, what else the machine does.
 _BETWEEN_RUNS = 0.05
+# Of several runs, whose differences contain it: what nobody would act on.
+_SMALL = 0.01
+_FALSE_ALARMS = 0.05
 _FEW_ERRORS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A number of both runs.
+    """A number of both sides.
 
     Attributes:
         phase, metric: whose and which.
-        before, after: its values.
+        before, after: its values; of several runs their mean.
         low, high: bounds of after/before; of errors, of the difference.
         is_change: whether it is beyond noise.
         is_worse: whether it is, and for the worse.
@@ -148,32 +156,43 @@ _METRICS = (
 )
 
 
-def compare(before: Result, after: Result) -> list[Change]:
+def compare(before: Sequence[Result], after: Sequence[Result]) -> list[Change]:
     """Compare every number of every phase.
+
+    Args:
+        before, after: one run each, or several of at least one of the two.
 
     Raises:
         ValueError: the runs did not do the same.
     """
-    parts = {part.name: part for part in after.parts()}
-    if before.scenario != after.scenario or parts.keys() != {part.name for part in before.parts()}:
-        raise ValueError(
-            f"runs must be of one scenario and its phases, got {before.scenario!r} and {after.scenario!r}"
-        )
+    first = before[0]
+    names = [part.name for part in first.parts()]
+    for run in (*before, *after):
+        if run.scenario != first.scenario or [part.name for part in run.parts()] != names:
+            raise ValueError(
+                f"runs must be of one scenario and its phases, got {first.scenario!r} and {run.scenario!r}"
+            )
+    sides = [[[_Intervals(part) for part in run.parts()] for run in side] for side in (before, after)]
     random = np.random.default_rng(0)
     changes = []
-    for part in before.parts():
-        old, new = _Intervals(part), _Intervals(parts[part.name])
-        drawn = _draws(len(old), random), _draws(len(new), random)
-        changes += [_change(part.name, metric, old, new, drawn) for metric in _METRICS]
+    for number, name in enumerate(names):
+        old, new = ([run[number] for run in side] for side in sides)
+        if len(old) == len(new) == 1:
+            drawn = _draws(len(old[0]), random), _draws(len(new[0]), random)
+            changes += [_change(name, metric, old[0], new[0], drawn) for metric in _METRICS]
+        else:
+            confidence = 1 - _FALSE_ALARMS / (len(names) * len(_METRICS))
+            changes += [_change_of_several(name, metric, old, new, confidence) for metric in _METRICS]
     return changes
 
 
-def loads_differ(before: Result, after: Result) -> list[str]:
+def loads_differ(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
     """Phases whose schedules offered another load, so that their latencies say little; in sentences."""
     sentences = []
-    for old, new in zip(before.parts(), after.parts(), strict=True):
-        if abs(old.offered - new.offered) > _BETWEEN_RUNS * old.offered:
-            sentences.append(f"{old.name}: offered {old.offered:.1f}/s before and {new.offered:.1f}/s after.")
+    for number, part in enumerate(before[0].parts()):
+        old, new = (float(np.mean([run.parts()[number].offered for run in side])) for side in (before, after))
+        if abs(old - new) > _BETWEEN_RUNS * old:
+            sentences.append(f"{part.name}: offered {old:.1f}/s before and {new:.1f}/s after.")
     return sentences
 
 
@@ -186,7 +205,7 @@ def show(console: Console, changes: Sequence[Change]) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     for heading in ("phase", "number"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("before", "after", "change", "99 % within"):
+    for heading in ("before", "after", "change", "within"):
         table.add_column(heading, justify="right", no_wrap=True)
     for change in changed:
         table.add_row(
@@ -208,17 +227,47 @@ def _how_much(change: Change) -> tuple[str, str]:
 
 
 def _change(phase: str, metric: _Metric, old: _Intervals, new: _Intervals, drawn: tuple[Floats, Floats]) -> Change:
-    before, after = (float(metric.of(np.ones((1, len(of))), of)[0]) for of in (old, new))
+    before, after = _value(metric, old), _value(metric, new)
     first, second = metric.of(drawn[0], old), metric.of(drawn[1], new)
     if metric.name == _ERRORS:
-        spread, none, band = second - first, 0.0, (-_FEW_ERRORS, _FEW_ERRORS)
+        draws, none = second - first, 0.0
     else:
-        spread, none, band = _ratio(second, first), 1.0, (1 / (1 + _BETWEEN_RUNS), 1 + _BETWEEN_RUNS)
-    known = spread[np.isfinite(spread)]
+        draws, none = _ratio(second, first), 1.0
+    known = draws[np.isfinite(draws)]
     low, high = np.percentile(known, _CONFIDENCE).tolist() if len(known) else (none, none)
+    return _judged(phase, metric, (before, after), (low, high), _BETWEEN_RUNS)
+
+
+def _change_of_several(
+    phase: str, metric: _Metric, old: Sequence[_Intervals], new: Sequence[_Intervals], confidence: float
+) -> Change:
+    before, after = ([_value(metric, run) for run in side] for side in (old, new))
+    means = float(np.mean(before)), float(np.mean(after))
+    if metric.name == _ERRORS:
+        known = all(map(math.isfinite, (*before, *after)))
+        bounds = spread.interval(before, after, confidence) if known else (0.0, 0.0)
+    elif all(0 < value < math.inf for value in (*before, *after)):
+        low, high = spread.interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
+        # More than any change, and still a number.
+        bounds = math.exp(max(low, -50.0)), math.exp(min(high, 50.0))
+    else:
+        bounds = (1.0, 1.0)
+    return _judged(phase, metric, means, bounds, _SMALL)
+
+
+def _value(metric: _Metric, run: _Intervals) -> float:
+    return float(metric.of(np.ones((1, len(run))), run)[0])
+
+
+def _judged(
+    phase: str, metric: _Metric, values: tuple[float, float], bounds: tuple[float, float], least: float
+) -> Change:
+    """A change if all of the interval lies beyond `least`."""
+    low, high = bounds
+    band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == _ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]
     is_worse = falls if metric.more_is_better else rises
-    return Change(phase, metric.name, before, after, low, high, rises or falls, is_worse, metric.shown)
+    return Change(phase, metric.name, *values, low, high, rises or falls, is_worse, metric.shown)
 
 
 def _draws(count: int, random: np.random.Generator) -> Floats:

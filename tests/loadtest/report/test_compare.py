@@ -11,7 +11,7 @@ def latencies(seed, count=4000, scale=1.0):
 
 
 def changed(before, after):
-    return {change.metric: change for change in compare.compare(before, after) if change.is_change}
+    return {change.metric: change for change in compare.compare([before], [after]) if change.is_change}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -53,20 +53,63 @@ def test_a_tail_of_few_requests_is_noise():
 
 def test_runs_of_different_scenarios_are_not_compared():
     with pytest.raises(ValueError, match="one scenario"):
-        compare.compare(made_result([0.01]), made_result([0.01], scenario="burst"))
+        compare.compare([made_result([0.01])], [made_result([0.01], scenario="burst")])
 
 
 def test_other_loads_are_said():
     before, after = made_result([0.01], rate=100.0), made_result([0.01], rate=150.0)
-    assert compare.loads_differ(before, before) == []
-    assert compare.loads_differ(before, after) == ["steady: offered 100.0/s before and 150.0/s after."]
+    assert compare.loads_differ([before], [before]) == []
+    assert compare.loads_differ([before], [after]) == ["steady: offered 100.0/s before and 150.0/s after."]
 
 
 def test_only_changes_are_shown(capsys):
     same, worse = made_result(latencies(0)), made_result(latencies(1, scale=2))
-    compare.show(console(), compare.compare(same, same))
+    compare.show(console(), compare.compare([same], [same]))
     assert capsys.readouterr().out == "Nothing changed beyond noise: 8 numbers compared.\n"
-    compare.show(console(), compare.compare(same, worse))
+    compare.show(console(), compare.compare([same], [worse]))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[1] for row in rows if row[:1] == ["steady"]] == ["p50", "p90", "p99", "p99.9"]
     assert all(row[6].startswith("+") for row in rows if row[:1] == ["steady"])
+
+
+def several(seed, slower=1.0, between=0.03, runs=3, count=400):
+    """Runs that differ by more than what each of them contains."""
+    random = np.random.default_rng(seed)
+    return [
+        made_result(latencies(seed * 100 + number, count, scale=slower * np.exp(random.normal(0, between))))
+        for number in range(runs)
+    ]
+
+
+def test_of_equal_servers_19_of_20_comparisons_find_nothing_worse():
+    found = [
+        any(change.is_worse for change in compare.compare(several(2 * number), several(2 * number + 1)))
+        for number in range(15)
+    ]
+    assert sum(found) <= 1
+
+
+def test_one_run_a_side_does_not_contain_what_several_do():
+    between = [several(number, between=0.2) for number in range(12)]
+    alone, together = (
+        sum(
+            any(change.is_change for change in compare.compare(old[:runs], new[:runs]))
+            for old, new in zip(between[::2], between[1::2], strict=True)
+        )
+        for runs in (1, 3)
+    )
+    assert alone >= 4
+    assert together <= 1
+
+
+def test_several_runs_find_what_one_cannot():
+    steady = {"between": 0.002, "runs": 5, "count": 4000}
+    old, new = several(0, **steady), several(1, slower=1.05, **steady)
+    assert not changed(old[0], new[0])
+    found = {change.metric for change in compare.compare(old, new) if change.is_worse}
+    assert "p50" in found
+
+
+def test_runs_without_answers_say_nothing():
+    changes = compare.compare([made_result([]), made_result([0.01] * 10)], [made_result([0.01] * 10)])
+    assert not any(change.is_change for change in changes)
