@@ -13,6 +13,7 @@ Differentiable functions and modules take CPU tensors, too, with or without Trit
 the launchers and warm-ups raise ModuleNotFoundError when they are called.
 """
 
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from fusednorm.api import operators
@@ -58,6 +59,18 @@ else:
     )
 
 operators.register()
+
+
+def __getattr__(name: str) -> str:
+    """`__version__`: that of the installed distribution, looked up when it is asked for."""
+    if name == "__version__":
+        return metadata.version("normserve")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "reference"]
+
 
 __all__ = [
     "Added",

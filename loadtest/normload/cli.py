@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from normserve import __version__
 from normserve.client import DEFAULT_URL, ClientError
 from normserve.client.deadlines import check_timeout
 from normserve.client.http.address import Address
@@ -130,6 +131,7 @@ def _scenarios(_options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="normload", description="Load tests for normserve and its like.")
+    parser.add_argument("--version", action="version", version=f"normload {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
     comparison = commands.add_parser(

@@ -1,6 +1,7 @@
 """The command line: `normserve serve`, `normserve api-key` and `normserve version`."""
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from normserve.admission.keys.generate import entry, new_key
 from normserve.logs.configuration import configure_logging
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles
-from normserve.settings import Settings
+from normserve.settings import Settings, unknown_in_environment
+
+log = logging.getLogger(__name__)
 
 _EXAMPLES = """examples:
   normserve serve                                      on http://127.0.0.1:8000
@@ -53,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(error.setting, error.detail)
         return 2
     configure_logging(settings.log_level, settings.log_format)
+    for name, closest in unknown_in_environment().items():
+        log.warning("%r is no setting%s", name[:100], f"; {closest} is one" if closest else "")
     if settings.api_keys_file is not None:
         try:
             KeysFile(settings.api_keys_file).read()
@@ -83,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"normserve {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
         "serve",

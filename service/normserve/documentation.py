@@ -11,7 +11,8 @@ from normserve.settings import Settings
 _SETTINGS = """# Settings
 
 Each setting is read once, at start: from the command line if it is given there, else from the environment, else
-the default holds. `normserve serve --help` says the same.
+the default holds. `normserve serve --help` says the same. Sizes in bytes may have a unit: `512MiB`, `1.5GiB`,
+or `2GB` of 1000. A variable that begins with `NORMSERVE_` and is no setting is a warning in the log.
 
 """
 

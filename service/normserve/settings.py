@@ -1,15 +1,35 @@
 """Everything that can be set, and the only place that reads the environment."""
 
+import difflib
 import os
+import re
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _HOST = r"([A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?)"
 _CORES_FOR_FRONTENDS, _MOST_AUTOMATIC = 4, 8
 _ORIGIN = r"https?://[^/?#@*,\s]+"
+
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([KMGT]i?B)", re.ASCII)
+_UNITS = {
+    f"{letter}{kind}": base**power
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("KMGT", 1)
+}
+
+
+def _read_size(value: object) -> object:
+    """Bytes of a size with a unit, as 1.5GiB or 512 MB; anything else as it is."""
+    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return value if found is None else int(Decimal(found[1]) * _UNITS[found[2]])
+
+
+Size = Annotated[int, BeforeValidator(_read_size)]
+"""A number of bytes, also with a unit: KiB, MiB, GiB and TiB, or KB, MB, GB and TB of 1000."""
 
 
 class Settings(BaseSettings):
@@ -30,10 +50,10 @@ class Settings(BaseSettings):
         description="Users by number who may connect there beside the server's own, as in 1000,1001=batch: the"
         " second has the scopes and limits of the API key of that name.",
     )
-    local_bytes: int = Field(
+    local_bytes: Size = Field(
         2**30, ge=2**20, description="Bytes of shared memory that the connections of one user may have together."
     )
-    local_device_bytes: int = Field(
+    local_device_bytes: Size = Field(
         2**30,
         ge=0,
         description="Bytes of the device's memory that the connections of one user may have together, or 0.",
@@ -52,7 +72,7 @@ class Settings(BaseSettings):
         description="Clients of /v2 may register shared memory of this host that belongs to the server's user and"
         " whose name begins so. Empty: none. Who may send requests may read and write all memory of such names.",
     )
-    oip_shared_memory_bytes: int = Field(
+    oip_shared_memory_bytes: Size = Field(
         4 * 2**30,
         ge=1,
         description="Bytes of regions, of that memory and of CUDA memory, that all clients may have registered at"
@@ -111,11 +131,11 @@ class Settings(BaseSettings):
         pattern=rf"^({_ORIGIN}(,{_ORIGIN})*)?$",
         description="Origins whose pages may use the server (CORS), as in https://app.example; else only its own.",
     )
-    max_body_bytes: int = Field(2**30, ge=1, description="Longest request body; a longer one is refused.")
+    max_body_bytes: Size = Field(2**30, ge=1, description="Longest request body; a longer one is refused.")
     max_inflight_requests: int = Field(
         256, ge=1, description="Requests inside the server at once; the next one is told to come back later."
     )
-    max_inflight_bytes: int = Field(
+    max_inflight_bytes: Size = Field(
         4 * 2**30,
         ge=1,
         description="Bytes inside at once: of request bodies, of their results and of what computing them needs.",
@@ -129,18 +149,18 @@ class Settings(BaseSettings):
         description="Of those, from one IPv4 address, IPv6 /64 network or user of the Unix socket: as many as a "
         "proxy needs, and not all.",
     )
-    max_idle_slab_bytes: int = Field(
+    max_idle_slab_bytes: Size = Field(
         2**30, ge=0, description="Bytes of memory kept for the bodies and results of requests to come."
     )
     max_layers: int = Field(10_000, ge=0, description="Registered layers at once.")
-    max_layer_bytes: int = Field(
+    max_layer_bytes: Size = Field(
         2**28, ge=0, description="Bytes of registered layers' parameters at once, on the device."
     )
     timeout_ms: float = Field(
         30_000, gt=0, description="Deadline from a request's arrival to its start on the device, by default."
     )
     max_batch_requests: int = Field(64, ge=1, description="Requests that may share a launch; 1 turns batching off.")
-    max_batch_bytes: int = Field(
+    max_batch_bytes: Size = Field(
         4 * 2**20, ge=0, description="Bytes of tensors that may share a launch; a larger request runs alone."
     )
     warm_sizes: str = Field(
@@ -219,6 +239,14 @@ class Settings(BaseSettings):
         if path is not None and others.data.get("tls_cert") is None:
             raise ValueError("needs --tls-cert")
         return path
+
+
+def unknown_in_environment() -> dict[str, str]:
+    """Variables that begin as settings do and are none, each with the name that comes closest, or ""."""
+    prefix = str(Settings.model_config["env_prefix"])
+    known = {f"{prefix}{name}".upper() for name in Settings.model_fields}
+    unknown = sorted(name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known)
+    return {name: next(iter(difflib.get_close_matches(name.upper(), known, 1)), "") for name in unknown}
 
 
 def environment_of(device: str) -> dict[str, str]:

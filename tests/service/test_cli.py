@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+import normload.cli
 import normserve
 import normserve.process.serving
 import pytest
@@ -25,6 +26,14 @@ def test_version(capsys):
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"normserve {normserve.__version__}\n"
     assert version("normserve") == normserve.__version__
+
+
+@pytest.mark.parametrize(("command", "name"), [(main, "normserve"), (normload.cli.main, "normload")])
+def test_the_option_prints_it_too(capsys, command, name):
+    with pytest.raises(SystemExit) as caught:
+        command(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"{name} {normserve.__version__}\n"
 
 
 def test_module_is_the_command():
@@ -53,6 +62,17 @@ def test_help_shows_the_commands(capsys):
     shown = capsys.readouterr().out
     assert "serve" in shown
     assert "version" in shown
+
+
+def test_a_variable_that_is_no_setting_is_a_warning(served, monkeypatch, caplog):
+    monkeypatch.setenv("NORMSERVE_PROT", "9000")
+    monkeypatch.setenv("NORMSERVE_qqqqqqqqqqqqqqqqqqqqqqqqq", "1")
+    monkeypatch.setenv("NORMSERVE_LOG_LEVEL", "info")
+    assert main(["serve"]) == 7
+    assert [record.getMessage() for record in caplog.records if "setting" in record.getMessage()] == [
+        "'NORMSERVE_PROT' is no setting; NORMSERVE_PORT is one",
+        "'NORMSERVE_qqqqqqqqqqqqqqqqqqqqqqqqq' is no setting",
+    ]
 
 
 def test_options_reach_the_server(served):

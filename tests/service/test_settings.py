@@ -72,3 +72,28 @@ def test_regions_are_registered_with_one_process():
     assert Settings(oip_cuda_shared_memory=True, devices="0").oip_cuda_shared_memory
     with pytest.raises(ValidationError, match="--oip-cuda-shared-memory needs one process"):
         Settings(oip_cuda_shared_memory=True, devices="0,1")
+
+
+@pytest.mark.parametrize(
+    ("said", "nbytes"),
+    [
+        ("1GiB", 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("2GB", 2 * 10**9),
+        (" 512KiB ", 2**19),
+        ("0.3KB", 300),
+        ("7", 7),
+        (7, 7),
+        ("9TiB", 9 * 2**40),
+    ],
+)
+def test_sizes_may_have_a_unit(said, nbytes):
+    assert Settings(max_body_bytes=said).max_body_bytes == nbytes
+
+
+@pytest.mark.parametrize(
+    "said", ["1G", "GiB", "-1GiB", "1e3MiB", "1gib", "1GiB2", "\u0661GiB", "0.0001KiB", "9" * 19 + "KB"]
+)
+def test_other_sizes_are_refused(said):
+    with pytest.raises(ValidationError):
+        Settings(max_body_bytes=said)

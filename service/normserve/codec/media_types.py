@@ -19,6 +19,36 @@ NPY_MAGIC = b"\x93NUMPY"
 SNIFF_BYTES = 9
 
 
+# Of files that are sent by mistake: how they begin, and what they are.
+_FAMILIAR = (
+    (b"PK\x03\x04", "a zip archive, as .npz and .pt files are: send one array as .npy, or tensors as safetensors"),
+    *(
+        (bytes([0x80, protocol]), "a pickle, as old .pt files are: save tensors as safetensors")
+        for protocol in range(2, 6)
+    ),
+    (b"\x89HDF", "HDF5: save one array as .npy, or tensors as safetensors"),
+    (b"{", "JSON: send bytes, as numpy.save writes them"),
+    (b"[", "JSON: send bytes, as numpy.save writes them"),
+)
+
+
+def guess(head: bytes | memoryview) -> str:
+    """What a body is that `sniff` does not know, and what to send instead; "" if that is not known either.
+
+    Args:
+        head: as of `sniff`.
+    """
+    start = bytes(head[:SNIFF_BYTES])
+    for beginning, what in _FAMILIAR:
+        if start.startswith(beginning):
+            return what
+    if NPY_MAGIC[1:] in start:
+        return "npy that was changed on its way: send it as bytes, not as text"
+    if start and all(byte in b"0123456789+-.eE,; \t\r\n" for byte in start):
+        return "text, as CSV files are: numpy.save writes what can be sent"
+    return ""
+
+
 def sniff(head: bytes | memoryview) -> str | None:
     """Return the media type that a body's first bytes show, or None when they show neither.
 

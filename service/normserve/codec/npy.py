@@ -88,7 +88,8 @@ def decode(body: memoryview) -> HostTensor:
         raise MalformedPayloadError(f"the shape asks for {array.nbytes} bytes of data, got {len(data)}")
     if array.dtype is None:
         raise UnsupportedDtypeError(
-            f"an npy array must be little-endian float32 or float16, '<f4' or '<f2', got {array.descr!r}"
+            f"an npy array must be little-endian float32 or float16, '<f4' or '<f2', got {array.descr!r};"
+            " x.astype('<f4') converts it"
         )
     return HostTensor(array.dtype, array.shape, data, array.fortran_order)
 

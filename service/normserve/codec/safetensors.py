@@ -89,7 +89,10 @@ class Entry:
     def _of(self, dtypes: Mapping[str, DType], body: memoryview) -> HostTensor:
         dtype = dtypes.get(self.dtype)
         if dtype is None:
-            raise UnsupportedDtypeError(f"{_label(self.name)} must be one of {', '.join(dtypes)}, got {self.dtype}")
+            raise UnsupportedDtypeError(
+                f"{_label(self.name)} must be one of {', '.join(dtypes)}, got {self.dtype};"
+                " x.astype('<f4') of numpy or x.float() of torch converts it"
+            )
         return HostTensor(dtype, self.shape, body[self.start : self.stop])
 
 

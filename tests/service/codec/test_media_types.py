@@ -30,3 +30,32 @@ def test_anything_else_is_unknown(body):
 def test_both_names_of_safetensors_are_answered_alike():
     assert media_types.CANONICAL["application/vnd.safetensors"] == media_types.SAFETENSORS
     assert not media_types.UNTYPED & media_types.CANONICAL.keys()
+
+
+def mangled(encoding):
+    return media_types.NPY_MAGIC.decode("latin-1").encode(encoding, "replace")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"PK\x03\x04\x14\0\0\0\0", "a zip archive"),
+        (b"\x80\x02\x8a\n", "a pickle"),
+        (b"\x89HDF\r\n\x1a\n\0", "HDF5"),
+        (b'{"x": [1, 2]}', "JSON"),
+        (b"[[1.0, 2]]", "JSON"),
+        (b"1.5,-2e3,4\n5", "CSV"),
+        (b"7", "CSV"),
+        (mangled("utf-8") + b"\x01\0", "as bytes, not as text"),
+        (mangled("ascii") + b"\x01\0", "as bytes, not as text"),
+        (b"\x80\0\0\0\0\0\0\0x", ""),
+        (b"a,b\n1,2", ""),
+        (b"", ""),
+        (bytes(9), ""),
+    ],
+)
+def test_what_is_often_sent_by_mistake_is_named(content, said):
+    assert media_types.sniff(content) is None
+    found = media_types.guess(content)
+    assert said in found
+    assert bool(found) is bool(said)

@@ -133,10 +133,11 @@ def _is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _dtype(name: str, dtype_name: str) -> DType:
+def _dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
     found = _FLOATS.get(dtype_name)
     if found is None:
-        raise TypeError(f"{name} must be one of {', '.join(_FLOATS)}, got {dtype_name}")
+        remedy = f"; {name}{conversion} converts it" if conversion else ""
+        raise TypeError(f"{name} must be one of {', '.join(_FLOATS)}, got {dtype_name}{remedy}")
     return found
 
 
@@ -146,7 +147,7 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
         # What has no elements cannot be cast.
         data = array.data.cast("B") if array.size else _EMPTY
         return HostTensor(dtype, array.shape, data)
-    dtype = _dtype(name, array.dtype.name)
+    dtype = _dtype(name, array.dtype.name, ".astype(np.float32)")
     flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
     return HostTensor(dtype, array.shape, flat.view(np.uint8).data)
 
@@ -165,7 +166,7 @@ def _torch_dtype(name: str, dtype: object) -> DType:
     found = _OF_TORCH.get(dtype)
     if found is None:
         # Its name takes longer to find.
-        found = _OF_TORCH[dtype] = _dtype(name, str(dtype).removeprefix("torch."))
+        found = _OF_TORCH[dtype] = _dtype(name, str(dtype).removeprefix("torch."), ".float()")
     return found
 
 

@@ -68,6 +68,11 @@ class Address:
         is_usual = self.port == _PORTS["https" if self.tls else "http"]
         return host if is_usual or self.socket_path is not None else f"{host}:{self.port}"
 
+    @property
+    def place(self) -> str:
+        """For messages: HOST:PORT or the socket's path, nothing that is secret."""
+        return self.socket_path if self.socket_path is not None else f"{self.host}:{self.port}"
+
     def target(self, path: str) -> str:
         """What a request line asks for; `path` is below the server's URL, with its query."""
         if self.query:

@@ -117,7 +117,7 @@ class Sockets:
             raise failure if found else OSError("the host has no address")
         # A UnicodeError is a name of which no query can be made: a part of it is too long.
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(str(error)) from error
+            raise httpx.ConnectError(f"{address.place}: {error}") from error
 
     def _places(self, address: Address) -> list[Place]:
         if address.socket_path is not None:

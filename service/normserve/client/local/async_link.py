@@ -85,7 +85,7 @@ class AsyncLink:
             await self._loop.sock_connect(self._socket, path)
         except OSError as error:
             self._socket.close()
-            raise ConnectionFailedError(quoted(str(error), 200)) from error
+            raise ConnectionFailedError(quoted(f"{path}: {error}", 200)) from error
         except BaseException:
             self._socket.close()
             raise

@@ -78,7 +78,7 @@ class Link:
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
-            raise ConnectionFailedError(quoted(str(error), 200)) from error
+            raise ConnectionFailedError(quoted(f"{path}: {error}", 200)) from error
         try:
             self._greet(deadline)
         except BaseException:

@@ -1,6 +1,6 @@
 """Which of our two formats a request carries, and which one its answer should have."""
 
-from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, sniff
+from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, guess, sniff
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
 from normserve.http.body import require_identity
 
@@ -31,7 +31,8 @@ def sniffed_format(body: memoryview) -> str:
         raise MalformedPayloadError("the body must be safetensors or npy, got none")
     media_type = sniff(body)
     if media_type is None:
-        raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, its first bytes show neither")
+        what = guess(body) or "neither"
+        raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, its first bytes show {what}")
     return media_type
 
 

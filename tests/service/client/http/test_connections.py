@@ -175,3 +175,16 @@ def test_a_closed_client_says_so():
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.info()
+
+
+def test_where_no_connection_could_be_made_is_said_without_the_password(ask, tmp_path):
+    with socket.socket() as taken:
+        # It has the port and does not listen.
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(api.ConnectionFailedError, match=f"^127.0.0.1:{port}: .*refused") as raised:
+            ask(f"http://name:secret@127.0.0.1:{port}", normalise)
+    assert "secret" not in str(raised.value)
+    for scheme in ("http+unix", "unix"):
+        with pytest.raises(api.ConnectionFailedError, match=f"^{tmp_path}/none: .*No such file"):
+            ask(f"{scheme}://{tmp_path}/none", normalise)
