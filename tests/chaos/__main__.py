@@ -25,6 +25,7 @@ _CLIENTS, _NUISANCES = 12, 6
 _MOST_GROWTH = 0.02
 _SETTLE_S = 90.0
 _LINES_BEFORE = 30
+_LED_TO_ANOTHER = re.compile("During handling of the above exception|The above exception was the direct cause")
 # None of these holds anything once nobody sends.
 _EMPTY_AT_REST = ("inflight_requests", "inflight_bytes", "queue_requests", 'slab_bytes{state="used"}')
 
@@ -86,20 +87,27 @@ def is_held(line: str) -> bool:
 
 
 def errors_in(lines: list[str]) -> dict[str, list[str]]:
-    """The tracebacks in the log by their last line, with the last place of ours that they name."""
+    """The tracebacks in the log by their last line, with the last place of ours that they name.
+
+    Of exceptions that led to one another the last counts: logging that a process ends may itself lack memory.
+    """
     found: dict[str, list[str]] = {}
-    began = place = None
+    began = place = key = None
     for number, line in enumerate(lines):
-        if "Traceback" in line:
-            began, place = number, "outside of the server's modules"
+        if _LED_TO_ANOTHER.search(line) and key is not None:
+            found[key].pop()
+            key = None
+        elif "Traceback" in line:
+            began, place, key = number, "outside of the server's modules", None
         elif began is not None and re.search(r'File ".*/normserve/', line):
             place = line.strip()
         elif began is not None and (error := re.match(r"\s*(\w+(?:Error|Exit)\b.*)", line)):
             # What led to a traceback stands before it.
             text = "\n".join(each.rstrip() for each in lines[max(0, began - _LINES_BEFORE) : number + 1])
-            found.setdefault(f"{error[1]} ({place})", []).append(text)
+            key = f"{error[1]} ({place})"
+            found.setdefault(key, []).append(text)
             began = None
-    return found
+    return {error: texts for error, texts in found.items() if texts}
 
 
 def is_want_of_memory(error: str) -> bool:
