@@ -1,4 +1,4 @@
-"""The commands and programs of README's first screens, as a newcomer pastes them."""
+"""The commands and programs of README, as a newcomer pastes them, and where documents lead to."""
 
 import re
 import subprocess
@@ -34,3 +34,15 @@ def test_every_link_leads_to_a_file():
     root = Path(__file__).parents[2]
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
         assert target.startswith("http") or (root / target).exists(), target
+
+
+def test_every_decision_is_in_the_index_under_its_title():
+    folder = Path(__file__).parents[2] / "docs" / "adr"
+    records = sorted(folder.glob("0*.md"))
+    assert records
+    titles = [
+        record.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").split(". ", 1) for record in records
+    ]
+    rows = [f"| {number} | [{title}]({path.name}) |" for (number, title), path in zip(titles, records, strict=True)]
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    assert [line for line in index.splitlines() if re.match(r"\| [0-9]", line)] == rows
