@@ -46,7 +46,7 @@ ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
 	$(ON_GPU) pytest tests/kernels tests/service/backends/cuda/test_backend.py \
-		tests/service/backends/cuda/test_pinned.py \
+		tests/service/backends/cuda/test_chain_gpu.py tests/service/backends/cuda/test_pinned.py \
 		tests/service/backends/cuda/test_replays_gpu.py tests/integration/api/test_gpu.py
 
 .venv/ray/.done: pyproject.toml constraints.txt

@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.dashboard import (
 from panels import HERE, OPS, ROOF, SOURCE, kernel_bandwidth, lines, mean, numbers, quantile, rate
 
 TARGET = Path(__file__).parent / "dashboards/normserve.json"
-OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_chain")
 STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send")
 
 
@@ -243,7 +243,7 @@ def build() -> str:
     """The dashboard as Grafana reads it."""
     chosen = VariableOption(text=["All"], value=["$__all"])
     operation = dashboard.CustomVariable("op").label("operation").values(",".join(OPERATIONS)).multi(True)
-    operation = operation.include_all(True).all_value(".*_norm").current(chosen)
+    operation = operation.include_all(True).all_value(".*_norm(_chain)?").current(chosen)
     instance = dashboard.QueryVariable("instance").label("server").datasource(SOURCE).multi(True)
     instance = instance.query("label_values(normserve_ready, instance)").include_all(True).all_value(".+")
     instance = instance.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).current(chosen)

@@ -61,8 +61,8 @@ def npy_payload(data: bytes) -> None:
 
 def query(data: bytes) -> None:
     """A query string is an operation or is refused; the same one is the same operation."""
-    op = (Op.LAYER_NORM, Op.RMS_NORM, Op.GROUP_NORM)[data[0] % 3] if data else Op.LAYER_NORM
-    direction = Pass.BACKWARD if data[:1] and data[0] & 128 else Pass.FORWARD
+    op = list(Op)[data[0] % len(Op)] if data else Op.LAYER_NORM
+    direction = op.passes[-1] if data[:1] and data[0] & 128 else Pass.FORWARD
     parameters = operation_parameters(op, direction)
     with contextlib.suppress(InvalidParameterError):
         spec = make_spec(op, direction, parse_query(data[1:], parameters))

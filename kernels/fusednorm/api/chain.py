@@ -29,6 +29,7 @@ def layer_norm_chain(
     *,
     eps: float = 1e-5,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y = LN_k(... LN_2(LN_1(x))) over the last axis, LN_i(h) = (h - mean(h)) * rstd(h) * weights[i] + biases[i].
 
@@ -41,9 +42,10 @@ def layer_norm_chain(
         biases: as many of [cols], any of these dtypes, or None for zeros; None for no biases at all.
         eps: added to each variance; positive and finite.
         out_dtype: y's dtype; x's when None.
+        out: where y is written, contiguous, of its shape and dtype, in memory of its own; None allocates it.
 
     Returns:
-        y: [..., cols] contiguous.
+        y: [..., cols] contiguous; `out` where that is given.
 
     Raises:
         KernelInputError: a wrong number of norms, shape, dtype, device or value; or gradients are enabled and an
@@ -64,7 +66,8 @@ def layer_norm_chain(
         raise KernelInputError(f"biases must be as many as weights, {len(weights)}, got {len(biases)}")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         raise KernelInputError("layer_norm_chain has no derivative: call it under torch.no_grad()")
-    repeated = CHAIN.again(inputs, options)
+    given = None if out is None else Forward(out)
+    repeated = CHAIN.again(inputs, options, given)
     if repeated is not None:
         return repeated.y
     eps = checked_eps(eps)
@@ -77,7 +80,7 @@ def layer_norm_chain(
     out_dtype = out_dtype or x.dtype
     check_out_dtype(out_dtype)
     outputs = forward_outputs(None, out_dtype, stats=False, is_rms=False)
-    result = places(Forward, outputs, x, None)
+    result = places(Forward, outputs, x, given)
     if rows:
         launches = plan_chain(ChainCall(x_rows, weights, biases, eps, result.y))
         run(x.device, launches)

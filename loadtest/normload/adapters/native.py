@@ -31,6 +31,9 @@ class Native:
     def call(self, case: Case, tensors: Mapping[str, HostTensor]) -> Call[_Result]:
         """What the client would be asked for."""
         build: Callable[..., Call[_Result]] = getattr(operations, case.operation.replace("/", "_"))
+        if case.norms:
+            both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
+            return build(tensors["x"], *both, **case.parameters())
         return build(**tensors, **case.parameters())
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:

@@ -15,7 +15,7 @@ from normload.load.elements import widen
 
 Tensor = torch.Tensor
 
-_EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6, "group_norm": 1e-5}
+_EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6, "group_norm": 1e-5, "layer_norm_chain": 1e-5}
 _ACTIVATIONS: dict[str, Any] = {
     "none": lambda z: z,
     "silu": functional.silu,
@@ -75,6 +75,8 @@ class _Forward:
 def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Reference]:
     """The exact answer by the names of the API."""
     given = {name: torch.from_numpy(widen(tensor)) for name, tensor in tensors.items()}
+    if case.norms:
+        return {"y": _chain(case, given)}
     leaves = {name: value.requires_grad_(case.is_backward) for name, value in given.items() if name != "dy"}
     with torch.set_grad_enabled(case.is_backward):
         forward = _forward(case, leaves)
@@ -160,6 +162,17 @@ def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
     z_terms = affine_terms * factor.detach().abs() + shift.detach().abs()
     y = _ACTIVATIONS[case.activation](z)
     return _Forward(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
+
+
+def _chain(case: Case, given: Mapping[str, Tensor]) -> Reference:
+    """Each norm scales what the ones before it were off by, which moves a row's moments as well."""
+    y, terms = given["x"], torch.zeros(1)
+    for norm in range(case.norms):
+        weight, bias = given[f"weight.{norm}"], given[f"bias.{norm}"]
+        rstd, noise = _statistics(case, y)
+        y = functional.layer_norm(y, y.shape[-1:], weight, bias, _EPS[case.op])
+        terms = (noise + 3 * rstd * terms.amax(-1, keepdim=True)) * weight.abs() + bias.abs()
+    return Reference(y, terms)
 
 
 def _norm(case: Case, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ OPERATIONS = (
     "layer_norm/backward",
     "rms_norm/backward",
     "group_norm/backward",
+    "layer_norm_chain",
 )
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
 LAYOUTS = ("nchw", "nhwc")
@@ -36,6 +37,7 @@ class Case:
         heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of GroupNorm.
         residual_dtype: of the residual; x's where None.
         out_dtype: of y; x's where None.
+        norms: of a chain, 0 elsewhere.
     """
 
     operation: str
@@ -52,6 +54,7 @@ class Case:
     heads: bool = False
     residual_dtype: DType | None = None
     out_dtype: DType | None = None
+    norms: int = 0
 
     @property
     def op(self) -> str:
@@ -70,7 +73,7 @@ class Case:
 
     def parameters(self) -> dict[str, str | int]:
         """The request's query, as the client's methods take it."""
-        parameters: dict[str, str | int] = {"activation": self.activation}
+        parameters: dict[str, str | int] = {} if self.norms else {"activation": self.activation}
         if self.weight_offset:
             parameters["weight_offset"] = self.weight_offset
         if self.out_dtype is not None:
@@ -94,7 +97,10 @@ class Case:
             tensors["dy"] = narrow(numbers.normal(0, 1, self.shape), self.dtype)
         if self.residual:
             tensors["residual"] = narrow(numbers.normal(0, 1, self.shape), self.residual_dtype or self.dtype)
-        if self.affine:
+        for norm in range(self.norms):
+            tensors[f"weight.{norm}"] = narrow(parameters.normal(1, 0.3, size), parameter_dtype)
+            tensors[f"bias.{norm}"] = narrow(parameters.normal(0, 0.3, size), parameter_dtype)
+        if self.affine and not self.norms:
             tensors["weight"] = narrow(parameters.normal(1 - self.weight_offset, 0.3, size), parameter_dtype)
             if self.op != "rms_norm":
                 tensors["bias"] = narrow(parameters.normal(0, 0.3, size), parameter_dtype)

@@ -14,7 +14,7 @@ or, in place of those, requests one by one:
     dtype = "bfloat16"          # float32 if left out
     share = 2                   # how often it is drawn next to the others
     activation = "silu"         # also residual, affine, num_groups, layout, adaptive, weight_offset, heads,
-                                # residual_dtype and out_dtype: see `Case`
+                                # residual_dtype, out_dtype and norms: see `Case`
 
 The same seed gives the same requests, whatever the server and however many processes send them.
 """
@@ -38,12 +38,14 @@ DEFAULT_MIX: Mapping[str, float] = {
     "layer_norm/backward": 1,
     "rms_norm/backward": 1,
     "group_norm/backward": 1,
+    "layer_norm_chain": 1,
 }
 
 # Widths of real models and, at the end, some that no fast path likes.
 _COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000, 5000)
 _CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
 _HEADS = (2, 8, 32)
+_MOST_NORMS = 8
 _SIDES = (1, 3, 8, 16, 32, 56, 64)
 
 # Of a gradient of parameters that are of each head.
@@ -87,6 +89,8 @@ class Workload:
         if not operation.startswith("group_norm"):
             cols = choices.choice([cols for cols in _COLS if cols <= elements] or [1])
             shape: tuple[int, ...] = (max(1, elements // cols), cols)
+            if operation == "layer_norm_chain":
+                return Case(operation, shape, dtype, seed=seed, norms=choices.randint(1, _MOST_NORMS))
             case = Case(operation, shape, dtype, activation, residual, affine, seed=seed)
             return _varied(case, choices)
         fitting = [pair for pair in _CHANNELS_AND_GROUPS if pair[0] <= elements]
@@ -162,9 +166,16 @@ def _read_case(table: Table) -> tuple[Case, float]:
         heads=table.flag("heads", False),
         residual_dtype=_other_dtype(table, "residual_dtype", FLOATS),
         out_dtype=_other_dtype(table, "out_dtype", tuple(DType)),
+        norms=table.count("norms", 0, _MOST_NORMS),
     )
     share = table.amount("share", 1.0)
     table.close()
+    if (case.op == "layer_norm_chain") != bool(case.norms):
+        raise ScenarioError(f"{table.where}: norms belongs to layer_norm_chain, and only there")
+    if case.norms and case != Case(
+        case.operation, case.shape, case.dtype, out_dtype=case.out_dtype, norms=case.norms
+    ):
+        raise ScenarioError(f"{table.where}: layer_norm_chain takes shape, dtype, out_dtype, norms and share alone")
     is_group_norm = case.op == "group_norm"
     if is_group_norm != bool(case.num_groups):
         raise ScenarioError(f"{table.where}: num_groups belongs to group_norm, and only there")
@@ -178,7 +189,7 @@ def _read_case(table: Table) -> tuple[Case, float]:
         raise ScenarioError(f"{table.where}: weight_offset and heads need affine")
     if case.out_dtype is not None and case.is_backward:
         raise ScenarioError(f"{table.where}: out_dtype belongs to forward passes")
-    if case.out_dtype is DType.FLOAT8_E4M3FN and (is_group_norm or case.heads):
+    if case.out_dtype is DType.FLOAT8_E4M3FN and (is_group_norm or case.norms or case.heads):
         raise ScenarioError(f"{table.where}: float8_e4m3fn belongs to layer_norm and rms_norm without heads")
     if case.heads and len(case.shape) < 2:
         raise ScenarioError(f"{table.where}: heads need a shape of at least two sizes, got {list(case.shape)}")

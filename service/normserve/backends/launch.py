@@ -11,7 +11,9 @@ from fusednorm.results import Backward, Forward
 from torch import Tensor
 
 from normserve.backends.tensors import TORCH_DTYPES, channels_first
+from normserve.jobs.chain import ChainedParameters
 from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.tensor_names import PARAMETERS, norm_count
 from normserve.memory.host_tensors import DType
 
 
@@ -29,7 +31,13 @@ class ResidentParameters:
 
 
 def parameters_of(resident: object) -> Mapping[str, Tensor]:
-    """A layer's parameters by the names of the API."""
+    """The parameters of a layer, or of a chain of them, by the names of the API."""
+    if isinstance(resident, ChainedParameters):
+        return {
+            f"{name}.{norm}": tensor
+            for norm, each in enumerate(resident.residents)
+            for name, tensor in parameters_of(each).items()
+        }
     assert isinstance(resident, ResidentParameters)
     return resident.by_name
 
@@ -64,12 +72,24 @@ def call_of(
     library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
     """The call of the library's function that an operation is, on tensors that need no conversion."""
+    if spec.op is Op.LAYER_NORM_CHAIN:
+        return functools.partial(_chain, library, spec, **tensors, **of_library)
     function, leading, options = _function_and_options(library, spec)
     given: list[Any] = [tensors[name] for name in leading]
     if spec.op is Op.GROUP_NORM:
         given.append(spec.num_groups)
     named = {name: tensor for name, tensor in tensors.items() if name not in leading}
     return functools.partial(function, *given, **named, **options, **of_library)
+
+
+def _chain(library: ModuleType, spec: NormSpec, *, x: Tensor, **given: Any) -> Forward | Backward:
+    """As the library's other functions are called: with parameters by name, and with places for all results."""
+    norms = range(norm_count(given))
+    weights, biases = ([given.pop(f"{name}.{norm}", None) for norm in norms] for name in PARAMETERS)
+    if "out" in given:
+        given["out"] = given["out"].y
+    out_dtype = None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
+    return Forward(library.layer_norm_chain(x, weights, biases, eps=spec.eps, out_dtype=out_dtype, **given))
 
 
 def destinations(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normserve.jobs import results
 from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
-from normserve.jobs.results import OF_SAMPLES, PARAMETERS, STATISTICS
+from normserve.jobs.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
 from normserve.memory.host_tensors import DType, HostTensor
 
 TORCH_DTYPES = {
@@ -53,7 +53,7 @@ def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
     Rows whose heads have parameters of their own come in all heads: [tokens, heads, N].
     """
     shape = job.tensors[name].shape
-    if name in PARAMETERS:
+    if is_parameter(name):
         return shape
     if job.spec.op is Op.GROUP_NORM:
         return (rows, *shape[1:])

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from itertools import product
 from math import prod
 
-from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPS, Batch, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 _ROWS = 8
@@ -15,9 +15,10 @@ _MOST_GROUPS = 32
 def warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
     """A small batch for each length, operation, direction and dtype, with float32 parameters and without.
 
-    In the order of need: forward before backward, and with parameters before without.
+    In the order of need: forward before backward, and with parameters before without.  Chains are of any number
+    of norms, each with kernels of its own: they are compiled when the first request comes.
     """
-    for size, has_parameters, direction, dtype, op in product(sizes, (True, False), Pass, FLOATS, Op):
+    for size, has_parameters, direction, dtype, op in product(sizes, (True, False), Pass, FLOATS, LAYER_OPS):
         tensors = {"x": _zeros(dtype, _ROWS, size)}
         x = tensors["x"]
         if has_parameters:

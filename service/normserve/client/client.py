@@ -74,6 +74,7 @@ class Client:
     layer_norm = _operation(operations.layer_norm)
     rms_norm = _operation(operations.rms_norm)
     group_norm = _operation(operations.group_norm)
+    layer_norm_chain = _operation(operations.layer_norm_chain)
     layer_norm_backward = _operation(operations.layer_norm_backward)
     rms_norm_backward = _operation(operations.rms_norm_backward)
     group_norm_backward = _operation(operations.group_norm_backward)

@@ -6,6 +6,7 @@ from enum import Enum
 from math import prod
 from typing import NamedTuple
 
+from normserve.jobs.tensor_names import PARAMETERS, is_parameter
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -20,6 +21,7 @@ class Op(Enum):
     LAYER_NORM = "layer_norm"
     RMS_NORM = "rms_norm"
     GROUP_NORM = "group_norm"
+    LAYER_NORM_CHAIN = "layer_norm_chain"
 
     label: str
     """The value; as quick to read as any attribute, which `value` is not."""
@@ -28,6 +30,15 @@ class Op(Enum):
 
     def __init__(self, name: str) -> None:
         self.label = name
+
+    @property
+    def passes(self) -> "tuple[Pass, ...]":
+        """The ways through it: a chain has no gradients."""
+        return (Pass.FORWARD,) if self is Op.LAYER_NORM_CHAIN else tuple(Pass)
+
+
+LAYER_OPS = (Op.LAYER_NORM, Op.RMS_NORM, Op.GROUP_NORM)
+"""Those of which a layer can be registered; a chain is of such layers."""
 
 
 class Pass(Enum):
@@ -103,6 +114,7 @@ class Layer:
         resident: the parameters where the backend wants them; opaque here, freed with the last job of it.
         weight_offset: added to weight.
         heads: H where the parameters are [H, N], 0 where they are [N].
+        parameter_types: what of the parameters decides which kernels run.
     """
 
     name: str
@@ -117,6 +129,11 @@ class Layer:
     resident: object = field(repr=False)
     weight_offset: float = 0.0
     heads: int = 0
+    parameter_types: Hashable = ()
+
+    def __post_init__(self) -> None:
+        if not self.parameter_types:
+            object.__setattr__(self, "parameter_types", (self.dtype, self.has_bias))
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -187,14 +204,14 @@ class NormJob:
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so neither
         survives company.  GroupNorm's scale and shift belong to the samples and go along with them.
         """
-        has_parameters = self.layer is not None or "weight" in self.tensors or "bias" in self.tensors
+        has_parameters = self.layer is not None or any(map(is_parameter, self.tensors))
         if self.is_on_device or self.spec.dropout or (self.spec.direction is Pass.BACKWARD and has_parameters):
             return None
         members: list[Hashable] = []
         for name, tensor in sorted(self.tensors.items()):
             if tensor.fortran_order:
                 return None
-            if name not in ("weight", "bias"):
+            if not is_parameter(name):
                 members.append((name, tensor.dtype))
             elif tensor.nbytes > MAX_COMPARED_PARAMETER_BYTES:
                 return None
@@ -205,7 +222,7 @@ class NormJob:
     def kernel_class(self) -> Hashable:
         """Jobs of equal class run the same compiled kernels, however many rows they bring."""
         layer = self.layer
-        of_layer = None if layer is None else (layer.dtype, layer.has_bias)
+        of_layer = None if layer is None else layer.parameter_types
         tensors = self.tensors
         if len(tensors) == 1:
             return (self.spec.kernels, self._unit, of_layer, tensors["x"].dtype)
@@ -222,7 +239,7 @@ class NormJob:
     def _heads(self) -> int:
         if self.layer is not None:
             return self.layer.heads
-        for name in ("weight", "bias"):
+        for name in PARAMETERS:
             parameter = self.tensors.get(name)
             if parameter is not None and len(parameter.shape) > 1:
                 return parameter.shape[0]

@@ -9,7 +9,8 @@ from math import prod
 from typing import NamedTuple
 
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
-from normserve.jobs.results import OF_SAMPLES, PARAMETERS, Described, Registered, results_of
+from normserve.jobs.results import Described, Registered, results_of
+from normserve.jobs.tensor_names import OF_SAMPLES, PARAMETERS
 from normserve.memory.host_tensors import DType
 
 PIECE_ELEMENTS = 128 * 1024
@@ -76,6 +77,9 @@ def _of_rows(spec: NormSpec, given: Described, layer: Registered | None) -> int:
         of_heads = 4 * heads * cols * _narrow_parameters(given, layer)
     if cols <= PIECE_ELEMENTS or not prod(shape):
         return of_heads
+    if spec.op is Op.LAYER_NORM_CHAIN:
+        # What one norm takes and what it gives, and both of its parameters.
+        return 4 * cols * (2 + len(PARAMETERS))
     narrow = _narrow_parameters(given, layer)
     if spec.weight_offset and _weight_dtype(given, layer) is DType.FLOAT32:
         narrow += 1

@@ -4,16 +4,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.tensor_names import OF_SAMPLES, PARAMETERS, STATISTICS
 from normserve.memory.host_tensors import DType
 
 Described = Mapping[str, tuple[DType, tuple[int, ...]]]
 """Tensors by their names in the API."""
-
-PARAMETERS = ("weight", "bias")
-"""Tensors that belong to the whole launch; everything else is rows or samples of it."""
-
-OF_SAMPLES = ("scale", "shift")
-STATISTICS = ("mean", "rstd")
 
 
 class Registered(Protocol):

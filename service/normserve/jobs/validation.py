@@ -15,6 +15,14 @@ from normserve.errors import (
 from normserve.jobs.job import Layer, Layout, NormJob, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost, memory_cost
 from normserve.jobs.results import Described
+from normserve.jobs.tensor_names import (
+    CHAIN_PARAMETERS,
+    OF_SAMPLES,
+    PARAMETERS,
+    STATISTICS,
+    is_parameter,
+    norm_count,
+)
 from normserve.memory.host_tensors import DType, HostTensor
 
 MAX_HEADS = 65535
@@ -93,7 +101,7 @@ def _checked(
     heads = layer.heads if layer is not None else _heads_of(spec.op, tensors)
     if heads:
         _check_heads(spec, heads, x_shape)
-    for name in ("weight", "bias"):
+    for name in filter(is_parameter, tensors):
         _check_shape(name, tensors, x_shape[-2:] if heads else (size,))
     if spec.weight_offset and layer is None and "weight" not in tensors:
         raise MissingTensorError("weight_offset needs a weight, it did not come")
@@ -106,13 +114,15 @@ def _checked(
 
 def tensor_names(op: Op, direction: Pass, *, with_layer: bool = False) -> tuple[str, ...]:
     """The tensors that an operation takes, without those that a registered layer has in their place."""
+    if op is Op.LAYER_NORM_CHAIN:
+        return ("x",) if with_layer else ("x", *CHAIN_PARAMETERS)
     rms = op is Op.RMS_NORM
-    parameters = () if with_layer else ("weight",) if rms else ("weight", "bias")
-    of_samples = ("scale", "shift") if op is Op.GROUP_NORM else ()
+    parameters = () if with_layer else PARAMETERS[:1] if rms else PARAMETERS
+    of_samples = OF_SAMPLES if op is Op.GROUP_NORM else ()
     names = ("x", *parameters, *of_samples, "residual")
     if direction is Pass.FORWARD:
         return names
-    return (*names, "dy", *(("rstd",) if rms else ("mean", "rstd")), "dresidual_out")
+    return (*names, "dy", *(STATISTICS[1:] if rms else STATISTICS), "dresidual_out")
 
 
 def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
@@ -167,6 +177,8 @@ def _check_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> Non
     for name in ("x", "dy") if backward else ("x",):
         if name not in tensors:
             raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
+    if spec.op is Op.LAYER_NORM_CHAIN and not with_layer and not norm_count(tensors):
+        raise MissingTensorError("layer_norm_chain needs weight.0 or another parameter of a norm, none came")
     if backward and spec.op is not Op.RMS_NORM and ("mean" in tensors) != ("rstd" in tensors):
         raise MissingTensorError("mean and rstd must come together or not at all")
 

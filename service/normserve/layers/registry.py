@@ -5,11 +5,14 @@ import re
 from collections.abc import Iterator
 
 from normserve.errors import TooLargeError, UnknownLayerError
-from normserve.jobs.job import Layer
+from normserve.jobs.chain import chain_of
+from normserve.jobs.job import Layer, Op
 
 # In a URL, `.` and `..` name other resources.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}", re.ASCII)
 LAYER_NAMES = "1 to 128 of the characters A-Z a-z 0-9 . _ - and neither . nor .."
+
+_MOST_CHAINS = 256
 
 
 def is_layer_name(text: str) -> bool:
@@ -27,6 +30,7 @@ class LayerRegistry:
         self._layers: dict[str, Layer] = {}
         self._nbytes = 0
         self._coming: dict[object, tuple[str, int]] = {}
+        self._chains: dict[str, Layer] = {}
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -65,6 +69,7 @@ class LayerRegistry:
         replaced = name in self._layers
         self._nbytes += layer.nbytes - self._bytes_of(name)
         self._layers[name] = layer
+        self._chains.clear()
         return replaced
 
     def require_room(self, name: str, nbytes: int) -> None:
@@ -96,6 +101,25 @@ class LayerRegistry:
         except KeyError:
             raise UnknownLayerError("no layer of that name is registered") from None
 
+    def named(self, op: Op, text: str) -> Layer:
+        """What a request of an operation names: a layer, or of a chain layers, joined by commas, as one.
+
+        The same layers are the same chain each time.
+
+        Raises:
+            UnknownLayerError: there is none of such a name.
+            InvalidParameterError: they make no chain.
+        """
+        if op is not Op.LAYER_NORM_CHAIN:
+            return self.get(text)
+        chain = self._chains.get(text)
+        if chain is None:
+            chain = chain_of([self.get(name) for name in text.split(",")])
+            if len(self._chains) >= _MOST_CHAINS:
+                self._chains.clear()
+            self._chains[text] = chain
+        return chain
+
     def remove(self, name: str) -> None:
         """Forget a layer.
 
@@ -104,6 +128,7 @@ class LayerRegistry:
         """
         self._nbytes -= self.get(name).nbytes
         del self._layers[name]
+        self._chains.clear()
 
     def all(self) -> list[Layer]:
         """Every layer, by name."""

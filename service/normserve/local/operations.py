@@ -23,17 +23,17 @@ from normserve.jobs.job import (
     Recurrence,
 )
 from normserve.jobs.memory_cost import MemoryCost
-from normserve.jobs.results import PARAMETERS, results_of
+from normserve.jobs.results import results_of
+from normserve.jobs.tensor_names import is_parameter
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.local.arena import Arena, check_places, check_together
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.admission import Admission
-from normserve.requests.parameters import make_spec, operation_parameters, parse_query
+from normserve.requests.parameters import make_spec, named_layer, operation_parameters, parse_query
 
-_OPS = {op.value: op for op in Op}
-_PASSES = {direction.value: direction for direction in Pass}
+_OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
 _WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
 
 
@@ -42,7 +42,7 @@ class Asked:
     """What a request asks for, checked as far as it can be without its tensors.
 
     Attributes:
-        layer: its name.
+        layer: its name; of a chain the names, joined by commas.
         timeout_ms: None where the server's holds.
     """
 
@@ -59,11 +59,13 @@ def asked_for(op_name: str, pass_name: str, query: str) -> Asked:
         NotFoundError: there is no such operation or pass.
         InvalidParameterError: by what is wrong with the parameters.
     """
-    op, direction = _OPS.get(op_name), _PASSES.get(pass_name)
-    if op is None or direction is None:
-        raise NotFoundError(f"operations are {', '.join(_OPS)}, each with the passes {' and '.join(_PASSES)}")
+    asked = _OPERATIONS.get((op_name, pass_name))
+    if asked is None:
+        known = ", ".join([" ".join(each) for each in _OPERATIONS])
+        raise NotFoundError(f"operations and passes are {known}")
+    op, direction = asked
     values = parse_query(query.encode(), operation_parameters(op, direction))
-    return Asked(make_spec(op, direction, values), values.get("layer"), values.get("timeout_ms"))
+    return Asked(make_spec(op, direction, values), named_layer(values), values.get("timeout_ms"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Operations:
             asked = request.asked = asked_for(message.op, message.direction, message.query)
         spec = asked.spec
         record.op, record.direction = spec.op.label, spec.direction.label
-        layer = None if asked.layer is None else self.layers.get(asked.layer)
+        layer = None if asked.layer is None else self.layers.named(spec.op, asked.layer)
         self.engine.require_ready()
         plan = request.plan
         if plan is None or plan.layer is not layer:
@@ -172,7 +174,7 @@ def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena
         name: Located(message.results[name].segment, message.results[name].offset, dtype.label, shape)
         for name, (dtype, shape) in results.items()
     }
-    parameters = [name for name in PARAMETERS if name in tensors]
+    parameters = filter(is_parameter, tensors)
     # On the device a job runs alone: there parameters are read by its own launch, and by nobody before.
     shared = tuple(
         name for name in parameters if not job.is_on_device and tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES

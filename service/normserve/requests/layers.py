@@ -5,7 +5,7 @@ from typing import Any
 from normserve.codec import safetensors
 from normserve.engine.engine import Engine
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import Layer, Op
+from normserve.jobs.job import LAYER_OPS, Layer, Op
 from normserve.jobs.validation import check_group_count, check_parameters
 from normserve.layers.registry import LayerRegistry
 from normserve.requests.parameters import LAYER_PARAMETERS, default_eps, parse_query
@@ -67,7 +67,7 @@ def layer_document(layer: Layer) -> dict[str, Any]:
 
 def _operation(values: dict[str, Any]) -> Op:
     if "op" not in values:
-        raise InvalidParameterError("op must be given: " + ", ".join(op.value for op in Op))
+        raise InvalidParameterError("op must be given: " + ", ".join(op.value for op in LAYER_OPS))
     op = Op(values["op"])
     if (op is Op.GROUP_NORM) != ("num_groups" in values):
         raise InvalidParameterError("num_groups must be given for group_norm, and for nothing else")

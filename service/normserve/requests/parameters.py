@@ -10,13 +10,14 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import Layout, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPS, Layout, NormSpec, Op, Pass
+from normserve.jobs.tensor_names import MAX_NORMS
 from normserve.layers.registry import LAYER_NAMES, is_layer_name
 from normserve.memory.host_tensors import FLOATS, DType
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
-_DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5}
+_DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5, Op.LAYER_NORM_CHAIN: 1e-5}
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 _MAX_FIELDS = 64
@@ -93,6 +94,13 @@ def _layer(text: str) -> str:
     return text
 
 
+def _layers(text: str) -> str:
+    names = text.split(",")
+    if len(names) > MAX_NORMS or not all(map(is_layer_name, names)):
+        raise ValueError(f"1 to {MAX_NORMS} names of layers, joined by commas, each {LAYER_NAMES}")
+    return text
+
+
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
@@ -117,7 +125,8 @@ class Parameter:
     schema: dict[str, Any]
 
 
-_OP = Parameter("op", "The operation.", _one_of([op.value for op in Op]), {"enum": [op.value for op in Op]})
+_OP_NAMES = [op.value for op in LAYER_OPS]
+_OP = Parameter("op", "The operation.", _one_of(_OP_NAMES), {"enum": _OP_NAMES})
 _EPS = Parameter("eps", "Added to the variance; 1e-5, or 1e-6 for rms_norm, by default.", _eps, {"type": "number"})
 _NUM_GROUPS = Parameter("num_groups", "Divides the channels.", _num_groups, {"type": "integer", "minimum": 1})
 _LAYOUT = Parameter("layout", "Where the channels lie.", _one_of(["nchw", "nhwc"]), {"enum": ["nchw", "nhwc"]})
@@ -133,6 +142,12 @@ _WEIGHT_OFFSET = Parameter(
 _DROPOUT = Parameter("dropout", "Probability of a zero, applied last.", _dropout, {"type": "number"})
 _SEED = Parameter("seed", "Of the dropout mask; required with dropout.", _seed, {"type": "integer"})
 _LAYER = Parameter("layer", "A registered layer in place of the parameters.", _layer, {"type": "string"})
+_LAYERS = Parameter(
+    "layers",
+    "Registered layers of layer_norm in place of the parameters, in their order, joined by commas.",
+    _layers,
+    {"type": "string"},
+)
 _TIMEOUT = Parameter("timeout_ms", "From arrival to the start of execution, at most.", _timeout, {"type": "number"})
 
 
@@ -158,6 +173,8 @@ def operation_parameters(op: Op, direction: Pass, *, float8: bool = True) -> tup
 
     Args: float8: whether the protocol can say float8_e4m3fn.
     """
+    if op is Op.LAYER_NORM_CHAIN:
+        return (_EPS, _OUT_DTYPE, _LAYERS, _TIMEOUT)
     of_op = (_NUM_GROUPS, _LAYOUT) if op is Op.GROUP_NORM else (_WEIGHT_OFFSET,)
     out_dtype = _OUT_DTYPE_OF_ROWS if float8 and op is not Op.GROUP_NORM else _OUT_DTYPE
     of_forward = (out_dtype, _STATS) if direction is Pass.FORWARD else ()
@@ -222,7 +239,7 @@ def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
     Raises:
         InvalidParameterError: they contradict one another, or one is missing.
     """
-    if "layer" in values:
+    if named_layer(values) is not None:
         given = [name for name in FIXED_BY_LAYER if name in values]
         if given:
             raise InvalidParameterError(f"{given[0]} is the layer's and must not be given beside layer")
@@ -245,6 +262,11 @@ def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
         stats=values.get("stats", False),
         weight_offset=values.get("weight_offset", 0.0),
     )
+
+
+def named_layer(values: dict[str, Any]) -> str | None:
+    """The registered layer that parsed parameters name, or the chain's layers joined by commas, if any."""
+    return values.get("layers") or values.get("layer")
 
 
 def default_eps(op: Op) -> float:

@@ -33,7 +33,7 @@ arrivals = "constant"
 rate = "400%"
 duration_s = 0.5
 """
-OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_chain")
 
 
 @pytest.fixture(scope="module")

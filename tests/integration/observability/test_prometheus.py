@@ -87,7 +87,7 @@ def scene(tool, launched, tmp_path_factory):
 
 
 KERNELS = 'sum by (op, pass) (normserve_kernel_{}_total{{process=""}})'
-REQUESTS = 'sum by (op, code) (normserve_requests_total{op=~".*_norm", process=""})'
+REQUESTS = 'sum by (op, code) (normserve_requests_total{op=~".*_norm(_chain)?", process=""})'
 
 
 def promtool_check(tool, text: str) -> None:

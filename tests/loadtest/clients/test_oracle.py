@@ -12,6 +12,8 @@ from normload.load.elements import narrow, widen
 from normserve.client import DType, HostTensor
 from normserve.memory.host_tensors import FLOATS
 
+OF_ONE_NORM = [operation for operation in OPERATIONS if operation != "layer_norm_chain"]
+
 
 def case(operation, layout="nchw", **options):
     if operation.startswith("group_norm"):
@@ -66,7 +68,7 @@ def slope(case, given, name, direction):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", OF_ONE_NORM)
 def test_it_agrees_with_the_definitions(operation, layout, activation):
     random = np.random.default_rng(0)
     other = {"residual": True, "residual_dtype": DType.FLOAT16}
@@ -108,11 +110,39 @@ def right_answer(asked):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", OF_ONE_NORM)
 def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
     asked = case(operation, dtype=dtype, residual=True, adaptive=operation.startswith("group_norm"))
     tensors, answer = right_answer(asked)
     assert oracle.fault(asked, tensors, answer) is None
+
+
+@pytest.mark.parametrize("norms", [1, 2, 8])
+def test_a_chain_is_one_norm_after_another(norms):
+    asked = Case("layer_norm_chain", (4, 5, 33), DType.FLOAT32, norms=norms)
+    tensors = asked.tensors()
+    assert len(tensors) == 1 + 2 * norms
+    given = {name: widen(tensor) for name, tensor in tensors.items()}
+    y = given["x"]
+    for norm in range(norms):
+        y = standardised(y, (-1,), 1e-5) * given[f"weight.{norm}"] + given[f"bias.{norm}"]
+    np.testing.assert_allclose(oracle.expected(asked, tensors)["y"].values, y, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cols", [1, 7, 1000])
+def test_a_chain_in_float32_is_right_and_one_norm_more_is_wrong(dtype, cols):
+    asked = Case("layer_norm_chain", (6, cols), dtype, norms=8)
+    tensors = asked.tensors()
+    wide = {name: torch.from_numpy(widen(tensor)).float() for name, tensor in tensors.items()}
+    y = wide["x"]
+    for norm in range(8):
+        parameters = wide[f"weight.{norm}"], wide[f"bias.{norm}"]
+        y = torch.nn.functional.layer_norm(y, (cols,), *parameters, 1e-5)
+    assert oracle.fault(asked, tensors, {"y": narrow(y.double().numpy(), dtype)}) is None
+    more = torch.nn.functional.layer_norm(y, (cols,), *parameters, 1e-5)
+    if cols > 1:
+        assert "off by" in oracle.fault(asked, tensors, {"y": narrow(more.double().numpy(), dtype)})
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])

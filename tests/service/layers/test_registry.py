@@ -1,7 +1,11 @@
 """Registered layers: their names, and a budget of bytes."""
 
+import gc
+import weakref
+
 import pytest
 from normserve.errors import TooLargeError, UnknownLayerError
+from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
 
 from tests.service.jobs.fake_jobs import layer
@@ -68,3 +72,41 @@ def test_names_are_bounded_too(layers):
     with pytest.raises(TooLargeError, match="3 layers"), layers.expecting("d", 1):
         pass
     assert layers.put(layer("c", nbytes=2))
+
+
+class Resident:
+    """What a backend keeps of a layer."""
+
+
+def test_the_same_layers_are_the_same_chain_until_one_of_them_changes(layers):
+    layers.put(layer("a"))
+    layers.put(layer("b"))
+    chain = layers.named(Op.LAYER_NORM_CHAIN, "b,a,b")
+    assert chain.name == "b,a,b"
+    assert layers.named(Op.LAYER_NORM_CHAIN, "b,a,b") is chain
+    layers.put(layer("a", eps=0.5))
+    layers.put(layer("b", eps=0.5))
+    assert layers.named(Op.LAYER_NORM_CHAIN, "b,a,b").eps == 0.5
+    layers.remove("a")
+    with pytest.raises(UnknownLayerError):
+        layers.named(Op.LAYER_NORM_CHAIN, "b,a,b")
+    assert layers.named(Op.LAYER_NORM, "b") is layers.get("b")
+
+
+def test_a_removed_layer_is_not_kept_by_a_chain(layers):
+    resident = Resident()
+    freed = weakref.ref(resident)
+    layers.put(layer("a", resident=resident))
+    layers.named(Op.LAYER_NORM_CHAIN, "a,a")
+    del resident
+    layers.remove("a")
+    gc.collect()
+    assert freed() is None
+
+
+def test_only_so_many_chains_are_kept(layers, monkeypatch):
+    monkeypatch.setattr("normserve.layers.registry._MOST_CHAINS", 2)
+    layers.put(layer("a"))
+    for count in range(1, 8):
+        assert layers.named(Op.LAYER_NORM_CHAIN, ",".join(["a"] * count)).nbytes == count * layer().nbytes
+        assert len(layers._chains) <= 2

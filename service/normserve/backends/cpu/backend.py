@@ -30,7 +30,7 @@ from normserve.backends.warmup import warm_up_batches
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass
-from normserve.jobs.results import PARAMETERS
+from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 
@@ -157,7 +157,7 @@ class TorchBackend:
         return torch.frombuffer(self._slabs.take(nbytes)[:nbytes], dtype=dtype).view(shape)
 
     def _gather(self, batch: Batch, name: str) -> Tensor:
-        if name in PARAMETERS:
+        if is_parameter(name):
             return view(batch.jobs[0].tensors[name])
         rows = rows_of(batch, name)
         if len(rows) == 1:

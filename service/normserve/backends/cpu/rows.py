@@ -12,14 +12,9 @@ from torch import Tensor
 
 from normserve.backends.cpu.dropout import Dropout, dropout_of
 from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
-from normserve.backends.cpu.float8 import quantised_
+from normserve.backends.cpu.outputs import Outputs, flat_rows, is_whole
 from normserve.backends.cpu.parameters import Parameter, add_gradient, affine_
 from normserve.backends.cpu.pieces import row_pieces
-from normserve.jobs.memory_cost import REUSED_ELEMENTS
-
-# Of a result that torch may write into memory of its own: malloc has as much at hand, and nothing is copied.  More
-# would come and go, and the process's size with it.
-_WHOLE_ELEMENTS = REUSED_ELEMENTS
 
 
 def layer_norm_forward(
@@ -45,14 +40,14 @@ def layer_norm_forward(
     """
     drop = dropout_of(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
-    if is_float32 and x.ndim == 2 and not weight_offset and x.numel() <= _WHOLE_ELEMENTS:
+    if is_float32 and x.ndim == 2 and not weight_offset and is_whole(x):
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], widened(weight), widened(bias), eps)
         if drop is not None or activation != "none":
             y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
         return Forward(y, *_flat(mean, rstd)) if stats else Forward(y)
     w, b = Parameter(weight, weight_offset), Parameter(bias)
     heads = _heads(x)
-    out = _Outputs(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
+    out = Outputs(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
     for piece in row_pieces(out.rows, out.cols, heads):
         h = out.sum(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
@@ -82,7 +77,7 @@ def rms_norm_forward(
     w = Parameter(weight, weight_offset)
     drop = dropout_of(dropout, seed)
     heads = _heads(x)
-    out = _Outputs(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
+    out = Outputs(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
     for piece in row_pieces(out.rows, out.cols, heads):
         h = out.sum(piece)
         rstd = _rms_rstd(h, eps)
@@ -191,61 +186,16 @@ def rms_norm_backward(
     return gradients.result()
 
 
-class _Outputs:
-    """What forward gives back, filled piece by piece."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        out_dtype: torch.dtype | None,
-        *,
-        stats: bool,
-        centred: bool,
-        memory_like: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._x = _flat_rows(x)
-        self._residual = None if residual is None else _flat_rows(residual)
-        self.rows, self.cols = self._x.shape
-        is_given = out_dtype in (None, x.dtype) and x.numel() > _WHOLE_ELEMENTS
-        self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
-        self._y_rows = _flat_rows(self._y)
-        self._residual_out = None if residual is None else torch.empty_like(residual)
-        self._sum_rows = None if self._residual_out is None else _flat_rows(self._residual_out)
-        is_float8 = out_dtype == torch.float8_e4m3fn
-        self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
-        self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
-        self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
-
-    def sum(self, piece: slice) -> Tensor:
-        h = summed(self._x[piece], None if self._residual is None else self._residual[piece])
-        if self._sum_rows is not None:
-            self._sum_rows[piece] = h
-        return h
-
-    def write(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor) -> None:
-        if self._scale is not None:
-            self._scale.view(-1)[piece] = quantised_(y)
-        self._y_rows[piece] = y
-        if self._rstd is not None:
-            self._rstd.view(-1)[piece] = rstd[:, 0]
-        if self._mean is not None and mean is not None:
-            self._mean.view(-1)[piece] = mean[:, 0]
-
-    def result(self) -> Forward:
-        return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
-
-
 class _Gradients:
     """What backward gives back; parameter gradients are summed piece by piece, in order."""
 
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
-        self._rows = [_flat_rows(self._dx)]
+        self._rows = [flat_rows(self._dx)]
         if residual is not None and residual.dtype != x.dtype:
             self._dresidual = torch.empty_like(residual)
-            self._rows.append(_flat_rows(self._dresidual))
+            self._rows.append(flat_rows(self._dresidual))
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -275,10 +225,6 @@ class _Gradients:
 def _heads(x: Tensor) -> int:
     """How many heads have parameters of their own; 0: all rows have the same."""
     return x.shape[1] if x.ndim == 3 else 0
-
-
-def _flat_rows(t: Tensor) -> Tensor:
-    return t if t.ndim == 2 else t.flatten(0, 1)
 
 
 def _as_rows(x: Tensor, *others: Tensor | None) -> Any:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from normserve.backends.tensors import DTYPES, TORCH_DTYPES, shape_of, view
 from normserve.jobs.job import Batch, NormJob
-from normserve.jobs.results import PARAMETERS, Described
+from normserve.jobs.results import Described
+from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 
@@ -161,7 +162,7 @@ def views(slab: memoryview, offsets: Mapping[str, int], tensors: Described) -> d
 
 def _who_bring(batch: Batch, name: str) -> Sequence[NormJob]:
     """The jobs whose tensors of that name a launch reads: parameters are the same in all."""
-    return batch.jobs[:1] if name in PARAMETERS else batch.jobs
+    return batch.jobs[:1] if is_parameter(name) else batch.jobs
 
 
 def _flat(tensor: HostTensor) -> Tensor:

@@ -5,7 +5,7 @@ from here.  Each hands on its arguments by the names that they have in the HTTP 
 body, the others into the query.  Parameters that are left out are not sent, so the server's defaults hold.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 from normserve.client.answers import expectations
@@ -115,6 +115,39 @@ def group_norm(
         stats: also return `mean` and `rstd`, [B, num_groups].
     """
     return _forward("group_norm", x, locals())
+
+
+def layer_norm_chain(
+    x: T,
+    weights: Sequence[object] = (),
+    biases: Sequence[object] = (),
+    *,
+    eps: float | None = None,
+    out_dtype: object = None,
+    layers: Sequence[str] | None = None,
+    timeout_ms: float | None = None,
+) -> Call[ForwardResult[T]]:
+    """y = LN_k(... LN_2(LN_1(x))), each `layer_norm` with a weight and a bias of its own, in one pass over x.
+
+    What one norm hands to the next stays float32.  There is no backward pass.
+
+    Args:
+        x: [..., N], as of `layer_norm`.
+        weights, biases: of 1 to 8 norms, each [N], of any of these types; None, or a shorter sequence, for norms
+            that have none.  The last norm has one of both.
+        eps: of each norm; 1e-5 by default.
+        out_dtype: of y; x's by default; not float8_e4m3fn.
+        layers: names of registered layers of layer_norm, of one size and eps, in place of weights, biases and eps.
+        timeout_ms: as of `layer_norm`.
+
+    Raises:
+        TypeError: an argument is no array, or of no element type of the API.
+        ClientError: see `normserve.client.errors`.
+    """
+    named = {f"weight.{norm}": weight for norm, weight in enumerate(weights)}
+    named |= {f"bias.{norm}": bias for norm, bias in enumerate(biases)}
+    asked = {"eps": eps, "out_dtype": out_dtype, "timeout_ms": timeout_ms}
+    return _forward("layer_norm_chain", x, {"x": x, **named, **asked, "layers": layers and ",".join(layers)})
 
 
 def layer_norm_backward(
@@ -243,7 +276,7 @@ def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[s
     params: dict[str, object] = {}
     for name, value in arguments.items():
         if value is not None:
-            (tensors if name in _TENSORS else params)[name] = value
+            (tensors if name.partition(".")[0] in _TENSORS else params)[name] = value
     return tensors, params
 
 

@@ -178,21 +178,32 @@ class Recurring:
     def key(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> Hashable:
         """What calls have in common that differ in nothing but what their tensors hold; None of other calls."""
         parts: list[Hashable] = [build]
-        described = self._memory.described
         for value in arguments:
             kind = type(value)
-            said = (kind, value) if kind in _PLAIN else described(value)
+            said = (kind, value) if kind in _PLAIN else self._said(kind, value)
             if not said:
                 return None
             parts.append(said)
         for name, value in named.items():
             if value is not None:
                 kind = type(value)
-                said = (kind, value) if kind in _PLAIN else described(value)
+                said = (kind, value) if kind in _PLAIN else self._said(kind, value)
                 if not said:
                     return None
                 parts += (name, said)
         return tuple(parts)
+
+    def _said(self, kind: type, value: Any) -> Hashable:
+        """A tensor, or of a chain several tensors or names; () of anything else."""
+        if kind is not list and kind is not tuple:
+            return self._memory.described(value)
+        parts = []
+        for each in value:
+            said = (type(each), each) if each is None or type(each) is str else self._memory.described(each)
+            if not said:
+                return ()
+            parts.append(said)
+        return (kind, *parts)
 
     def busy(self, key: Hashable) -> Busy | None:
         """What must be waited for before a call is asked for again, if it is known, and if there is anything."""

@@ -21,13 +21,14 @@ from normserve.http.oip.header import (
 )
 from normserve.http.oip.models import VERSION, Model
 from normserve.jobs.job import NormSpec, Op, Pass
-from normserve.jobs.results import PARAMETERS, STATISTICS
+from normserve.jobs.tensor_names import PARAMETERS, STATISTICS
 from normserve.jobs.validation import tensor_names
 from normserve.memory.host_tensors import DType
 from normserve.requests.parameters import (
     FIXED_BY_LAYER,
     Parameter,
     make_spec,
+    named_layer,
     operation_parameters,
     parse_values,
 )
@@ -169,11 +170,13 @@ def output_names(model: Model) -> tuple[str, ...]:
     if model.direction is Pass.BACKWARD:
         of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in input_names(model)]
         return ("dx", *of_input) if model.op is Op.GROUP_NORM else ("dx", "dresidual", *of_input)
+    if model.op is Op.LAYER_NORM_CHAIN:
+        return ("y",)
     return ("y", "residual_out", *(STATISTICS[1:] if model.op is Op.RMS_NORM else STATISTICS))
 
 
 def _layer_of(model: Model, values: dict[str, Any]) -> str | None:
-    return model.name if model.is_layer else values.get("layer")
+    return model.name if model.is_layer else named_layer(values)
 
 
 def _spec_of(model: Model, values: dict[str, Any]) -> NormSpec:

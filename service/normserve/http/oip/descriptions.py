@@ -6,7 +6,7 @@ from normserve.http.oip.asked import input_names, output_names
 from normserve.http.oip.datatypes import NAMES
 from normserve.http.oip.models import VERSION, Model
 from normserve.jobs.job import Layer, Op, Pass
-from normserve.jobs.results import OF_SAMPLES, PARAMETERS, STATISTICS
+from normserve.jobs.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
 from normserve.memory.host_tensors import DType
 
 PLATFORM = "normserve"
@@ -58,7 +58,7 @@ def _shape(model: Model, layer: Layer | None, name: str) -> list[int]:
     row = [size] if layer is None else list(layer.row)
     name = name[1:] if name in ("dweight", "dbias", "dscale", "dshift") else name
     of_groups = model.op is Op.GROUP_NORM
-    if name in PARAMETERS:
+    if is_parameter(name):
         return row
     if name in OF_SAMPLES:
         return [_ANY, size]

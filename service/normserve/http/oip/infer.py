@@ -71,7 +71,7 @@ class Infer:
         body = await self.computing.receive(exchange)
         asked = _read(model, None if layer is None else layer.row, of_json, body)
         if layer is None and asked.layer is not None:
-            layer = self.layers.get(asked.layer)
+            layer = self.layers.named(model.op, asked.layer)
         shared = NONE
         if asked.uses_regions:
             exchange.record.transport = TRANSPORT_SYSTEM

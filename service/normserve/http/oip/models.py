@@ -27,7 +27,7 @@ class Model:
 OPERATIONS = {
     name: Model(name, op, direction)
     for op in Op
-    for direction in Pass
+    for direction in op.passes
     for name in [op.value if direction is Pass.FORWARD else f"{op.value}_backward"]
 }
 

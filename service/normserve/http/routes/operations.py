@@ -27,6 +27,7 @@ from normserve.metrics.requests import RequestRecord
 from normserve.requests.parameters import (
     describe,
     make_spec,
+    named_layer,
     operation_parameters,
     parse_query,
 )
@@ -45,7 +46,7 @@ class Operations:
     layers: LayerRegistry
 
     def router(self) -> APIRouter:
-        """Every operation in both directions."""
+        """Every operation in each of its directions."""
         router = APIRouter(tags=["operations"], route_class=DirectRoute)
         for path, operation in self.by_path().items():
             op, direction = operation.op, operation.direction
@@ -61,11 +62,11 @@ class Operations:
         return router
 
     def by_path(self) -> "dict[str, Operation]":
-        """Every operation in both directions, by where it is asked for."""
+        """Every operation in each of its directions, by where it is asked for."""
         return {
             _path(op, direction): Operation(self.computing, self.layers, op, direction)
             for op in Op
-            for direction in Pass
+            for direction in op.passes
         }
 
 
@@ -99,7 +100,7 @@ class Operation:
         Raises:
             UnknownLayerError: there is none of that name.
         """
-        return None if head.layer is None else self.layers.get(head.layer)
+        return None if head.layer is None else self.layers.named(self.op, head.layer)
 
     def read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "Head":
         """What a request's head says.
@@ -117,7 +118,7 @@ class Head:
     """What a request's head says, checked as far as it can be without the body.
 
     Attributes:
-        layer: its name.
+        layer: its name; of a chain the names, joined by commas.
         body_format: None where the body's first bytes decide.
         timeout_ms: None where the server's holds.
     """
@@ -144,7 +145,7 @@ def _head(
     values = parse_query(query, operation_parameters(op, direction))
     return Head(
         spec=make_spec(op, direction, values),
-        layer=values.get("layer"),
+        layer=named_layer(values),
         body_format=declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
         accepted=Accepted(accept.decode("latin-1")),
         timeout_ms=values.get("timeout_ms"),

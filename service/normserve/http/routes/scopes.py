@@ -30,7 +30,7 @@ _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 def _rows() -> Iterator[tuple[Sequence[str], str, Needed]]:
     """Methods, path template, what is needed."""
     for op in Op:
-        for direction in Pass:
+        for direction in op.passes:
             yield ("POST",), f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward"), _INFER
     yield _READS, "/v1/layers", _INFER | _LAYERS
     yield _READS, "/v1/layers/{name}", _INFER | _LAYERS

@@ -1,6 +1,7 @@
 """The tensors of a request as OpenAPI describes them."""
 
 from normserve.jobs.job import Op, Pass
+from normserve.jobs.tensor_names import CHAIN_PARAMETERS
 from normserve.jobs.validation import tensor_names
 
 _DOCS = {
@@ -25,6 +26,7 @@ _DOCS_OF_GROUPS = {
 def describe_tensors(op: Op, direction: Pass) -> str:
     """What a body of one operation may carry, as Markdown."""
     docs = _DOCS | _DOCS_OF_GROUPS if op is Op.GROUP_NORM else _DOCS
+    docs |= {name: f"optional, `[N]`, of norm {name[-1]} of the chain" for name in CHAIN_PARAMETERS}
     lines = [f"- `{name}`: {docs[name]}" for name in tensor_names(op, direction)]
     or_npy = ", or npy of x alone" if direction is Pass.FORWARD else ""
     return "\n".join([f"Safetensors of these by their names{or_npy}:", "", *lines])

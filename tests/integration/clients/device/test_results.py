@@ -79,6 +79,29 @@ def test_float8_with_its_scale_and_parameters_of_each_head(http, local, op):
     assert_same(*[getattr(each, backward)(x, x, weight, residual=residual) for each in (local, http)])
 
 
+def test_a_chain(http, local):
+    x, weights, biases = (
+        random(40, 1024),
+        [random(1024, seed=1), None, random(1024, seed=2)],
+        [random(1024, seed=3)],
+    )
+    assert_same(*[each.layer_norm_chain(x, weights, biases) for each in (local, http)])
+    for name, weight in (("chain-a", weights[0]), ("chain-b", weights[2])):
+        http.put_layer(name, "layer_norm", weight, biases[0])
+    named = {"layers": ["chain-b", "chain-a", "chain-b"], "out_dtype": torch.bfloat16}
+    assert_same(*[each.layer_norm_chain(x, **named) for each in (local, http)])
+
+
+def test_a_chain_that_comes_often_is_replayed_on_what_lies_there_then(http, local):
+    x, *weights = (local.empty(shape, torch.float32, device="cuda") for shape in ((9, 1024), (1024,), (1024,)))
+    for number in range(5):
+        for place, tensor in enumerate((x, *weights)):
+            tensor.copy_(random(*tensor.shape, seed=10 * number + place))
+        for _ in range(100):
+            y = local.layer_norm_chain(x, weights).y
+        assert torch.equal(y, http.layer_norm_chain(x, weights).y)
+
+
 def test_a_residual_of_another_type_and_no_rows_at_all(http, local):
     x, residual = random(5, 64, dtype=torch.bfloat16), random(5, 64)
     assert_same(local.layer_norm(x, residual=residual), http.layer_norm(x, residual=residual))

@@ -50,6 +50,24 @@ def test_every_element_type_of_torch(http, local, op, dtype):
     assert_same(*[getattr(each, op)(x, **affine, **more) for each in (local, http)])
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+def test_a_chain(http, local, kind):
+    x, weight = kind(random(6, 5, 48)), kind(random(48, seed=3))
+    for _ in range(3):
+        assert_same(*[each.layer_norm_chain(x, [weight, None, weight], [weight]) for each in (local, http)])
+
+
+def test_a_chain_that_comes_again_in_shared_memory_reads_what_lies_there_then(http, local):
+    x, *weights = (local.empty(shape) for shape in ((6, 48), (48,), (48,)))
+    for seed in range(4):
+        for number, tensor in enumerate((x, *weights)):
+            tensor[:] = random(*tensor.shape, seed=10 * seed + number).numpy()
+        assert_same(*[each.layer_norm_chain(x, weights) for each in (local, http)])
+        swapped = local.layer_norm_chain(x, [weights[1], weights[0]]).y
+        assert np.array_equal(swapped, http.layer_norm_chain(x, weights[::-1]).y)
+        assert not np.array_equal(swapped, local.layer_norm_chain(x, weights).y)
+
+
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_a_residual_of_its_own_type_and_parameters_of_each_head(http, local, op):
     x = random(4, 6, 48, dtype=torch.bfloat16)

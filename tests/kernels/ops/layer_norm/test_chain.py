@@ -119,6 +119,23 @@ def test_nan_and_infinity_stay_in_their_rows(cols, device):
     assert torch.isfinite(y[[0, 3]]).all()
 
 
+def test_the_result_is_written_where_it_is_wanted(device):
+    x, weights, biases = make_chain(torch.float16, 3, 48, 2, device)
+    expected = layer_norm_chain(x, weights, biases, out_dtype=torch.float32)
+    for _ in range(2):
+        place = torch.full_like(expected, float("nan"))
+        y = layer_norm_chain(x, weights, biases, out_dtype=torch.float32, out=place)
+        assert y is place
+        assert torch.equal(place, expected)
+
+
+def test_a_place_that_does_not_fit_is_refused(device):
+    x = torch.randn(2, 8, device=device)
+    for place in (torch.empty(3, 8, device=device), torch.empty(2, 8, device=device).half()):
+        with pytest.raises(KernelInputError, match=r"out\.y must be"):
+            layer_norm_chain(x, [None], out=place)
+
+
 def test_leading_axes_are_kept(device):
     x = torch.randn(2, 3, 4, 16, device=device)
     y = layer_norm_chain(x, [None, None])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fusednorm.reference.dropout import dropout_mask, philox_words
 from normserve.backends import cpu
-from normserve.backends.cpu import dropout, pieces, rows
+from normserve.backends.cpu import dropout, outputs, pieces
 
 DTYPES = (torch.float32, torch.float16)
 # In pieces of 48 elements: several rows or samples, some groups of a sample, a row or a group that is longer.
@@ -23,7 +23,7 @@ SUMS = ("dweight", "dbias")
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
     torch.manual_seed(11)
-    monkeypatch.setattr(rows, "_WHOLE_ELEMENTS", 0)
+    monkeypatch.setattr(outputs, "_WHOLE_ELEMENTS", 0)
     monkeypatch.setattr(dropout, "_QUADS", 7)
     # With weights torch's backward of GroupNorm rounds otherwise on another number of threads.
     before = torch.get_num_threads()

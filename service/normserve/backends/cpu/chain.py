@@ -1,0 +1,33 @@
+"""Several LayerNorms in a row on the CPU."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from normserve.backends.cpu.epilogue import widened
+from normserve.backends.cpu.outputs import Outputs
+from normserve.backends.cpu.pieces import row_pieces
+
+
+def layer_norm_chain(
+    x: Tensor,
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    *,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+    memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
+) -> Tensor:
+    """See `fusednorm.reference.chain.layer_norm_chain`; x is [rows, cols].
+
+    Args: memory_like: as of `layer_norm_forward`.
+    """
+    out = Outputs(x, None, out_dtype, stats=False, centred=True, memory_like=memory_like)
+    for piece in row_pieces(out.rows, out.cols):
+        h = out.sum(piece)
+        for weight, bias in zip(weights, biases, strict=True):
+            h, _, _ = torch.native_layer_norm(h, h.shape[-1:], widened(weight), widened(bias), eps)
+        out.write(piece, h, None, None)
+        del h
+    return out.result().y

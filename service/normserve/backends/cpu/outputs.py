@@ -1,0 +1,76 @@
+"""What a forward pass over rows gives back, and where it is kept."""
+
+from collections.abc import Callable
+
+import torch
+from fusednorm.results import Forward
+from torch import Tensor
+
+from normserve.backends.cpu.epilogue import summed
+from normserve.backends.cpu.float8 import quantised_
+from normserve.jobs.memory_cost import REUSED_ELEMENTS
+
+# malloc has as much at hand, and nothing is copied.  More would come and go, and the process's size with it.
+_WHOLE_ELEMENTS = REUSED_ELEMENTS
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether torch may write a result of this size into memory of its own."""
+    return x.numel() <= _WHOLE_ELEMENTS
+
+
+class Outputs:
+    """What forward gives back, filled piece by piece."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        out_dtype: torch.dtype | None,
+        *,
+        stats: bool,
+        centred: bool,
+        memory_like: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Args:
+        stats: also mean and rstd, the mean only of what is centred.
+        memory_like: as of `layer_norm_forward`.
+        """
+        self._x = flat_rows(x)
+        self._residual = None if residual is None else flat_rows(residual)
+        self.rows, self.cols = self._x.shape
+        is_given = out_dtype in (None, x.dtype) and not is_whole(x)
+        self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
+        self._y_rows = flat_rows(self._y)
+        self._residual_out = None if residual is None else torch.empty_like(residual)
+        self._sum_rows = None if self._residual_out is None else flat_rows(self._residual_out)
+        is_float8 = out_dtype == torch.float8_e4m3fn
+        self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
+        self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
+        self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
+
+    def sum(self, piece: slice) -> Tensor:
+        """x + residual of some rows in float32, which goes to residual_out."""
+        h = summed(self._x[piece], None if self._residual is None else self._residual[piece])
+        if self._sum_rows is not None:
+            self._sum_rows[piece] = h
+        return h
+
+    def write(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
+        """Round y [rows, cols] to its type; mean and rstd are [rows, 1]."""
+        if self._scale is not None:
+            self._scale.view(-1)[piece] = quantised_(y)
+        self._y_rows[piece] = y
+        if self._rstd is not None and rstd is not None:
+            self._rstd.view(-1)[piece] = rstd[:, 0]
+        if self._mean is not None and mean is not None:
+            self._mean.view(-1)[piece] = mean[:, 0]
+
+    def result(self) -> Forward:
+        """What has been written."""
+        return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
+
+
+def flat_rows(t: Tensor) -> Tensor:
+    """[rows, cols], also of [tokens, heads, cols]."""
+    return t if t.ndim == 2 else t.flatten(0, 1)

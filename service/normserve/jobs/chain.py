@@ -1,0 +1,53 @@
+"""Registered layers in a row, as one layer of the chain's operation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from normserve.errors import InvalidParameterError
+from normserve.jobs.job import Layer, Op
+from normserve.jobs.tensor_names import MAX_NORMS
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ChainedParameters:
+    """Of layers in a row: what the backend keeps of each."""
+
+    residents: tuple[object, ...]
+
+
+def chain_of(layers: Sequence[Layer]) -> Layer:
+    """One layer whose norms are those of these layers, in their order.
+
+    Args: layers: 1 to `MAX_NORMS`.
+
+    Raises:
+        InvalidParameterError: one is no plain LayerNorm, or of another size or eps than the first.
+    """
+    if len(layers) > MAX_NORMS:
+        raise InvalidParameterError(f"layers must name 1 to {MAX_NORMS} layers, got {len(layers)}")
+    first = layers[0]
+    for layer in layers:
+        if layer.op is not Op.LAYER_NORM:
+            raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, a chain is of layer_norm")
+        if layer.heads or layer.weight_offset or layer.activation != "none":
+            raise InvalidParameterError(
+                f"layer {layer.name!r} has heads, a weight_offset or an activation, which no norm of a chain has"
+            )
+        if (layer.size, layer.eps) != (first.size, first.eps):
+            raise InvalidParameterError(
+                f"layers of a chain must be of one size and eps: {first.name!r} has {first.size} and "
+                f"{first.eps:g}, {layer.name!r} has {layer.size} and {layer.eps:g}"
+            )
+    return Layer(
+        name=",".join([layer.name for layer in layers]),
+        op=Op.LAYER_NORM_CHAIN,
+        eps=first.eps,
+        num_groups=0,
+        activation="none",
+        size=first.size,
+        dtype=first.dtype,
+        has_bias=any(layer.has_bias for layer in layers),
+        nbytes=sum([layer.nbytes for layer in layers]),
+        resident=ChainedParameters(tuple([layer.resident for layer in layers])),
+        parameter_types=tuple([(layer.dtype, layer.has_bias) for layer in layers]),
+    )
