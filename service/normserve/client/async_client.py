@@ -12,6 +12,7 @@ import numpy as np
 
 from normserve.client.calls import administration, arrays, operations
 from normserve.client.calls.call import Call
+from normserve.client.calls.several import Joined, is_several
 from normserve.client.connecting import Server, async_transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
@@ -30,6 +31,8 @@ def _operation(
     async def operation(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
         transport = self._transport
         if isinstance(transport, AsyncLocalTransport):
+            if is_several(args, kwargs):
+                return await self._run_joined(transport, build, Joined(build, args, kwargs))
             return await self._run_again(transport, build, args, kwargs)
         return await self._run(build(*args, **kwargs))
 
@@ -105,6 +108,14 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _run_joined(self, transport: AsyncLocalTransport, build: Callable[..., Call[R]], joined: Joined) -> R:
+        """As `Client._run_joined`."""
+        arguments = {
+            name: place.fill(await self.empty(place.shape, place.dtype, device=place.device))
+            for name, place in joined.places()
+        }
+        return joined.divided(await self._run_again(transport, build, (), joined.arguments(arguments)))
 
     async def _run_again(
         self,

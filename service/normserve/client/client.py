@@ -12,6 +12,7 @@ import numpy as np
 
 from normserve.client.calls import administration, arrays, operations
 from normserve.client.calls.call import Call
+from normserve.client.calls.several import Joined, is_several
 from normserve.client.connecting import Server, transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
@@ -28,6 +29,8 @@ def _operation(build: Callable[P, Call[R]]) -> "Callable[Concatenate[Client, P],
     def operation(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
         transport = self._transport
         if isinstance(transport, LocalTransport):
+            if is_several(args, kwargs):
+                return self._run_joined(transport, build, Joined(build, args, kwargs))
             return self._run_again(transport, build, args, kwargs)
         return self._run(build(*args, **kwargs))
 
@@ -130,6 +133,14 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _run_joined(self, transport: LocalTransport, build: Callable[..., Call[R]], joined: Joined) -> R:
+        """Several tensors, copied to where the server reads them as one."""
+        arguments = {
+            name: place.fill(self.empty(place.shape, place.dtype, device=place.device))
+            for name, place in joined.places()
+        }
+        return joined.divided(self._run_again(transport, build, (), joined.arguments(arguments)))
 
     def _run_again(
         self, transport: LocalTransport, build: Callable[..., Call[R]], args: Sequence[Any], kwargs: dict[str, Any]

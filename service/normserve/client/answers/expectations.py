@@ -5,10 +5,11 @@ refused here before it is sent.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from normserve.client.answers.numbered import OF_ALL, OF_ROWS
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
@@ -106,12 +107,14 @@ def forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str
         tensors: what is sent.
         params: the request's query.
     """
-    return _forward(op, _described(tensors), tuple(params.items()))
+    described, query = _described(tensors), tuple(params.items())
+    return _several(_forward, op, described, query) if "x.0" in tensors else _forward(op, described, query)
 
 
 def backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
     """What a backward pass answers; args as `forward`."""
-    return _backward(op, _described(tensors), tuple(params.items()))
+    described, query = _described(tensors), tuple(params.items())
+    return _several(_backward, op, described, query) if "x.0" in tensors else _backward(op, described, query)
 
 
 def _described(tensors: Mapping[str, HostTensor]) -> "_Described":
@@ -157,6 +160,26 @@ def _backward(op: str, described: "_Described", query: "_Query") -> Expectation:
         if op != "rms_norm":
             outputs["dbias"] = Output((_size(op, x.shape, params),), None, is_optional=True)
     return Expectation(outputs)
+
+
+@functools.lru_cache(_KEPT)
+def _several(
+    of_one: Callable[[str, "_Described", "_Query"], Expectation], op: str, described: "_Described", query: "_Query"
+) -> Expectation:
+    """What several tensors that share parameters are answered with: numbered results, and sums over all."""
+    shared = tuple([each for each in described if each[0].partition(".")[0] not in OF_ROWS])
+    outputs: dict[str, Output] = {}
+    for number in range(sum(name.startswith("x.") for name, *_ in described)):
+        numbered = [each for each in described if _is_numbered(each[0], number)]
+        own = [(name.partition(".")[0], dtype, shape) for name, dtype, shape in numbered]
+        for name, output in of_one(op, (*own, *shared), query).outputs.items():
+            outputs[name if name in OF_ALL else f"{name}.{number}"] = output
+    return Expectation(outputs)
+
+
+def _is_numbered(name: str, number: int) -> bool:
+    base, _, digits = name.partition(".")
+    return base in OF_ROWS and digits == str(number)
 
 
 def _by_name(described: "_Described") -> dict[str, _Sent]:

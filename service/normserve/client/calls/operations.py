@@ -6,7 +6,7 @@ body, the others into the query.  Parameters that are left out are not sent, so 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from normserve.client.answers import expectations
 from normserve.client.answers.answer import Answer
@@ -41,7 +41,9 @@ def layer_norm(
     """y = dropout(activation(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
 
     Args:
-        x: [..., N], a numpy array or a torch tensor of float32, float16 or bfloat16, as all tensors here.
+        x: [..., N], a numpy array or a torch tensor of float32, float16 or bfloat16, as all tensors here.  Or a
+            list of such that share parameters, alike but for the first of at least two axes: then all else that
+            has x's shape is a list as well, and so are the results of that shape.
         weight, bias: [N], of any of these types; [H, N] where each head of x [..., H, N] has its own.
         residual: in x's shape, of any of these types; h then comes back as `residual_out`, of the residual's type.
         eps: 1e-5 by default.
@@ -234,13 +236,14 @@ def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResu
     tensors, params = _divided(arguments)
     if "out_dtype" in params:
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
-        arrays.check_holds(x, str(params["out_dtype"]))
+        arrays.check_holds(_first(x), str(params["out_dtype"]))
 
     sent, asked = described(tensors), query(params)
     expected = expectations.forward(op, sent, asked)
 
     def understand(answer: Answer) -> ForwardResult[T]:
-        found = {name: arrays.from_host(tensor, x) for name, tensor in _read(answer, expected).items()}
+        like = _first(x)
+        found = _listed({name: arrays.from_host(tensor, like) for name, tensor in _read(answer, expected).items()})
         statistics = found.get("mean"), found.get("rstd")
         return ForwardResult(
             found["y"], found.get("residual_out"), *statistics, answer.timing(), found.get("scale")
@@ -257,7 +260,10 @@ def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardRe
     def understand(answer: Answer) -> BackwardResult[T]:
         results = _read(answer, expected)
         try:
-            found = {name: arrays.from_host(tensor, _owner(name, x, tensors)) for name, tensor in results.items()}
+            like = _first(x)
+            found = _listed(
+                {name: arrays.from_host(tensor, _owner(name, like, tensors)) for name, tensor in results.items()}
+            )
         # A registered layer's parameters may be of a type that x's kind of array does not have.
         except TypeError as error:
             raise UnexpectedAnswerError(str(error)) from None
@@ -270,13 +276,33 @@ def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardRe
     )
 
 
+def _first(x: T) -> Any:
+    """One of several tensors."""
+    return x[0] if isinstance(x, list | tuple) else x
+
+
+def _listed(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbered results as lists under one name."""
+    found: dict[str, Any] = {}
+    for name, tensor in results.items():
+        base, dot, _ = name.partition(".")
+        if dot:
+            found.setdefault(base, []).append(tensor)
+        else:
+            found[name] = tensor
+    return found
+
+
 def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """Tensors, and parameters, of those that were given."""
     tensors: dict[str, object] = {}
     params: dict[str, object] = {}
     for name, value in arguments.items():
         if value is not None:
-            (tensors if name.partition(".")[0] in _TENSORS else params)[name] = value
+            if isinstance(value, list | tuple):
+                tensors |= {f"{name}.{number}": each for number, each in enumerate(value)}
+            else:
+                (tensors if name.partition(".")[0] in _TENSORS else params)[name] = value
     return tensors, params
 
 
@@ -286,7 +312,7 @@ def _read(answer: Answer, expected: Expectation) -> Mapping[str, HostTensor]:
     return results
 
 
-def _owner(gradient: str, x: T, tensors: Mapping[str, object]) -> T:
+def _owner(gradient: str, x: object, tensors: Mapping[str, object]) -> object:
     """What a gradient belongs to; x for one of a registered layer's parameters."""
     owner = tensors.get(gradient.removeprefix("d"))
-    return x if owner is None else cast(T, owner)
+    return x if owner is None else owner

@@ -15,12 +15,15 @@ from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import NormJob
 from normserve.jobs.results import results_of
 from normserve.memory.host_tensors import HostTensor
+from normserve.requests.several import Several
 
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 
 
-def require_possible(model: Model, asked: Asked, job: NormJob) -> None:
+def require_possible(model: Model, asked: Asked, job: NormJob, several: Several | None = None) -> None:
     """Say before the work, not after it, that an answer cannot be given as it is wanted.
+
+    Args: several: how results are divided where x came as several.
 
     Raises:
         UnexpectedTensorError: these inputs give none of the outputs that are wanted.
@@ -30,6 +33,8 @@ def require_possible(model: Model, asked: Asked, job: NormJob) -> None:
         return
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = results_of(job.spec, given, job.layer)
+    if several is not None:
+        results = several.described(results)
     wanted = _wanted(model, asked, results)
     if not wanted:
         raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is asked for")
@@ -74,5 +79,7 @@ def _wanted(model: Model, asked: Asked, results: Mapping[str, object]) -> Sequen
     """The outputs that are sent: of those that are asked for, the ones that there are."""
     if asked.outputs is not None:
         return [each for each in asked.outputs if each.name in results]
-    names = results if len(results) == 1 else [name for name in output_names(model) if name in results]
+    order = {name: place for place, name in enumerate(output_names(model))}
+    # Those of several tensors stay in the order of their numbers.
+    names = results if len(results) == 1 else sorted(results, key=lambda name: order[name.partition(".")[0]])
     return [Output(name, asked.all_binary) for name in names]

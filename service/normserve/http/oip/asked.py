@@ -228,7 +228,8 @@ def _text(value: Value) -> str:
 
 def _output(model: Model, header: OutputHeader, all_binary: bool) -> Output:
     known = output_names(model)
-    if header.name not in known:
+    base, _, number = header.name.partition(".")
+    if header.name not in known and not (base in known and number.isdigit()):
         near = closest(header.name, known)
         raise UnexpectedTensorError(f"{header.name[:64]!r} is no output of {model.name}; the closest is {near!r}")
     said = header.parameters or OutputParameters()

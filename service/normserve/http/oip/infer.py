@@ -23,6 +23,7 @@ from normserve.http.oip.statistics import Statistics
 from normserve.http.responses import BuffersResponse
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
+from normserve.requests.several import joined
 
 # Longer headers are read anew each time.
 _LONGEST_KEPT = 1024
@@ -84,15 +85,18 @@ class Infer:
             exchange.permit.grow(brought)
         copies = await self.shared.read(shared) if shared.inputs else {}
         tensors = tensors_of(asked.inputs, body, copies)
+        charge_copy = functools.partial(self.computing.admission.charge_copy, exchange.permit)
+        tensors, several = (tensors, None) if asked.uses_regions else joined(tensors, body, charge_copy)
         job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=not body.readonly)
-        require_possible(model, asked, job)
+        require_possible(model, asked, job, several)
         if shared.outputs:
             job = placed(shared, job)
         result = await self.computing.run(exchange, job, cost, len(body) + brought, asked.timeout_ms)
         began = time.perf_counter()
         if shared.outputs:
             await self.shared.write(shared, result.tensors)
-        buffers, media_type, headers = answer(model, asked, result.tensors)
+        tensors = result.tensors if several is None else several.divided(result.tensors)
+        buffers, media_type, headers = answer(model, asked, tensors)
         headers = [*headers, *note_result(exchange.record, result, began)]
         ended = time.perf_counter()
         self.statistics.note_success(model.name, result, ended - exchange.record.began, ended - began)

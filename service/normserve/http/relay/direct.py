@@ -26,7 +26,7 @@ from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import FrontEnd, part_at_once, part_of
 from normserve.http.responses import headers_of
-from normserve.http.routes.operations import Head, Operation, answer
+from normserve.http.routes.operations import Head, Operation, Told, answer
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.metrics.metrics import Metrics
@@ -120,9 +120,10 @@ class DirectRequest:
         record.received, record.stages["recv"] = len(body), received_s
         record.waiting_in = "parse"
         try:
-            job, cost, answer_format = head.with_body(body, layer)
+            charge_copy = functools.partial(computing.admission.charge_copy, self._permit)
+            job, cost, form = head.with_body(body, layer, charge_copy)
             computing.admit(self._permit, record, job, cost, len(body))
-            conclude = functools.partial(self._conclude, answer_format)
+            conclude = functools.partial(self._conclude, form)
             computing.engine.begin(job, computing.deadline(record, head.timeout_ms), conclude)
         except Exception as error:
             self._refuse(error)
@@ -166,7 +167,7 @@ class DirectRequest:
         self._parts.metrics.observe_request(record)
         self._front_end.end(self._number)
 
-    def _conclude(self, answer_format: str, ended: NormResult | NormserveError) -> None:
+    def _conclude(self, form: Told, ended: NormResult | NormserveError) -> None:
         assert self._job is not None
         self._computing.engine.end(self._job)
         self._parts.progress.end()
@@ -179,7 +180,7 @@ class DirectRequest:
             self._refuse(ended)
             return
         try:
-            buffers, media_type, headers = answer(self._record, answer_format, ended)
+            buffers, media_type, headers = answer(self._record, form, ended)
             nbytes = sum(map(len, buffers))
             named = [
                 *headers_of(nbytes, media_type, headers),

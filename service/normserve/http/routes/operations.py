@@ -2,9 +2,9 @@
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 
@@ -22,7 +22,7 @@ from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import DType
+from normserve.memory.host_tensors import DType, HostTensor
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.parameters import (
     describe,
@@ -31,6 +31,7 @@ from normserve.requests.parameters import (
     operation_parameters,
     parse_query,
 )
+from normserve.requests.several import Several, joined
 
 # Besides the query, what a request's head asks for.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
@@ -90,9 +91,10 @@ class Operation:
         head = self.read_head(request.scope["query_string"], exchange.headers)
         layer = self.layer_of(head)
         body = await self.computing.receive(exchange)
-        job, cost, answer_format = head.with_body(body, layer)
+        charge_copy = functools.partial(self.computing.admission.charge_copy, exchange.permit)
+        job, cost, told = head.with_body(body, layer, charge_copy)
         result = await self.computing.run(exchange, job, cost, len(body), head.timeout_ms)
-        return BuffersResponse(*answer(exchange.record, answer_format, result))
+        return BuffersResponse(*answer(exchange.record, told, result))
 
     def layer_of(self, head: "Head") -> Layer | None:
         """The layer that a request names, if it names one.
@@ -129,14 +131,36 @@ class Head:
     accepted: Accepted
     timeout_ms: float | None
 
-    def with_body(self, body: memoryview, layer: Layer | None) -> tuple[NormJob, MemoryCost, str]:
-        """The job, what it takes of the memory, and the format of its answer."""
+    def with_body(
+        self, body: memoryview, layer: Layer | None, charge_copy: Callable[[int], None]
+    ) -> tuple[NormJob, MemoryCost, "Told"]:
+        """The job, what it takes of the memory, and how its answer is told.
+
+        Args: charge_copy: called with the bytes of what has to be copied before it is; may refuse it.
+        """
         body_format = self.body_format or sniffed_format(body)
         answer_format = self.accepted.choose(body_format)
-        tensors = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
+        several = None
+        if body_format == NPY:
+            tensors: Mapping[str, HostTensor] = {"x": npy.decode(body)}
+        else:
+            tensors, several = joined(safetensors.decode(body), body, charge_copy)
         job, cost = costed_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
-        _require_expressible(answer_format, job)
-        return job, cost, answer_format
+        told = Told(answer_format, several)
+        _require_expressible(told, job)
+        return job, cost, told
+
+
+class Told(NamedTuple):
+    """How an answer is told.
+
+    Attributes:
+        media_type: of its format.
+        several: how results are divided where x came as several.
+    """
+
+    media_type: str
+    several: Several | None
 
 
 def _head(
@@ -156,23 +180,28 @@ def _head(
 _known_head = functools.lru_cache(maxsize=1024)(_head)
 
 
-def _require_expressible(answer_format: str, job: NormJob) -> None:
+def _require_expressible(told: Told, job: NormJob) -> None:
     """Say before the work, not after it, that the answer cannot be written down."""
+    if told.media_type != NPY:
+        return
+    if told.several is not None:
+        raise NotAcceptableError(f"npy holds one tensor: accept {SAFETENSORS}")
     dtype = job.spec.out_dtype or job.x.dtype
-    if answer_format == NPY and dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN):
+    if dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN):
         raise NotAcceptableError(
             f"npy has no {dtype.value}: accept {SAFETENSORS}, or ask for out_dtype float32 or float16"
         )
 
 
-def answer(record: RequestRecord, answer_format: str, result: NormResult) -> tuple[Buffers, bytes, Headers]:
+def answer(record: RequestRecord, told: Told, result: NormResult) -> tuple[Buffers, bytes, Headers]:
     """A result as a response has it: the body in pieces, its media type, and headers besides."""
     began = time.perf_counter()
-    if answer_format == NPY:
+    if told.media_type == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
     else:
-        buffers = safetensors.encode(result.tensors)
-    return buffers, answer_format.encode(), note_result(record, result, began)
+        tensors = result.tensors if told.several is None else told.several.divided(result.tensors)
+        buffers = safetensors.encode(tensors)
+    return buffers, told.media_type.encode(), note_result(record, result, began)
 
 
 def _description(op: Op, direction: Pass) -> dict[str, Any]:

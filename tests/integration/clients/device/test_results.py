@@ -92,6 +92,16 @@ def test_a_chain(http, local):
     assert_same(*[each.layer_norm_chain(x, **named) for each in (local, http)])
 
 
+def test_several_tensors(http, local):
+    x, weight = [random(rows, 512, seed=rows) for rows in (3, 1, 40)], random(512)
+    got, whole = local.layer_norm(x, weight, stats=True), http.layer_norm(torch.cat(x), weight, stats=True)
+    assert all(each.is_cuda for each in got.y)
+    assert torch.equal(torch.cat(got.y), whole.y)
+    assert torch.equal(torch.cat(got.rstd), whole.rstd)
+    gradients = local.layer_norm_backward(x, x, weight)
+    assert torch.equal(torch.cat(gradients.dx), http.layer_norm_backward(torch.cat(x), torch.cat(x), weight).dx)
+
+
 def test_a_chain_that_comes_often_is_replayed_on_what_lies_there_then(http, local):
     x, *weights = (local.empty(shape, torch.float32, device="cuda") for shape in ((9, 1024), (1024,), (1024,)))
     for number in range(5):

@@ -1,0 +1,99 @@
+"""Several tensors in one call, over shared memory: joined there along the first axis, and the results divided.
+
+Over HTTP they go as they are, numbered, and the server joins them where they lie in the body.
+"""
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from normserve.client.answers.numbered import OF_ALL, OF_ROWS
+
+R = TypeVar("R")
+
+_SEVERAL = (list, tuple)
+
+
+class Place(NamedTuple):
+    """Room for one argument.
+
+    Attributes:
+        parts: what goes there.
+        device: None is the host's memory.
+    """
+
+    parts: Sequence[Any]
+    shape: tuple[int, ...]
+    dtype: Any
+    device: Any
+
+    def fill(self, memory: Any) -> Any:
+        """The parts, one after another, in memory of this shape and dtype."""
+        if isinstance(memory, np.ndarray):
+            return np.concatenate(self.parts, out=memory)
+        torch: Any = sys.modules["torch"]
+        return torch.cat([part.detach() for part in self.parts], out=memory)
+
+
+def is_several(arguments: Sequence[object], named: Mapping[str, object]) -> bool:
+    """Whether an operation's first argument is several tensors."""
+    return type(arguments[0] if arguments else named.get("x")) in _SEVERAL
+
+
+class Joined:
+    """A call of several tensors as one of one."""
+
+    def __init__(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Args: build: the operation, whose arguments these are.
+
+        Raises:
+            TypeError: they are not the operation's.
+            ValueError: tensors cannot be joined.
+        """
+        self._arguments = dict(inspect.signature(build).bind(*arguments, **named).arguments)
+        self._counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """Room that is wanted, by the arguments' names.
+
+        Raises:
+            ValueError: tensors cannot be joined.
+        """
+        for name in OF_ROWS & self._arguments.keys():
+            parts = self._arguments[name]
+            if parts is None:
+                continue
+            if type(parts) not in _SEVERAL or len(parts) != len(self._counts) or not parts:
+                raise ValueError(f"{name} must be as many tensors as x, {len(self._counts)}, at least one")
+            first = parts[0]
+            for number, (part, count) in enumerate(zip(parts, self._counts, strict=True)):
+                if (name == "x" and part.ndim < 2) or tuple(part.shape) != (count, *first.shape[1:]):
+                    wanted = (
+                        "of at least two axes, all but the first as x.0 has them" if name == "x" else "beside it"
+                    )
+                    raise ValueError(f"{name}.{number} must fit x.{number} {wanted}, got {list(part.shape)}")
+                if part.dtype != first.dtype:
+                    raise ValueError(f"{name}.{number} must be {first.dtype} as {name}.0 is, got {part.dtype}")
+            device = first.device if getattr(first, "is_cuda", False) else None
+            yield name, Place(parts, (sum(self._counts), *first.shape[1:]), first.dtype, device)
+
+    def arguments(self, joined: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the call of one tensor, all by name."""
+        return self._arguments | dict(joined)
+
+    def divided(self, result: R) -> R:
+        """The result with a list of tensors, views of one, where it had one."""
+        ends = list(accumulate(self._counts, initial=0))
+        told: Any = result
+        lists = {
+            field.name: [value[start:stop] for start, stop in pairwise(ends)]
+            for field in dataclasses.fields(told)
+            if field.name not in OF_ALL | {"timing"} and (value := getattr(told, field.name)) is not None
+        }
+        divided: R = dataclasses.replace(told, **lists)
+        return divided

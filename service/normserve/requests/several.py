@@ -1,0 +1,144 @@
+"""Several tensors in one request that share parameters: x.0, x.1 and so on are the rows, or samples, of one x.
+
+What belongs to rows or samples is joined along the first axis, computed as one job, and divided again.  Tensors
+that lie one after another in the body are joined where they lie.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from normserve.errors import InvalidShapeError, MissingTensorError, UnexpectedTensorError, UnsupportedDtypeError
+from normserve.jobs.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
+from normserve.memory.host_tensors import DType, HostTensor
+
+_JOINED = frozenset(["x", "residual", "dy", "dresidual_out", *STATISTICS, *OF_SAMPLES])
+_SUMS = ("dweight", "dbias")
+
+T = TypeVar("T")
+
+
+class Several(NamedTuple):
+    """How many tensors there are of each name, and how long each is along the first axis."""
+
+    counts: tuple[int, ...]
+
+    def divided(self, results: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+        """Results as they are told: each tensor's own, and gradients of parameters, which are sums over all."""
+        return self._each(results, _cut)
+
+    def described(self, results: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, tuple[DType, Any]]:
+        """The same of dtypes and shapes."""
+        return self._each(results, lambda told, start, stop: (told[0], (stop - start, *told[1][1:])))
+
+    def _each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
+        told: dict[str, T] = {}
+        for name, result in results.items():
+            if name in _SUMS:
+                told[name] = result
+                continue
+            start = 0
+            for number, count in enumerate(self.counts):
+                told[f"{name}.{number}"] = cut(result, start, start + count)
+                start += count
+        return told
+
+
+def joined(
+    tensors: Mapping[str, HostTensor], body: memoryview, charge: Callable[[int], None]
+) -> tuple[Mapping[str, HostTensor], Several | None]:
+    """One x of several, and with it all that belongs to its rows or samples; unchanged where x came as one.
+
+    Args:
+        body: where tensors may lie one after another.
+        charge: called with the bytes of each copy before it is made; may refuse it.
+
+    Raises:
+        InvalidRequestError: by a tensor that is missing, too many, or unlike the others of its name.
+    """
+    if "x.0" not in tensors or "x" in tensors:
+        return tensors, None
+    groups: dict[str, dict[int, HostTensor]] = {}
+    whole: dict[str, HostTensor] = {}
+    for name, tensor in tensors.items():
+        base, _, number = name.partition(".")
+        if base in _JOINED:
+            groups.setdefault(base, {})[_number(name, number)] = tensor
+        elif is_parameter(name):
+            whole[name] = tensor
+        else:
+            raise UnexpectedTensorError(f"beside x.0 come parameters and numbered tensors, got {name[:64]!r}")
+    numbers = range(len(groups["x"]))
+    counts = _check_x(groups["x"], numbers)
+    for base, group in groups.items():
+        _check_group(base, group, numbers, counts)
+        whole[base] = _join([group[number] for number in numbers], body, charge)
+    return whole, Several(counts)
+
+
+def _number(name: str, digits: str) -> int:
+    if not (len(digits) <= 3 and digits.isascii() and digits.isdigit() and str(int(digits)) == digits):
+        raise UnexpectedTensorError(f"beside x.0 tensors are numbered from 0 on, as x.1, got {name[:64]!r}")
+    return int(digits)
+
+
+def _check_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]:
+    """The lengths along the first axis."""
+    for number in numbers:
+        if number not in group:
+            raise MissingTensorError(f"x.{number} must come, as x.{max(group)} does")
+        if len(group[number].shape) < 2:
+            raise InvalidShapeError(
+                f"x.{number} must have at least two axes, the first of rows or samples, "
+                f"got {list(group[number].shape)}"
+            )
+    return tuple([group[number].shape[0] for number in numbers])
+
+
+def _check_group(base: str, group: Mapping[int, HostTensor], numbers: range, counts: Sequence[int]) -> None:
+    if extra := group.keys() - set(numbers):
+        raise UnexpectedTensorError(f"{base}.{min(extra)} has no x.{min(extra)} beside it")
+    for number, count in zip(numbers, counts, strict=True):
+        if number not in group:
+            raise MissingTensorError(f"{base}.{number} must come, as {base}.{min(group)} does")
+        tensor, first = group[number], group[numbers[0]]
+        if tensor.dtype is not first.dtype:
+            raise UnsupportedDtypeError(
+                f"{base}.{number} must be {first.dtype.value} as {base}.0 is, got {tensor.dtype.value}"
+            )
+        shape = (count, *first.shape[1:])
+        if tensor.shape != shape:
+            raise InvalidShapeError(f"{base}.{number} must be {list(shape)}, got {list(tensor.shape)}")
+
+
+def _join(parts: Sequence[HostTensor], body: memoryview, charge: Callable[[int], None]) -> HostTensor:
+    shape = (sum([part.shape[0] for part in parts]), *parts[0].shape[1:])
+    filled = [part.data for part in parts if len(part.data)]
+    nbytes = sum(map(len, filled))
+    start = _place(filled, body)
+    if start is not None:
+        return HostTensor(parts[0].dtype, shape, body[start : start + nbytes])
+    charge(nbytes)
+    return HostTensor(parts[0].dtype, shape, memoryview(bytearray().join(filled)))
+
+
+def _place(parts: Sequence[memoryview], body: memoryview) -> int | None:
+    """Where in the body they begin that lie there one after another; None of any others."""
+    starts = [_address(part) for part in parts]
+    if any(start + len(part) != after for part, (start, after) in zip(parts, pairwise(starts), strict=False)):
+        return None
+    first = starts[0] - _address(body) if parts else 0
+    return first if 0 <= first <= len(body) - sum(map(len, parts)) else None
+
+
+def _address(data: memoryview) -> int:
+    place: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return place
+
+
+def _cut(tensor: HostTensor, start: int, stop: int) -> HostTensor:
+    row_bytes = len(tensor.data) // tensor.shape[0] if tensor.shape[0] else 0
+    shape = (stop - start, *tensor.shape[1:])
+    return HostTensor(tensor.dtype, shape, tensor.data[start * row_bytes : stop * row_bytes])
