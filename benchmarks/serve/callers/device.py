@@ -67,15 +67,15 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
         local, http = f"unix://{shared}", f"http://127.0.0.1:{tcp.address}"
         for size, nbytes in SIZES.items():
             with results.part(size), Client(local) as client, Client(http) as over_http:
-                _time(results, size, nbytes, _forward(client, over_http, nbytes), asked)
+                time_calls(results, size, nbytes, _forward(client, over_http, nbytes), asked)
         with results.part("module"), Client(local) as client:
             nbytes = 2 * _MODULE_ROWS * _MODULE_COLS
-            _time(results, "module, forward and backward", nbytes, _passes(client), asked)
+            time_calls(results, "module, forward and backward", nbytes, _passes(client), asked)
         for count, size, device in ((8, "4 KiB", "cuda"), (8, "4 KiB", None), (4, "64 MiB", None)):
             with results.part(f"{count} clients"):
                 _together(results, local, (count, size, device), asked)
         with results.part("copies"):
-            _time(results, "copies both ways, 64 MiB", 2**26, {"pinned memory": _copies(2**26)}, asked)
+            time_calls(results, "copies both ways, 64 MiB", 2**26, {"pinned memory": _copies(2**26)}, asked)
 
 
 def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
@@ -162,7 +162,13 @@ def _copies(nbytes: int) -> Call:
     return copy
 
 
-def _time(results: Results, what: str, nbytes: int, calls: dict[str, Call], asked: argparse.Namespace) -> None:
+def time_calls(
+    results: Results, what: str, nbytes: int, calls: Mapping[str, Call], asked: argparse.Namespace
+) -> None:
+    """Each call by turns for a while; a row for each of its turns.
+
+    Args: nbytes: of x.
+    """
     for number in range(asked.rounds):
         for caller, call in calls.items():
             _times(call, asked.seconds / 5)

@@ -1,0 +1,114 @@
+"""What one request saves over several: `python -m benchmarks.serve.callers.operations --out FILE.csv`; needs a GPU.
+
+A server with Triton's kernels and a caller in a process of its own; x is bfloat16 [rows, 4096] with float32
+parameters.  Whole calls over memory of the device and over HTTP: a chain of three LayerNorms beside three requests,
+each of which takes the one before's y; float8 results beside bfloat16 ones; eight tensors in one request beside one
+request each.  Results of both are compared before anything is timed.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from normserve.client import Client
+from torch import Tensor
+
+from benchmarks.serve.callers.device import COLUMNS, Call, table, time_calls
+from benchmarks.serve.clients import posts
+from benchmarks.serve.report import system
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+
+SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "64 MiB": 2**26}
+_COLS = 4096
+_NORMS, _TENSORS = 3, 8
+_QUOTA = 2**33
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.callers.operations")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each caller")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    parser.add_argument("--cores", nargs=2, default=("0-3", "4-15"), help="of the server and of the caller")
+    asked = parser.parse_args()
+    results = Results(asked.out, COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(results, Path(folder), asked)
+    print(table(results.rows))
+    return results.exit_code
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each thing, caller and round."""
+    server_cores, caller_cores = map(system.cores, asked.cores)
+    shared = folder / "local.sock"
+    quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
+    options = ("--local", str(shared), *quotas)
+    with launch.normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
+        os.sched_setaffinity(0, caller_cores)
+        urls = {"device memory": f"unix://{shared}", "HTTP": f"http://127.0.0.1:{tcp.address}"}
+        for size, nbytes in SIZES.items():
+            for transport, url in urls.items():
+                with results.part(f"{size}, {transport}"), Client(url) as client:
+                    device = "cuda" if transport == "device memory" else None
+                    for what, calls in _calls(client, nbytes, device):
+                        time_calls(results, f"{what}, {size}, {transport}", nbytes, calls, asked)
+
+
+def _calls(client: Client, nbytes: int, device: str | None) -> Iterator[tuple[str, dict[str, Call]]]:
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        tensor: Tensor = client.empty(shape, dtype, device=device)
+        return tensor.copy_(torch.randn(shape))
+
+    rows = nbytes // 2 // _COLS
+    x = made(rows, _COLS, dtype=torch.bfloat16)
+    weights, biases = ([made(_COLS) for _ in range(_NORMS)] for _ in range(2))
+
+    def one_by_one() -> Tensor:
+        y = x
+        for weight, bias in zip(weights, biases, strict=True):
+            y = client.layer_norm(y, weight, bias).y
+        return y
+
+    def chain() -> Tensor:
+        return client.layer_norm_chain(x, weights, biases).y
+
+    # Three requests round three times.
+    _compare(chain(), one_by_one(), 0.1)
+    yield "chain of three", {"one request": chain, "three requests": one_by_one}
+
+    def narrow() -> Any:
+        return client.layer_norm(x, weights[0], biases[0], out_dtype="float8_e4m3fn")
+
+    def plain() -> Tensor:
+        return client.layer_norm(x, weights[0], biases[0]).y
+
+    result = narrow()
+    _compare(result.y.float() * result.scale[:, None], plain(), 0.3)
+    yield "out_dtype", {"float8_e4m3fn with scales": narrow, "bfloat16": plain}
+
+    step = max(1, rows // _TENSORS)
+    several = [made(step, _COLS, dtype=torch.bfloat16) for _ in range(_TENSORS)]
+
+    def together() -> list[Tensor]:
+        return client.layer_norm(several, weights[0], biases[0]).y
+
+    def each() -> list[Tensor]:
+        return [client.layer_norm(one, weights[0], biases[0]).y for one in several]
+
+    _compare(torch.cat(together()), torch.cat(each()), 0.0)
+    yield "eight tensors", {"one request": together, "eight requests": each}
+
+
+def _compare(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
