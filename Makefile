@@ -103,6 +103,8 @@ bench-serve-gpu:
 		--frontends 1 2 4 8 --cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.callers.device --out benchmarks/results/serve_gpu_device.csv \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
+	$(ON_GPU) benchmarks.serve.callers.operations --out benchmarks/results/serve_gpu_operations.csv \
+		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.many --out benchmarks/results/serve_gpu_many.csv --device cuda \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 

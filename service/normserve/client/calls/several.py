@@ -4,6 +4,7 @@ Over HTTP they go as they are, numbered, and the server joins them where they li
 """
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ import numpy as np
 from normserve.client.answers.numbered import OF_ALL, OF_ROWS
 
 R = TypeVar("R")
+
+_signature = functools.cache(inspect.signature)
 
 _SEVERAL = (list, tuple)
 
@@ -55,7 +58,7 @@ class Joined:
             TypeError: they are not the operation's.
             ValueError: tensors cannot be joined.
         """
-        self._arguments = dict(inspect.signature(build).bind(*arguments, **named).arguments)
+        self._arguments = dict(_signature(build).bind(*arguments, **named).arguments)
         self._counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
     def places(self) -> Iterator[tuple[str, Place]]:

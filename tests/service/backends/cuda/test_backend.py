@@ -248,7 +248,7 @@ def test_memory_is_told(backend):
 
 
 @pytest.mark.parametrize("direction", Pass)
-@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("op", LAYER_OPS)
 def test_a_compiled_classes_jobs_compile_nothing(op, direction, backend, monkeypatch):
     shape = (64, 7, 3) if op is Op.GROUP_NORM else (1377,)
     parameters = {"weight": torch.randn(shape[0] if op is Op.GROUP_NORM else shape[-1])}
