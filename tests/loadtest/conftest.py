@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fusednorm.reference.float8 import quantised_rows
+from normload.adapters.native import divided, joined
 from normload.clients import fleet, oracle
 from normload.load.elements import narrow
 from normload.load.scenario import Phase
@@ -54,7 +55,7 @@ class FakeServer(ThreadingHTTPServer):
         known = self._answers.get((body, self.factor))
         if known is not None:
             return known
-        sent = safetensors.decode(memoryview(body))
+        sent = joined(safetensors.decode(memoryview(body)))
         case = self._cases[bytes(sent["x"].data)]
         tensors = {}
         for name, reference in oracle.expected(case, sent).items():
@@ -66,6 +67,13 @@ class FakeServer(ThreadingHTTPServer):
                 tensors[name] = HostTensor(dtype, tuple(y.shape), y.reshape(-1).view(torch.uint8).numpy().data)
             else:
                 tensors[name] = narrow(values.numpy() * self.factor, dtype)
+        if case.parts:
+            told = {}
+            for name, parts in divided(case, tensors).items():
+                told |= (
+                    {f"{name}.{n}": part for n, part in enumerate(parts)} if type(parts) is list else {name: parts}
+                )
+            tensors = told
         return self._answers.setdefault((body, self.factor), b"".join(safetensors.encode(tensors)))
 
 

@@ -1,6 +1,7 @@
 """normserve's own API: every tensor in one safetensors body, and every answer one."""
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 from normserve.client import BackwardResult, ForwardResult, HostTensor
 from normserve.client.answers.answer import Answer
@@ -13,6 +14,9 @@ from normload.load.cases import Case
 
 _Result = ForwardResult[HostTensor] | BackwardResult[HostTensor]
 
+# Parameters, of chains as well, and their gradients.
+_OF_ALL = ("weight", "bias", "dweight", "dbias")
+
 
 class Native:
     """Sends what `normserve.client` sends, and reads what it reads."""
@@ -23,13 +27,13 @@ class Native:
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
         """What the client would send."""
-        call = self.call(case, tensors)
+        call = self.call(case, divided(case, tensors) if case.parts else tensors)
         return Exchange(
             call.method, call.target, call.parts() or (), call.most_bytes, {"content-type": SAFETENSORS}
         )
 
-    def call(self, case: Case, tensors: Mapping[str, HostTensor]) -> Call[_Result]:
-        """What the client would be asked for."""
+    def call(self, case: Case, tensors: Mapping[str, HostTensor | list[HostTensor]]) -> Call[_Result]:
+        """What the client would be asked for; where memory is shared, several tensors are asked for as one."""
         build: Callable[..., Call[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
@@ -37,5 +41,35 @@ class Native:
         return build(**tensors, **case.parameters())
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
-        """Every tensor in the body."""
-        return answer.tensors()
+        """Every tensor in the body, those of several joined again."""
+        tensors = answer.tensors()
+        return joined(tensors) if case.parts else tensors
+
+
+def divided(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor | list[HostTensor]]:
+    """Tensors of a request or an answer, with lists of `case.parts` of what belongs to rows or samples."""
+    count = case.shape[0]
+    ends = [count * part // case.parts for part in range(case.parts + 1)]
+    return {
+        name: tensor if name.startswith(_OF_ALL) else [_rows(tensor, *part) for part in pairwise(ends)]
+        for name, tensor in tensors.items()
+    }
+
+
+def _rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
+    nbytes = tensor.nbytes // tensor.shape[0]
+    return HostTensor(tensor.dtype, (stop - start, *tensor.shape[1:]), tensor.data[start * nbytes : stop * nbytes])
+
+
+def joined(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    """Numbered tensors as one each; what belongs to all of them, and the norms of a chain, as they are."""
+    found: dict[str, list[HostTensor]] = {}
+    for name, tensor in tensors.items():
+        base, _, number = name.partition(".")
+        found.setdefault(base if number and base not in _OF_ALL else name, []).append(tensor)
+    return {name: parts[0] if len(parts) == 1 else _whole(parts) for name, parts in found.items()}
+
+
+def _whole(parts: list[HostTensor]) -> HostTensor:
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return HostTensor(parts[0].dtype, shape, memoryview(b"".join([part.data for part in parts])))

@@ -32,8 +32,8 @@ def refusal(case: Case) -> str | None:
     """Say what of a case such a server does not do; None when it does all of it."""
     if case.operation != "layer_norm" or case.activation != "none" or case.residual:
         return "only layer_norm forward, without activation and residual"
-    if case.weight_offset or case.heads or case.out_dtype is not None:
-        return "only weight and bias of one vector each, without weight_offset and out_dtype"
+    if case.weight_offset or case.heads or case.out_dtype is not None or case.parts:
+        return "only one x, weight and bias of one vector each, without weight_offset and out_dtype"
     if not case.affine or case.dtype not in _DATATYPES:
         return "only float32 and float16, with weight and bias"
     return None

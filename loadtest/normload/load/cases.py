@@ -38,6 +38,7 @@ class Case:
         residual_dtype: of the residual; x's where None.
         out_dtype: of y; x's where None.
         norms: of a chain, 0 elsewhere.
+        parts: as how many tensors that share parameters x and all of its shape are sent; one where 0.
     """
 
     operation: str
@@ -55,6 +56,7 @@ class Case:
     residual_dtype: DType | None = None
     out_dtype: DType | None = None
     norms: int = 0
+    parts: int = 0
 
     @property
     def op(self) -> str:

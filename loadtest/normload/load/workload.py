@@ -14,7 +14,7 @@ or, in place of those, requests one by one:
     dtype = "bfloat16"          # float32 if left out
     share = 2                   # how often it is drawn next to the others
     activation = "silu"         # also residual, affine, num_groups, layout, adaptive, weight_offset, heads,
-                                # residual_dtype, out_dtype and norms: see `Case`
+                                # residual_dtype, out_dtype, norms and parts: see `Case`
 
 The same seed gives the same requests, whatever the server and however many processes send them.
 """
@@ -46,6 +46,7 @@ _COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000
 _CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
 _HEADS = (2, 8, 32)
 _MOST_NORMS = 8
+_MOST_PARTS = 12
 _SIDES = (1, 3, 8, 16, 32, 56, 64)
 
 # Of a gradient of parameters that are of each head.
@@ -78,7 +79,7 @@ class Workload:
         if self.cases:
             return [(replace(case, seed=choices.getrandbits(32)), share) for case, share in self.cases]
         operations = choices.choices(list(self.mix), list(self.mix.values()), k=self.pool)
-        return [(self._case(operation, choices), 1.0) for operation in operations]
+        return [(_in_parts(self._case(operation, choices), choices), 1.0) for operation in operations]
 
     def _case(self, operation: str, choices: random.Random) -> Case:
         dtype = choices.choice(FLOATS)
@@ -116,6 +117,13 @@ def _varied(case: Case, choices: random.Random) -> Case:
         case = replace(case, heads=True, shape=(rows // heads, heads, cols))
     if not case.is_backward and not case.heads and choices.random() < 0.1:
         case = replace(case, out_dtype=DType.FLOAT8_E4M3FN)
+    return case
+
+
+def _in_parts(case: Case, choices: random.Random) -> Case:
+    """The same, now and then as several tensors."""
+    if choices.random() < 0.1 and case.shape[0] > 1:
+        return replace(case, parts=choices.randint(2, min(_MOST_PARTS, case.shape[0])))
     return case
 
 
@@ -167,15 +175,20 @@ def _read_case(table: Table) -> tuple[Case, float]:
         residual_dtype=_other_dtype(table, "residual_dtype", FLOATS),
         out_dtype=_other_dtype(table, "out_dtype", tuple(DType)),
         norms=table.count("norms", 0, _MOST_NORMS),
+        parts=table.count("parts", 0, _MOST_PARTS),
     )
     share = table.amount("share", 1.0)
     table.close()
     if (case.op == "layer_norm_chain") != bool(case.norms):
         raise ScenarioError(f"{table.where}: norms belongs to layer_norm_chain, and only there")
     if case.norms and case != Case(
-        case.operation, case.shape, case.dtype, out_dtype=case.out_dtype, norms=case.norms
+        case.operation, case.shape, case.dtype, out_dtype=case.out_dtype, norms=case.norms, parts=case.parts
     ):
-        raise ScenarioError(f"{table.where}: layer_norm_chain takes shape, dtype, out_dtype, norms and share alone")
+        raise ScenarioError(f"{table.where}: layer_norm_chain takes shape, dtype, out_dtype, norms and parts alone")
+    if case.parts and (len(case.shape) < 2 or case.shape[0] < case.parts):
+        raise ScenarioError(
+            f"{table.where}: parts need a shape of at least two sizes, the first as large as they are many"
+        )
     is_group_norm = case.op == "group_norm"
     if is_group_norm != bool(case.num_groups):
         raise ScenarioError(f"{table.where}: num_groups belongs to group_norm, and only there")

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import httpx
 import pytest
 from normload.adapters.native import Native
@@ -38,3 +40,32 @@ def test_native_reads_every_tensor():
     body = b"".join(safetensors.encode({"y": ROWS.tensors()["x"], "residual_out": ROWS.tensors()["x"]}))
     answer = Answer(200, {"content-type": "application/x-safetensors"}, memoryview(body))
     assert Native().tensors(ROWS, answer).keys() == {"y", "residual_out"}
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("layer_norm", (3, 2, 8), DType.FLOAT16, residual=True, heads=True),
+        Case("rms_norm/backward", (5, 4), DType.BFLOAT16, residual=True),
+        Case("group_norm", (3, 2, 2, 4), DType.FLOAT16, "silu", num_groups=2, layout="nhwc", adaptive=True),
+        Case("layer_norm_chain", (3, 8), DType.FLOAT32, norms=2),
+    ],
+)
+def test_parts_are_sent_as_several_tensors_and_their_answers_joined(case, parts):
+    case = replace(case, parts=parts)
+    tensors = case.tensors()
+    exchange = Native().exchange(case, tensors)
+    sent = safetensors.decode(memoryview(b"".join(exchange.parts)))
+    affine = {name for name in tensors if name.startswith(("weight", "bias"))}
+    own = tensors.keys() - affine
+    assert sent.keys() == affine | {f"{name}.{part}" for name in own for part in range(parts)}
+    for name in own:
+        assert b"".join([bytes(sent[f"{name}.{part}"].data) for part in range(parts)]) == bytes(tensors[name].data)
+        assert all(sent[f"{name}.{part}"].shape[0] for part in range(parts))
+    body = b"".join(safetensors.encode({name: tensor for name, tensor in sent.items() if name not in affine}))
+    answer = Answer(200, {"content-type": "application/x-safetensors"}, memoryview(body))
+    joined = Native().tensors(case, answer)
+    assert {name: (each.shape, bytes(each.data)) for name, each in joined.items()} == {
+        name: (tensors[name].shape, bytes(tensors[name].data)) for name in own
+    }

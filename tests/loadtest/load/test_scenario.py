@@ -98,6 +98,14 @@ def test_another_duration_is_shared_out():
         ('[[workload.cases]]\noperation = "layer_norm"\nshape = [4]\nnum_groups = 2' + STEADY, "num_groups"),
         ('[[workload.cases]]\noperation = "group_norm"\nshape = [1, 6]\nnum_groups = 4' + STEADY, "must divide"),
         ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nadaptive = true' + STEADY, "adaptive belongs"),
+        ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nnorms = 2' + STEADY, "norms belongs"),
+        ('[[workload.cases]]\noperation = "layer_norm_chain"\nshape = [4]' + STEADY, "norms belongs"),
+        ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4, 8]\nparts = 5' + STEADY, "parts need a shape"),
+        ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nparts = 2' + STEADY, "parts need a shape"),
+        (
+            '[[workload.cases]]\noperation = "layer_norm_chain"\nshape = [4]\nnorms = 2\nresidual = true' + STEADY,
+            "takes shape, dtype, out_dtype, norms and parts alone",
+        ),
         (
             '[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\ndtype = "int8"' + STEADY,
             "dtype must be one of",

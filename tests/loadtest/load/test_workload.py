@@ -39,6 +39,11 @@ def test_every_kind_of_request_is_drawn():
     assert {case.residual for case in cases} == {case.affine for case in cases} == {True, False}
     assert {case.op for case in cases if case.adaptive} == {"group_norm"}
     assert not all(case.adaptive for case in cases if case.op == "group_norm")
+    assert {case.norms for case in cases if case.op == "layer_norm_chain"} > {1, 8}
+    in_parts = [case for case in cases if case.parts]
+    assert {case.op for case in in_parts} == {case.op for case in cases}
+    assert all(2 <= case.parts <= case.shape[0] for case in in_parts)
+    assert len(in_parts) < len(cases) / 4
     counts = Counter(case.operation for case in cases)
     assert counts["rms_norm"] > counts["rms_norm/backward"]
 
