@@ -13,6 +13,7 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 	$(PYTHON) -m venv .venv
 
 .venv/.server: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing the server and what it needs into .venv; torch alone is some hundred MB, and GBs with CUDA"
 	$(PIP_INSTALL) --editable '.[server]'
 	@touch $@
 

@@ -11,7 +11,7 @@ source docker/engine.sh
 TARGET=${TARGET:-cpu}
 ENGINE=${ENGINE:-$(working_engine docker podman buildah)}
 
-version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' service/normserve/__init__.py)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 # Of the commit and not of the build: the same sources give the same image.
 created=$(git log -1 --format=%cI 2>/dev/null || echo unknown)

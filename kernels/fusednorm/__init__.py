@@ -13,8 +13,11 @@ Differentiable functions and modules take CPU tensors, too, with or without Trit
 the launchers and warm-ups raise ModuleNotFoundError when they are called.
 """
 
-from importlib import metadata
+from importlib import metadata, util
 from typing import TYPE_CHECKING
+
+if util.find_spec("torch") is None:
+    raise ModuleNotFoundError("fusednorm needs torch: pip install 'normserve[kernels]'", name="torch")
 
 from fusednorm.api import operators
 from fusednorm.api.autograd import (

@@ -2,7 +2,7 @@
 
 import sys
 
-from normload.cli import main
+from normload.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

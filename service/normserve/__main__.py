@@ -2,7 +2,7 @@
 
 import sys
 
-from normserve.cli import main
+from normserve.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

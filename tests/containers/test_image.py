@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from normserve import __version__
 
 from tests.integration.observability.load import GOOD
 
@@ -32,7 +33,7 @@ def commit(form: str) -> str:
 
 def test_labels_say_what_it_is_and_what_it_was_made_of(configuration):
     labels = configuration["Labels"]
-    assert labels[f"{LABEL}.version"] == PROJECT["version"]
+    assert labels[f"{LABEL}.version"] == __version__
     assert labels[f"{LABEL}.licenses"] == PROJECT["license"]
     assert labels[f"{LABEL}.revision"] == commit("%H")
     assert labels[f"{LABEL}.created"] == commit("%cI")

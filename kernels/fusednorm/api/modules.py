@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
 from fusednorm.api.normalized_shape import machine_epsilon, one_axis, rows_of
-from fusednorm.arguments.checks import check_weight_offset
+from fusednorm.arguments.checks import activation_of, check_weight_offset
 
 
 class _Fused(nn.Module):
@@ -16,6 +16,7 @@ class _Fused(nn.Module):
     weight_offset: float = 0.0
 
     def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
+        activation_of(activation)
         super().__init__(*args, **kwargs)
         self.activation = activation
 

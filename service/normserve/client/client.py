@@ -107,7 +107,7 @@ class Client:
         nbytes = prod(sizes) * of.itemsize
         transport = self._transport
         if nbytes and isinstance(transport, LocalTransport):
-            data = transport.memory(nbytes, Deadline(self._server.timeout_s))
+            data = self._repeated(lambda deadline: transport.memory(nbytes, deadline))
         else:
             data = np.empty(nbytes, np.uint8).data
         return arrays.empty(data, of, sizes, as_torch=as_torch)

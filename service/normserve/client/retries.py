@@ -20,7 +20,8 @@ class RetryPolicy:
     than `longest_pause_s`, or a pause that the client's timeout leaves no time for, ends the attempts at once.
 
     Attributes:
-        tries: attempts in all; 1 never repeats.
+        tries: attempts in all; 1 never repeats.  A server that is still starting is asked again as long as the call
+            may take.
         first_pause_s: before the second attempt.
         longest_pause_s: the most that is waited before any attempt.
     """
@@ -49,10 +50,14 @@ class Attempts:
     def pause_after(self, failure: ClientError) -> float | None:
         """Return the seconds to wait before the next attempt, or None when this failure is the last."""
         self._made += 1
-        if not failure.retryable or self._made >= self._policy.tries:
+        if not failure.retryable or (self._made >= self._policy.tries and not self._is_starting(failure)):
             return None
         pause_s = self._pause_s(failure.retry_after_s)
         return None if pause_s is None or self._deadline.is_over(pause_s) else pause_s
+
+    def _is_starting(self, failure: ClientError) -> bool:
+        """Whether the server only has to warm up, which is waited for as long as the call may take."""
+        return self._policy.tries > 1 and getattr(failure, "code", "") == "not_ready"
 
     def _pause_s(self, retry_after_s: float | None) -> float | None:
         longest = self._policy.longest_pause_s

@@ -19,9 +19,12 @@ NPY_MAGIC = b"\x93NUMPY"
 SNIFF_BYTES = 9
 
 
+_ZIP = b"PK\x03\x04"
+# Where a zip archive says how long the name of its first file is, and where that begins.
+_ZIP_NAME_BYTES, _ZIP_NAME = slice(26, 28), 30
+
 # Of files that are sent by mistake: how they begin, and what they are.
 _FAMILIAR = (
-    (b"PK\x03\x04", "a zip archive, as .npz and .pt files are: send one array as .npy, or tensors as safetensors"),
     *(
         (bytes([0x80, protocol]), "a pickle, as old .pt files are: save tensors as safetensors")
         for protocol in range(2, 6)
@@ -36,9 +39,11 @@ def guess(head: bytes | memoryview) -> str:
     """What a body is that `sniff` does not know, and what to send instead; "" if that is not known either.
 
     Args:
-        head: as of `sniff`.
+        head: the first bytes, or the whole body.
     """
     start = bytes(head[:SNIFF_BYTES])
+    if start.startswith(_ZIP):
+        return _archive(head)
     for beginning, what in _FAMILIAR:
         if start.startswith(beginning):
             return what
@@ -47,6 +52,16 @@ def guess(head: bytes | memoryview) -> str:
     if start and all(byte in b"0123456789+-.eE,; \t\r\n" for byte in start):
         return "text, as CSV files are: numpy.save writes what can be sent"
     return ""
+
+
+def _archive(head: bytes | memoryview) -> str:
+    """What a zip archive is, by the name of its first file."""
+    name = bytes(head[_ZIP_NAME : _ZIP_NAME + int.from_bytes(head[_ZIP_NAME_BYTES], "little")])
+    if name.endswith(b".npy"):
+        return "an .npz archive of numpy's: send one array as .npy, or all of them as safetensors"
+    if name.endswith((b"/data.pkl", b"/version", b"/byteorder", b"/.format_version")):
+        return "a .pt file of torch's: save the tensors as safetensors"
+    return "a zip archive: send one array as .npy, or tensors as safetensors"
 
 
 def sniff(head: bytes | memoryview) -> str | None:

@@ -151,6 +151,7 @@ class Service:
         Raises:
             NormserveError: the device cannot be used, or the checkpoint cannot be read.
         """
+        self.layers.is_loading = True
         await self.engine.start()
         if self.settings.checkpoint is not None:
             await register_checkpoint(self.settings.checkpoint, self.engine, self.layers)
@@ -159,6 +160,7 @@ class Service:
         gc.collect()
         gc.freeze()
         await self.changes.join()
+        self.layers.is_loading = False
         self.engine.open()
 
 

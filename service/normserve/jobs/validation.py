@@ -102,7 +102,7 @@ def _checked(
     if heads:
         _check_heads(spec, heads, x_shape)
     for name in filter(is_parameter, tensors):
-        _check_shape(name, tensors, x_shape[-2:] if heads else (size,))
+        _check_parameter(name, tensors[name][1], x_shape, x_shape[-2:] if heads else (size,))
     if spec.weight_offset and layer is None and "weight" not in tensors:
         raise MissingTensorError("weight_offset needs a weight, it did not come")
     for name in ("scale", "shift"):
@@ -234,6 +234,12 @@ def _check_head_count(heads: int) -> None:
 def _check_shape(name: str, tensors: Described, shape: tuple[int, ...]) -> None:
     if name in tensors and tensors[name][1] != shape:
         raise InvalidShapeError(f"{name} must be {list(shape)}, got {list(tensors[name][1])}")
+
+
+def _check_parameter(name: str, got: tuple[int, ...], x_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Which of the two has the wrong length the client knows: both are named."""
+    if got != shape:
+        raise InvalidShapeError(f"x {list(x_shape)} needs {name} {list(shape)}, got {list(got)}")
 
 
 def _check_statistics(name: str, tensors: Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from normserve.errors import TooLargeError, UnknownLayerError
+from normserve.errors import NotReadyError, TooLargeError, UnknownLayerError
 from normserve.jobs.chain import chain_of
 from normserve.jobs.job import Layer, Op
 
@@ -25,6 +25,8 @@ class LayerRegistry:
 
     def __init__(self, *, max_layers: int, max_bytes: int) -> None:
         """Args: max_bytes: of all layers' parameters, wherever the backend keeps them."""
+        #: Whether layers are still to come that were there before this process.
+        self.is_loading = False
         self._max_layers = max_layers
         self._max_bytes = max_bytes
         self._layers: dict[str, Layer] = {}
@@ -95,10 +97,13 @@ class LayerRegistry:
 
         Raises:
             UnknownLayerError: there is none.
+            NotReadyError: there is none yet.
         """
         try:
             return self._layers[name]
         except KeyError:
+            if self.is_loading:
+                raise NotReadyError("the server is still loading its layers") from None
             raise UnknownLayerError("no layer of that name is registered") from None
 
     def named(self, op: Op, text: str) -> Layer:

@@ -111,7 +111,7 @@ def test_shapes_are_named(api, layers):
     content = packed(x=torch.ones(2, 4), **{"bias.3": torch.ones(5)})
     refused = api.post(PATH, content=content, headers={"content-type": SAFETENSORS})
     assert_problem(refused, 422, "invalid_shape")
-    assert "bias.3 must be [4], got [5]" in refused.json()["detail"]
+    assert "x [2, 4] needs bias.3 [4], got [5]" in refused.json()["detail"]
     name = next(iter(layers))
     query = {"layers": f"{name},{name}"}
     refused = api.post(

@@ -99,7 +99,7 @@ def test_npy_holds_one_tensor(api):
         ({"x": (2, 4), "x.0": (2, 4)}, "unexpected_tensor", "got 'x.0'"),
         ({"x.1": (2, 4)}, "unexpected_tensor", "got 'x.1'"),
         ({"x.0": (2, 4), "x.1": (2, 5)}, "invalid_shape", "x.1 must be [2, 4], got [2, 5]"),
-        ({"x.0": (2, 4), "weight": (5,)}, "invalid_shape", "weight must be [4], got [5]"),
+        ({"x.0": (4, 4), "weight": (5,)}, "invalid_shape", "x [4, 4] needs weight [4], got [5]"),
     ],
 )
 def test_what_does_not_fit_is_refused(api, tensors, code, message):

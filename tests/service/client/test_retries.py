@@ -71,7 +71,7 @@ def test_what_will_not_succeed_is_raised_at_once(connect, status, code, error):
     ("failure", "error"),
     [
         (problem_answer(429, "overloaded"), api.OverloadedError),
-        (problem_answer(503, "not_ready"), api.UnavailableError),
+        (problem_answer(503, "draining"), api.UnavailableError),
         (httpx.ConnectError("refused"), api.ConnectionFailedError),
         (httpx.ConnectError("refused"), ConnectionError),
     ],
@@ -168,3 +168,19 @@ def test_an_error_from_whoever_stands_between_is_an_error(body):
     assert isinstance(error, ApiError)
     assert error.request_id == "abc"
     assert "502" in str(error)
+
+
+def test_a_server_that_starts_is_waited_for_as_long_as_the_call_may_take(connect):
+    server = FakeServer(*[problem_answer(503, "not_ready")] * 9, None)
+    connect(server, tries=2).layer_norm(X)
+    assert len(server.requests) == 10
+
+
+def test_a_server_that_starts_is_waited_for_no_longer_than_that_nor_where_nothing_is_repeated(connect):
+    starting = FakeServer(problem_answer(503, "not_ready"))
+    with pytest.raises(api.UnavailableError):
+        connect(starting, tries=1).layer_norm(X)
+    assert len(starting.requests) == 1
+    failure = api_error(503, {"content-type": "application/problem+json"}, b'{"code": "not_ready"}')
+    policy = RetryPolicy(tries=2, first_pause_s=100, longest_pause_s=300)
+    assert pauses(policy, failure, timeout_s=250) == [100, 200]

@@ -9,6 +9,8 @@ import torch
 from normserve.client import AsyncClient, OverloadedError, ServerFailureError, UnexpectedAnswerError
 from normserve.client import torch as remote
 from normserve.client.torch import autograd
+from normserve.client.torch.modules import ACTIVATIONS
+from normserve.requests.parameters import ACTIVATIONS as OF_SERVER
 from torch import nn
 
 from .fake_server import FakeServer, problem_answer, tensors_answer
@@ -131,3 +133,18 @@ def test_failures_of_either_pass_are_the_clients(connect, answer, error):
     with pytest.raises(error):
         module(X)
     assert module.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "GroupNorm"])
+@pytest.mark.parametrize("package", [remote, fusednorm])
+def test_an_activation_that_nobody_knows_is_refused_where_it_is_given(client, package, kind):
+    more = {"client": client} if package is remote else {}
+    sizes = (3, 6) if kind == "GroupNorm" else (6,)
+    with pytest.raises(
+        ValueError, match="activation must be one of none, relu, silu, gelu, gelu_tanh, got 'swish'"
+    ):
+        getattr(package, kind)(*sizes, activation="swish", **more)
+
+
+def test_the_client_knows_the_activations_of_the_server():
+    assert ACTIVATIONS == OF_SERVER

@@ -1,8 +1,10 @@
 import io
+import zipfile
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from normserve.codec import media_types
 
 X = np.zeros(2, np.float32)
@@ -59,3 +61,29 @@ def test_what_is_often_sent_by_mistake_is_named(content, said):
     found = media_types.guess(content)
     assert said in found
     assert bool(found) is bool(said)
+
+
+def zipped(name, content):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(name, content)
+    return file.getvalue()
+
+
+def saved(save, *values):
+    file = io.BytesIO()
+    save(file, *values)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (saved(np.savez, np.ones(3)), "an .npz archive of numpy's"),
+        (saved(lambda file: torch.save({"x": torch.ones(3)}, file)), "a .pt file of torch's"),
+        (zipped("readme.txt", "no tensor"), "a zip archive: send"),
+        (b"PK\x03\x04" + bytes(22) + b"\xff\xff\0\0", "a zip archive: send"),
+    ],
+)
+def test_archives_are_told_apart(content, said):
+    assert media_types.guess(memoryview(content)).startswith(said)

@@ -68,9 +68,9 @@ def test_heads_are_the_axis_before_the_last():
     [
         ({"x": tensor(4), "weight": tensor(3, 4)}, r"x must be \[..., 3, N\], .* got \[4\]"),
         ({"x": tensor(4, 2, 4), "weight": tensor(3, 4)}, r"x must be \[..., 3, N\], .* got \[4, 2, 4\]"),
-        ({"x": tensor(4, 3, 4), "weight": tensor(3, 5)}, r"weight must be \[3, 4\], got \[3, 5\]"),
-        ({"x": tensor(4, 3, 4), "weight": tensor(3, 4), "bias": tensor(4)}, r"bias must be \[3, 4\], got \[4\]"),
-        ({"x": tensor(4, 3, 4), "weight": tensor(1, 3, 4)}, r"weight must be \[4\], got \[1, 3, 4\]"),
+        ({"x": tensor(4, 3, 4), "weight": tensor(3, 5)}, r"needs weight \[3, 4\], got \[3, 5\]"),
+        ({"x": tensor(4, 3, 4), "weight": tensor(3, 4), "bias": tensor(4)}, r"needs bias \[3, 4\], got \[4\]"),
+        ({"x": tensor(4, 3, 4), "weight": tensor(1, 3, 4)}, r"needs weight \[4\], got \[1, 3, 4\]"),
         ({"x": tensor(65536, 1), "weight": tensor(65536, 1)}, "at most 65535 heads, got 65536"),
     ],
 )

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import pytest
-from normserve.errors import TooLargeError, UnknownLayerError
+from normserve.errors import NotReadyError, TooLargeError, UnknownLayerError
 from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
 
@@ -110,3 +110,15 @@ def test_only_so_many_chains_are_kept(layers, monkeypatch):
     for count in range(1, 8):
         assert layers.named(Op.LAYER_NORM_CHAIN, ",".join(["a"] * count)).nbytes == count * layer().nbytes
         assert len(layers._chains) <= 2
+
+
+def test_what_may_still_come_is_not_unknown(layers):
+    layers.is_loading = True
+    layers.put(layer("a"))
+    assert layers.get("a").name == "a"
+    for op, name in ((Op.LAYER_NORM, "b"), (Op.LAYER_NORM_CHAIN, "a,b")):
+        with pytest.raises(NotReadyError, match="still loading its layers"):
+            layers.named(op, name)
+    layers.is_loading = False
+    with pytest.raises(UnknownLayerError):
+        layers.get("b")

@@ -1,5 +1,6 @@
 """Where a server listens, as its URL says."""
 
+import re
 from dataclasses import dataclass, replace
 
 import httpx
@@ -10,6 +11,9 @@ _PORTS = {"http": 80, "https": 443}
 
 #: What a URL may be, as a message says it.
 FORMS = "http://HOST:PORT, https://HOST:PORT, http+unix://PATH or unix://PATH"
+
+# A URL without its scheme; nothing that could be a password.
+_BARE = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}/?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ class Address:
         except httpx.InvalidURL:
             parsed = httpx.URL()
         if parsed.scheme not in _PORTS or not parsed.host:
-            raise ValueError(f"the URL must be {FORMS}")
+            missing = f"; http://{url} may be meant" if _BARE.fullmatch(url) else ""
+            raise ValueError(f"the URL must be {FORMS}{missing}")
         prefix = parsed.raw_path.partition(b"?")[0].decode("ascii").rstrip("/")
         return replace(cls.of_request(parsed), prefix=prefix, query=parsed.query.decode("ascii"))
 

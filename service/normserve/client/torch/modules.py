@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from normserve.client.client import Client
 from normserve.client.torch.autograd import normalise
 
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+"""What the service applies behind a norm."""
+
 
 class _Kept:
     """A module's client: copies of the module share it, and pickles leave it out."""
@@ -30,6 +33,8 @@ class _Remote(nn.Module):
     _kept: _Kept
 
     def __init__(self, *args: Any, client: Client, activation: str = "none", **kwargs: Any) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         super().__init__(*args, **kwargs)
         self.activation = activation
         self.client = client

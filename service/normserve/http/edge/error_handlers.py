@@ -1,5 +1,7 @@
 """Errors that a route or the framework raises, as FastAPI has them answered."""
 
+import difflib
+
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -20,6 +22,8 @@ from normserve.errors import (
 from normserve.http.edge.middleware import respond_problem
 from normserve.http.exchange import Exchange
 from normserve.problems import unexpected
+
+_LONGEST_COMPARED, _CLOSE = 100, 0.6
 
 # What the framework may refuse by a status.
 _FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
@@ -46,7 +50,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     """What the framework has to say: no such path or not with this method, or what is wrong with the request."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return await answer_error(request, NotFoundError("nothing is at this path; GET /docs shows what there is"))
+        return await answer_error(request, NotFoundError(_nothing_there(request)))
     if error.status_code != 405:
         return await answer_error(request, _FRAMEWORKS_ERRORS.get(error.status_code, NormserveError)(error.detail))
     allowed = _allowed_methods(request)
@@ -72,6 +76,14 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Before FastAPI's own layers see it; those of direct routes come to the edge as they are."""
     assert isinstance(error, NormserveError)
     return ProblemResponse(error, request.state.exchange)
+
+
+def _nothing_there(request: Request) -> str:
+    """What to say of a path that has no route: the closest one that has."""
+    paths = {getattr(route, "path", "") for route in request.app.state.routes}
+    near = difflib.get_close_matches(request.url.path[:_LONGEST_COMPARED], paths, n=1, cutoff=_CLOSE)
+    closest = f"; the closest path is {near[0]}" if near else ""
+    return f"nothing is at this path{closest}; GET /docs shows what there is"
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from normserve.errors import NotFoundError
+from normserve.errors import NotFoundError, UnknownLayerError
 from normserve.jobs.job import Layer, Op, Pass
 from normserve.layers.registry import LayerRegistry
 
@@ -43,12 +43,16 @@ class Models:
 
         Raises:
             NotFoundError: there is none, or not in this version.
+            NotReadyError: layers are still being loaded.
         """
         model = OPERATIONS.get(name)
         if model is None:
-            if name not in self._layers:
-                raise NotFoundError("no model has this name; POST /v2/repository/index lists those that there are")
-            model = _of_layer(self._layers.get(name))
+            try:
+                model = _of_layer(self._layers.get(name))
+            except UnknownLayerError:
+                raise NotFoundError(
+                    "no model has this name; POST /v2/repository/index lists those that there are"
+                ) from None
         if version not in (None, VERSION):
             raise NotFoundError(f"every model has the version {VERSION} and no other")
         return model

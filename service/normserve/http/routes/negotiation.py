@@ -1,8 +1,15 @@
 """Which of our two formats a request carries, and which one its answer should have."""
 
 from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, guess, sniff
-from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
+from normserve.errors import (
+    MalformedPayloadError,
+    NormserveError,
+    NotAcceptableError,
+    UnsupportedMediaTypeError,
+)
 from normserve.http.body import require_identity
+
+_FORM = "application/x-www-form-urlencoded"
 
 
 def declared_format(content_type: str, content_encoding: str) -> str | None:
@@ -34,6 +41,23 @@ def sniffed_format(body: memoryview) -> str:
         what = guess(body) or "neither"
         raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, its first bytes show {what}")
     return media_type
+
+
+def with_hints(error: NormserveError, body: memoryview, *, is_form: bool) -> NormserveError:
+    """An error of a body that cannot be read, and what may have gone wrong before it came.
+
+    Args: is_form: whether it came as a form, as curl sends it unless told otherwise.
+    """
+    what = guess(body) if isinstance(error, MalformedPayloadError) else ""
+    hints = [f"; its first bytes show {what}"] if what else []
+    if is_form:
+        hints.append("; curl leaves out line breaks and zeros with -d, not with --data-binary")
+    return type(error)("".join([error.detail, *hints]))
+
+
+def is_form(content_type: str) -> bool:
+    """Whether a Content-Type is curl's for a body that it is told nothing about."""
+    return content_type.partition(";")[0].strip().lower() == _FORM
 
 
 class Accepted:

@@ -10,19 +10,19 @@ from fastapi import APIRouter, Request
 
 from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
-from normserve.errors import NotAcceptableError
+from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
 from normserve.http.computing import Computing, note_operation, note_result
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
 from normserve.http.responses import BuffersResponse
-from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
+from normserve.http.routes.negotiation import Accepted, declared_format, is_form, sniffed_format, with_hints
 from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.host_tensors import DType
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.parameters import (
     describe,
@@ -123,6 +123,7 @@ class Head:
         layer: its name; of a chain the names, joined by commas.
         body_format: None where the body's first bytes decide.
         timeout_ms: None where the server's holds.
+        is_form: whether the body is announced as a form.
     """
 
     spec: NormSpec
@@ -130,6 +131,7 @@ class Head:
     body_format: str | None
     accepted: Accepted
     timeout_ms: float | None
+    is_form: bool
 
     def with_body(
         self, body: memoryview, layer: Layer | None, charge_copy: Callable[[int], None]
@@ -138,13 +140,13 @@ class Head:
 
         Args: charge_copy: called with the bytes of what has to be copied before it is; may refuse it.
         """
-        body_format = self.body_format or sniffed_format(body)
-        answer_format = self.accepted.choose(body_format)
-        several = None
-        if body_format == NPY:
-            tensors: Mapping[str, HostTensor] = {"x": npy.decode(body)}
-        else:
-            tensors, several = joined(safetensors.decode(body), body, charge_copy)
+        try:
+            body_format = self.body_format or sniffed_format(body)
+            answer_format = self.accepted.choose(body_format)
+            decoded = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
+        except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
+            raise with_hints(error, body, is_form=self.is_form) from None
+        tensors, several = joined(decoded, body, charge_copy)
         job, cost = costed_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
         told = Told(answer_format, several)
         _require_expressible(told, job)
@@ -173,6 +175,7 @@ def _head(
         body_format=declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
         accepted=Accepted(accept.decode("latin-1")),
         timeout_ms=values.get("timeout_ms"),
+        is_form=is_form(content_type.decode("latin-1")),
     )
 
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from normserve.client.http.address import Address
 
@@ -43,3 +45,16 @@ def test_a_target_lies_below_the_url():
 def test_what_is_none_is_refused(url):
     with pytest.raises(ValueError, match=r"the URL must be http://HOST:PORT, .* http\+unix://PATH or unix://PATH"):
         Address.of(url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000/", "[::1]:8000"])
+def test_what_a_url_lacks_is_said(url):
+    with pytest.raises(ValueError, match=re.escape(f"; http://{url} may be meant")):
+        Address.of(url)
+
+
+@pytest.mark.parametrize("url", ["user:secret@host:1", "secret", "secret word:80"])
+def test_nothing_that_may_be_secret_is_repeated(url):
+    with pytest.raises(ValueError, match="the URL must be") as caught:
+        Address.of(url)
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,18 @@
+"""The command `normload`, which says in one line what to install where something is missing."""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit code."""
+    try:
+        from normload.cli import main as run
+
+        return run(arguments)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "normserve", "normload"):
+            raise
+        print(f"normload: {missing} is not installed: pip install 'normserve[load]'", file=sys.stderr)
+        return 2

@@ -1,0 +1,18 @@
+"""The command `normserve`, which says in one line what to install where something is missing."""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit code."""
+    try:
+        from normserve.cli import main as run
+
+        return run(arguments)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "normserve", "fusednorm"):
+            raise
+        print(f"normserve: {missing} is not installed: pip install 'normserve[server]'", file=sys.stderr)
+        return 2

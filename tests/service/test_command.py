@@ -1,0 +1,51 @@
+"""What the commands say where something that they need is not installed, and that there is one version."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+import normserve
+import pytest
+
+ROOT_WORDS = {"normserve": "server", "normload": "load"}
+
+
+def without(module: str, program: str) -> subprocess.CompletedProcess[str]:
+    """A program in an interpreter that cannot import a module."""
+    script = f"import sys\nsys.modules[{module!r}] = None\n{program}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "arguments"),
+    [
+        ("normserve", "pydantic", ["serve"]),
+        ("normserve", "uvicorn", ["serve", "--port", "0"]),
+        ("normload", "rich", ["scenarios"]),
+    ],
+)
+def test_a_missing_extra_is_one_line(command, missing, arguments):
+    run = f"from {command}.command import main\nsys.exit(main({arguments!r}))"
+    ended = without(missing, run)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line == f"{command}: {missing} is not installed: pip install 'normserve[{ROOT_WORDS[command]}]'"
+
+
+def test_a_fault_of_ones_own_is_no_missing_extra():
+    ended = without("normserve.settings", "from normserve.command import main\nmain(['version'])")
+    assert ended.returncode == 1
+    assert "ModuleNotFoundError" in ended.stderr
+
+
+def test_fusednorm_says_what_it_needs():
+    program = "import importlib.util\nimportlib.util.find_spec = lambda name: None\nimport fusednorm"
+    ended = without("torch", program)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: fusednorm needs torch: pip install 'normserve[kernels]'"
+    )
+
+
+def test_there_is_one_version():
+    assert metadata.version("normserve") == normserve.__version__
