@@ -285,6 +285,7 @@ class NormResult(NamedTuple):
         kernel_bytes: the fewest bytes that this request's share must move.
         launch_bytes: the same for the whole launch.
         batch_size: requests in the launch.
+        started: when the launch began, by `time.perf_counter`; with `launch_bytes` it names the launch.
     """
 
     tensors: Mapping[str, HostTensor]
@@ -295,6 +296,7 @@ class NormResult(NamedTuple):
     kernel_bytes: int
     launch_bytes: int
     batch_size: int
+    started: float
 
     @property
     def kernel_bandwidth(self) -> float:

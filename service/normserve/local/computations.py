@@ -84,7 +84,7 @@ class Computations:
             answers.refuse(tag, ended, record, request_id)
             return
         began = time.perf_counter()
-        frame = frames.write(tag, answered(asked.request, ended, request_id, record))
+        frame = frames.write(tag, answered(asked.request, ended, request_id, record, began))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"

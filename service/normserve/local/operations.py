@@ -149,7 +149,7 @@ class Operations:
         except BaseException:
             permit.release()
             raise
-        record.dtype = job.x.dtype.label
+        record.dtype, record.rows = job.x.dtype.label, job.rows
         if job.is_on_device:
             record.transport = "local_cuda"
         record.received = plan.nbytes
@@ -191,20 +191,19 @@ def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena
     )
 
 
-def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord) -> Done:
-    """The answer to an operation, whose results lie where the request wanted them."""
-    stages = record.stages
-    stages["queue"] = result.queue_s
-    stages["copy_in"] = result.copy_in_s
-    stages["kernel"] = result.kernel_s
-    stages["copy_out"] = result.copy_out_s
+def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord, began: float) -> Done:
+    """The answer to an operation, whose results lie where the request wanted them.
+
+    Args: began: when it began to be written, by `time.perf_counter`.
+    """
+    record.note_result(result, began)
     record.sent = sum([len(tensor.data) for tensor in result.tensors.values()])
     assert request.plan is not None
     return Done(
         request_id,
         request.plan.described,
         Stages(
-            1e3 * stages["recv"],
+            1e3 * record.stages["recv"],
             1e3 * result.queue_s,
             1e3 * result.copy_in_s,
             1e3 * result.kernel_s,

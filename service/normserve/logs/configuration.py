@@ -88,6 +88,8 @@ def configure_logging(level: str, form: str = "text", process: str | None = None
     for name in ("normserve", "fusednorm"):
         logging.getLogger(name).setLevel(own)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    # It warns of each batch of spans that a collector does not take; `normserve.traces` says that once.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     for name in _ALWAYS_SHOWN:
         logging.getLogger(name).setLevel(logging.INFO)
     if form == "json":

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from normserve.admission import revocation
 from normserve.errors import NormserveError
+from normserve.jobs.job import NormResult
 from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
 
 UNMATCHED = "__unmatched__"
@@ -36,6 +37,11 @@ class RequestRecord:
         received, sent: bytes of bodies.
         began: its header was complete, by `time.perf_counter`.
         seconds: from then to its end.
+        rows: of x, of an operation that was admitted.
+        launched, launch_bytes, kernel_bytes, batch_size: of its result, as `NormResult` has them.
+        answering: its answer began to be written, by `time.perf_counter`.
+        span: of its trace; opaque here.  None until it is decided whether it is traced.
+        trace_id: of its trace, if it is traced.
     """
 
     op: str = UNMATCHED
@@ -51,6 +57,24 @@ class RequestRecord:
     sent: int = 0
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
+    rows: int = 0
+    launched: float = 0.0
+    launch_bytes: int = 0
+    kernel_bytes: int = 0
+    batch_size: int = 0
+    answering: float = 0.0
+    span: object = None
+    trace_id: str | None = None
+
+    def note_result(self, result: NormResult, answering: float) -> None:
+        """Its result is there; `answering` is when the answer began to be written."""
+        self.stages["queue"] = result.queue_s
+        self.stages["copy_in"] = result.copy_in_s
+        self.stages["kernel"] = result.kernel_s
+        self.stages["copy_out"] = result.copy_out_s
+        self.launched, self.launch_bytes = result.started, result.launch_bytes
+        self.kernel_bytes, self.batch_size = result.kernel_bytes, result.batch_size
+        self.answering = answering
 
 
 class Requests:

@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from normserve.errors import NormserveError
-from normserve.http.app import Service
 from normserve.http.relay.owner import Relays
+from normserve.http.service import Service
 from normserve.local.server import LocalServer
 from normserve.logs import audit
 from normserve.process.announcement import announce

@@ -9,8 +9,9 @@ from fastapi import FastAPI
 
 from normserve import __version__
 from normserve.errors import NormserveError
-from normserve.http.app import Service, create_app
+from normserve.http.app import create_app
 from normserve.http.problems import render
+from normserve.http.service import Service
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
 from normserve.problems import status_of

@@ -19,6 +19,7 @@ from normserve.http.edge.access_log import AccessLog
 from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.layer_audit import LAYERS, note_layer_change
 from normserve.http.edge.origins import Origins
+from normserve.http.edge.spans import HttpSpans
 from normserve.http.exchange import Exchange
 from normserve.http.problems import problem
 from normserve.http.transport import Buffers, Departure, Headers, Reception
@@ -50,12 +51,14 @@ class Edge:
         origins: Origins,
         authorisation: Authorisation | None = None,
         access_log: AccessLog | None = None,
+        spans: HttpSpans | None = None,
     ) -> None:
         """Args:
         progress: is told of the requests that have been received whole.
         origins: which hosts and origins a request may name.
         authorisation: where keys are asked for.
         access_log: where one is kept.
+        spans: where requests are traced.
         """
         self._app = app
         self._metrics = metrics
@@ -63,6 +66,7 @@ class Edge:
         self._origins = origins
         self._authorisation = authorisation
         self._access_log = access_log
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -91,7 +95,9 @@ class Edge:
         except NormserveError as error:
             await outgoing.respond_problem(error)
         except Exception as error:
-            fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
+            if self._spans is not None:
+                self._spans.decide(exchange.record, exchange.headers)
+            fields = {**exchange.log_fields, "key": exchange.caller.key}
             log.exception("a request met an error that nobody expected", extra={"fields": fields})
             await outgoing.respond_problem(unexpected(error))
         finally:
@@ -111,6 +117,8 @@ class Edge:
             note_layer_change(scope, exchange)
         if exchange.client_left or not exchange.sending.is_delivered:
             record.status = CLIENT_LEFT
+        if self._spans is not None:
+            self._spans.end(record, exchange.headers, scope, exchange.request_id, exchange.caller.address)
         self._metrics.observe_request(record)
         if self._access_log is not None:
             self._access_log.note(scope, exchange)

@@ -22,6 +22,7 @@ from normserve.engine.progress import Progress
 from normserve.errors import NormserveError
 from normserve.http.edge.middleware import bearer_token, request_id_of
 from normserve.http.edge.origins import Origins
+from normserve.http.edge.spans import HttpSpans
 from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import FrontEnd, part_at_once, part_of
@@ -32,6 +33,7 @@ from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
 from normserve.problems import unexpected
+from normserve.traces.parent import log_fields
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +45,13 @@ class Prepared:
     """What a header says of all the requests that have it.
 
     Attributes:
+        scope: the header as ASGI has it, but for what its connection says.
         shared: headers of the response, for the page that sent the request.
         token: the API key that it brings.
         headers: its own.
     """
 
+    scope: Scope
     operation: Operation
     head: Head
     shared: Headers
@@ -57,7 +61,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What these requests are answered with."""
+    """What these requests are answered with.
+
+    Attributes:
+        spans: where requests are traced.
+    """
 
     operations: Mapping[str, Operation]
     origins: Origins
@@ -65,6 +73,7 @@ class Parts:
     limits: Limits
     metrics: Metrics
     progress: Progress
+    spans: HttpSpans | None = None
 
 
 class DirectRequest:
@@ -163,6 +172,9 @@ class DirectRequest:
         if self._permit is not None:
             self._permit.release()
         self._held.clear()
+        if (spans := self._parts.spans) is not None:
+            prepared, address = self._prepared, self._caller.address
+            spans.end(record, prepared.headers, prepared.scope, self._request_id, address)
         self._parts.metrics.observe_request(record)
         self._front_end.end(self._number)
 
@@ -212,13 +224,20 @@ class DirectRequest:
         if isinstance(error, NormserveError):
             known = error
         else:
-            fields = {"request_id": self._request_id, "key": self._caller.key}
+            fields = {**self._log_fields(), "key": self._caller.key}
             log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
             known = unexpected(error)
         status, headers, body = problem(known, self._request_id)
         self._record.status, self._record.error, self._record.sent = status, known.code, len(body)
         named = [*headers, *self._prepared.shared, (b"x-request-id", self._request_id.encode())]
         self._front_end.send(messages.Send(self._number, status, named, body, more=False))
+
+    def _log_fields(self) -> dict[str, str]:
+        """What names the request in a line of the log."""
+        headers = self._prepared.headers
+        if self._parts.spans is not None:
+            self._parts.spans.decide(self._record, headers)
+        return log_fields(self._request_id, self._record.trace_id, headers)
 
 
 class Direct:
@@ -245,7 +264,7 @@ class Direct:
             return None
         if preflight is not None:
             return None
-        return Prepared(operation, head, shared, bearer_token(headers), headers)
+        return Prepared(scope, operation, head, shared, bearer_token(headers), headers)
 
     def begin(self, front_end: FrontEnd, request: messages.Request, prepared: Prepared) -> DirectRequest | None:
         """Begin a request whose body is there; None where the application must say why it may not."""
