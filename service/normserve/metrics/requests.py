@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from normserve.admission import revocation
 from normserve.errors import NormserveError
 from normserve.jobs.job import NormResult
+from normserve.metrics.instruments import Exemplar
 from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
 
 UNMATCHED = "__unmatched__"
@@ -165,6 +166,8 @@ class Requests:
         self._duration(*labels).observe_all([record.seconds for record in records])
         for stage in first.stages:
             self._stage_duration(stage).observe_all([record.stages[stage] for record in records])
+        for record in [record for record in records if record.trace_id is not None]:
+            self._show(record)
         if first.key is not None:
             self._key_requests(first.key, str(first.status)).inc(count)
             self._key_bytes(first.key, "in").inc(sum([record.received for record in records]))
@@ -178,6 +181,15 @@ class Requests:
         elif first.status < 300 and "kernel" in first.stages:
             rates = [(record.received + record.sent) / record.seconds for record in records]
             self._bandwidth(*labels).observe_all(rates)
+
+    def _show(self, record: RequestRecord) -> None:
+        """Have a request that is traced stand for the buckets that it was counted in."""
+        assert record.trace_id is not None
+        observed = time.time() - (time.perf_counter() - record.began - record.seconds)
+        duration = self._duration(record.op, record.direction, record.transport)
+        duration.show(Exemplar(record.trace_id, record.seconds, observed))
+        for stage, seconds in record.stages.items():
+            self._stage_duration(stage).show(Exemplar(record.trace_id, seconds, observed))
 
 
 def _causes(error: type[NormserveError]) -> set[str]:

@@ -7,6 +7,7 @@ import time
 import httpx
 import numpy as np
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.integration.harness.collector import SOON, Collector, collecting
 from tests.integration.harness.stage import stage_on
@@ -226,3 +227,18 @@ def test_it_says_when_a_collector_begins_to_fail_and_when_it_is_back(start_serve
             collector.status = 200
             until(lambda: post(http).status_code == 200 and "takes traces again" in server.log)
         assert server.log.count("takes no traces") == 1
+
+
+def test_a_scrape_of_openmetrics_names_the_trace(traced, span_of):
+    answer = post(traced, traceparent=SAMPLED)
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+    scrape = traced.get("/metrics", headers={"accept": accept})
+    assert scrape.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    exemplars = [
+        (sample.labels, sample.exemplar)
+        for family in text_string_to_metric_families(scrape.text)
+        for sample in family.samples
+        if sample.name == "normserve_request_duration_seconds_bucket" and sample.exemplar is not None
+    ]
+    assert {exemplar.labels["trace_id"] for _, exemplar in exemplars} == {span_of(answer).trace_id}
+    assert "trace_id" not in traced.get("/metrics").text
