@@ -242,6 +242,10 @@ class Settings(BaseSettings):
         """Every setting as JSON has it, secrets masked."""
         return self.model_dump(mode="json")
 
+    def changed(self) -> dict[str, Any]:
+        """Those that differ from their defaults, as `shown` has them."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
     @field_validator("tls_key", "tls_client_ca")
     @classmethod
     def _require_certificate(cls, path: Path | None, others: ValidationInfo) -> Path | None:

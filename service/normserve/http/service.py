@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from normserve import __version__
 from normserve.admission.keys import ApiKey, Keyring, KeysFile
 from normserve.admission.permits import Limits
 from normserve.backends.base import Backend
@@ -19,7 +21,7 @@ from normserve.http.oip.regions.registry import Regions
 from normserve.layers.changes import FleetLayerChanges, LayerChanges
 from normserve.layers.checkpoint import register_checkpoint
 from normserve.layers.registry import LayerRegistry
-from normserve.logs import audit
+from normserve.logs import audit, crash
 from normserve.memory.shared_slabs import SharedSlabs
 from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.metrics.metrics import Metrics
@@ -83,6 +85,18 @@ class Service:
         if place is None:
             return LayerChanges(self.layers, self.siblings, make)
         return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
+
+    def tell_crash(self, what: str, error: BaseException | None = None) -> None:
+        """Log a crash report; without an error of its own it tells of the device's last."""
+        engine = self.engine
+        crash.tell(
+            what,
+            version=__version__,
+            settings=self.settings.changed(),
+            device=None if engine.device is None else f"{engine.device.name}, backend {engine.backend_name}",
+            work=engine.failed_work,
+            trace=engine.last_error if error is None else "".join(traceback.format_exception(error)),
+        )
 
     def _exported_traces(self) -> "Traces | None":
         endpoint = self.settings.trace_endpoint

@@ -63,6 +63,10 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         audit.started(__version__, settings.shown())
         if service.keys is not None:
             audit.keys_loaded(service.keys.names)
-        server.run()
+        try:
+            server.run()
+        except Exception as error:
+            service.tell_crash("the server ended with an error that nobody expected", error)
+            server.exit_code = 1
         audit.ended(server.exit_code)
     return server.exit_code

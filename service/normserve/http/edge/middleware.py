@@ -9,6 +9,7 @@ import logging
 import random
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,9 +24,10 @@ from normserve.http.edge.spans import HttpSpans
 from normserve.http.exchange import Exchange
 from normserve.http.problems import problem
 from normserve.http.transport import Buffers, Departure, Headers, Reception
+from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, UNMATCHED, RequestRecord
-from normserve.problems import unexpected
+from normserve.problems import status_of, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +95,21 @@ class Edge:
                 exchange.record.op = "preflight"
                 await preflight(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
+            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.note(error.detail, self._log_fields(exchange))
             await outgoing.respond_problem(error)
         except Exception as error:
-            if self._spans is not None:
-                self._spans.decide(exchange.record, exchange.headers)
-            fields = {**exchange.log_fields, "key": exchange.caller.key}
+            fields = self._log_fields(exchange)
             log.exception("a request met an error that nobody expected", extra={"fields": fields})
             await outgoing.respond_problem(unexpected(error))
         finally:
             self._close(scope, exchange, outgoing)
+
+    def _log_fields(self, exchange: Exchange) -> dict[str, str | None]:
+        """Which request it is, and whose."""
+        if self._spans is not None:
+            self._spans.decide(exchange.record, exchange.headers)
+        return {**exchange.log_fields, "key": exchange.caller.key}
 
     def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
         exchange.end_work()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from starlette.types import Scope
@@ -30,9 +31,10 @@ from normserve.http.responses import headers_of
 from normserve.http.routes.operations import Head, Operation, answer
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
+from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
-from normserve.problems import unexpected
+from normserve.problems import status_of, unexpected
 from normserve.traces.parent import log_fields
 
 log = logging.getLogger(__name__)
@@ -223,8 +225,10 @@ class DirectRequest:
     def _refuse(self, error: BaseException) -> None:
         if isinstance(error, NormserveError):
             known = error
+            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.note(error.detail, self._log_fields())
         else:
-            fields = {**self._log_fields(), "key": self._caller.key}
+            fields = self._log_fields()
             log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
             known = unexpected(error)
         status, headers, body = problem(known, self._request_id)
@@ -232,12 +236,13 @@ class DirectRequest:
         named = [*headers, *self._prepared.shared, (b"x-request-id", self._request_id.encode())]
         self._front_end.send(messages.Send(self._number, status, named, body, more=False))
 
-    def _log_fields(self) -> dict[str, str]:
-        """What names the request in a line of the log."""
+    def _log_fields(self) -> dict[str, str | None]:
+        """Which request it is, and whose."""
         headers = self._prepared.headers
         if self._parts.spans is not None:
             self._parts.spans.decide(self._record, headers)
-        return log_fields(self._request_id, self._record.trace_id, headers)
+        named = log_fields(self._request_id, self._record.trace_id, headers)
+        return {**named, "key": self._caller.key}
 
 
 class Direct:
