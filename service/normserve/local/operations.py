@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import UnsetType
 
 from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits, Permit
@@ -96,14 +97,17 @@ class Request:
     """A message that asks for an operation, and what is known of it from when it last came.
 
     Attributes:
+        headers: what it says of its trace, as headers of HTTP do.
         asked: None until its parameters have been read once.
         plan: None until it has been checked once.
     """
 
-    __slots__ = ("asked", "message", "plan")
+    __slots__ = ("asked", "headers", "message", "plan")
 
     def __init__(self, message: Compute) -> None:
         self.message = message
+        said = message.traceparent
+        self.headers: Mapping[bytes, bytes] = {} if isinstance(said, UnsetType) else {b"traceparent": said.encode()}
         self.asked: Asked | None = None
         self.plan: Plan | None = None
 
@@ -153,7 +157,7 @@ class Operations:
         if job.is_on_device:
             record.transport = "local_cuda"
         record.received = plan.nbytes
-        record.stages["parse"] = time.perf_counter() - record.began
+        record.stages["parse"] = time.perf_counter() - record.began - record.stages.get("recv", 0.0)
         record.waiting_in = "queue"
         timeout_ms = self.timeout_ms if asked.timeout_ms is None else asked.timeout_ms
         return job, record.began + timeout_ms / 1000, permit

@@ -54,6 +54,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
             Leftovers(),
             describe,
             settings.access_log,
+            service.traces,
         ),
         Users(settings.local_users),
         frame_s=settings.header_timeout_s,

@@ -1,6 +1,7 @@
 """What a collector is sent, and that a server needs none."""
 
 import itertools
+import json
 import os
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.integration.harness.collector import SOON, Collector, collecting
+from tests.integration.harness.local_wire import LocalConnection
 from tests.integration.harness.stage import stage_on
 from tests.integration.harness.wire import npy, packed, post
 from tests.integration.observability.load import IMAGES
@@ -242,3 +244,56 @@ def test_a_scrape_of_openmetrics_names_the_trace(traced, span_of):
     ]
     assert {exemplar.labels["trace_id"] for _, exemplar in exemplars} == {span_of(answer).trace_id}
     assert "trace_id" not in traced.get("/metrics").text
+
+
+def test_clients_that_share_memory_are_traced(launched, tmp_path, until):
+    with collecting() as collector:
+        path = tmp_path / "local"
+        launched("--trace-endpoint", collector.url, "--trace-ratio", "0", "--local", str(path), env=SOON)
+        with LocalConnection(path) as client:
+            quiet = client.layer_norm(np.ones((2, 16), np.float32))
+            told = client.layer_norm(np.ones((2, 16), np.float32), traceparent=SAMPLED)
+            refused = client.layer_norm(np.ones((2, 16), np.float32), traceparent=SAMPLED, query="eps=0")
+        until(lambda: collector.of_request(refused.request_id))
+        span = collector.of_request(told.request_id)
+        assert (span.name, span.kind, span.trace_id, span.parent_id) == ("local layer_norm", SERVER, TRACE, PARENT)
+        said = {"normserve.transport": "local", "normserve.rows": 2, "normserve.status": 200}
+        assert said.items() <= span.attributes.items()
+        stages = collector.children(span)
+        assert [stage.name for stage in stages] == STAGES[:-1]
+        for earlier, later in itertools.pairwise(stages):
+            assert earlier.ended <= later.began + 2
+        assert collector.of_request(refused.request_id).attributes["normserve.error"] == "invalid_parameter"
+        assert collector.of_request(quiet.request_id) is None
+
+
+def test_every_process_of_a_fleet_sends_its_own(launched, until):
+    with collecting() as collector:
+        options = ("--devices", "cpu,cpu", "--frontends", "1", "--trace-endpoint", collector.url)
+        server = launched(*options, env=SOON | {"OTEL_RESOURCE_ATTRIBUTES": "service.name=norms,deployment=test"})
+        with server.client() as http:
+            for _ in range(4):
+                assert post(http, traceparent=SAMPLED).status_code == 200
+        until(lambda: len(collector.named("POST /v1/layer_norm")) == 4)
+        spans = collector.named("POST /v1/layer_norm")
+        assert {span.resource["normserve.process"] for span in spans} == {"0", "1"}
+        assert {(span.trace_id, span.parent_id) for span in spans} == {(TRACE, PARENT)}
+        assert {(span.resource["service.name"], span.resource["deployment"]) for span in spans} == {
+            ("norms", "test")
+        }
+        assert len({span.resource["service.instance.id"] for span in spans}) == 2
+
+
+def test_lines_of_the_log_name_the_trace(launched, collector, until):
+    """Of a request that is traced here, and of one that only its client traces."""
+    options = ("--access-log", "--log-format", "json", "--trace-endpoint", collector.url, "--trace-ratio", "0")
+    server = launched(*options, env=SOON)
+    with server.client() as http:
+        answers = [post(http, traceparent=SAMPLED), post(http, traceparent=UNSAMPLED), post(http)]
+
+    def logged() -> dict[str, str | None]:
+        lines = [json.loads(line) for line in server.lines if '"normserve.access"' in line]
+        return {line["request_id"]: line.get("trace_id") for line in lines}
+
+    until(lambda: len(logged()) == 3)
+    assert [logged()[answer.headers["x-request-id"]] for answer in answers] == [TRACE, TRACE, None]
