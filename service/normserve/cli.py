@@ -17,6 +17,7 @@ from normserve.logs.configuration import configure_logging
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles
 from normserve.settings import Settings, unknown_in_environment
+from normserve.traces import extra
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files.load()
     except TlsFileError as error:
         _complain(error.setting, error.detail)
+        return 2
+    if settings.trace_endpoint is not None and not extra.is_installed():
+        _complain("trace_endpoint", "traces need OpenTelemetry's SDK: pip install 'normserve[otel]'")
         return 2
     configure_logging(settings.log_level, settings.log_format)
     for name, closest in unknown_in_environment().items():

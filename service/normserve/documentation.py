@@ -18,7 +18,9 @@ or `2GB` of 1000. A variable that begins with `NORMSERVE_` and is no setting is 
 
 _METRICS = """# Metrics
 
-`GET /metrics` answers in Prometheus' text format. Units are base units; labels come from closed sets, so that
+`GET /metrics` answers in Prometheus' text format, or as OpenMetrics where `Accept` names
+`application/openmetrics-text`: then durations have exemplars, the ids of traces
+([observability.md](observability.md)). Units are base units; labels come from closed sets, so that
 no client can add a series: `op` is an operation, the name of another route, or `__unmatched__`; `pass` is
 `forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp`, `unix`, `local` or
 `oip` (below `/v2`, over either; `oip_shm` and

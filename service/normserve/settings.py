@@ -203,6 +203,15 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
     log_format: Literal["text", "json"] = Field("text", description="How it is logged: lines to read, or JSON.")
     access_log: bool = Field(False, description="Log each request at its end, whatever the level.")
+    trace_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
+        description="Where to send OpenTelemetry traces by OTLP over HTTP, as http://localhost:4318; it takes the"
+        " extra `otel`.",
+    )
+    trace_ratio: float = Field(
+        0.01, ge=0, le=1, description="Share of requests traced of those whose traceparent does not ask for it."
+    )
 
     @model_validator(mode="after")
     def _has_one_source_of_keys(self) -> Self:
@@ -232,6 +241,10 @@ class Settings(BaseSettings):
     def shown(self) -> dict[str, Any]:
         """Every setting as JSON has it, secrets masked."""
         return self.model_dump(mode="json")
+
+    def changed(self) -> dict[str, Any]:
+        """Those that differ from their defaults, as `shown` has them."""
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     @field_validator("tls_key", "tls_client_ca")
     @classmethod

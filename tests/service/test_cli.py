@@ -138,3 +138,33 @@ def test_wrong_words_show_the_usage(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert "usage: normserve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [None, ModuleNotFoundError("opentelemetry.exporter")])
+def test_traces_without_their_extra_are_refused_at_once(served, capsys, monkeypatch, missing):
+    """Whether the parent packages are there or not."""
+
+    def find(name: str) -> None:
+        if missing is not None:
+            raise missing
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    assert main(["serve", "--trace-endpoint", "http://localhost:4318"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'normserve[otel]'" in line
+    assert not served
+    assert main(["serve"]) == 7
+
+
+def test_traces_need_nothing_that_is_not_asked_for():
+    """The SDK is loaded where there is an endpoint, and by no other server."""
+    script = (
+        "import sys\n"
+        "from normserve.http.app import create_app\n"
+        "from normserve.settings import Settings\n"
+        "create_app(Settings(backend='torch'))\n"
+        "assert 'opentelemetry.sdk' not in sys.modules\n"
+        "create_app(Settings(backend='torch', trace_endpoint='http://localhost:4318'))\n"
+        "assert 'opentelemetry.sdk' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

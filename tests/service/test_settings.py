@@ -97,3 +97,16 @@ def test_sizes_may_have_a_unit(said, nbytes):
 def test_other_sizes_are_refused(said):
     with pytest.raises(ValidationError):
         Settings(max_body_bytes=said)
+
+
+@pytest.mark.parametrize("endpoint", ["http://collector:4318", "https://a.test/v1/traces", "http://[::1]:4318/"])
+def test_a_trace_endpoint_is_a_url(endpoint):
+    assert Settings(trace_endpoint=endpoint).trace_endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4318", "grpc://a:4317", "http://user:secret@a", "http://a/?key=b", ""]
+)
+def test_no_trace_endpoint_carries_what_the_log_must_not_show(endpoint):
+    with pytest.raises(ValidationError):
+        Settings(trace_endpoint=endpoint)

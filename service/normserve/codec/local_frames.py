@@ -116,6 +116,7 @@ class Compute(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fiel
         query: the parameters, as HTTP's query has them.
         tensors: by their names in the API.
         results: where each result goes, by its name in the API.
+        traceparent: the span that it is sent in, as HTTP's header says it.
     """
 
     op: Name
@@ -123,6 +124,7 @@ class Compute(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fiel
     results: dict[Name, Place]
     direction: Name = msgspec.field(name="pass", default="forward")
     query: Text = ""
+    traceparent: Name | msgspec.UnsetType = msgspec.UNSET
 
 
 class PutLayer(msgspec.Struct, tag_field="do", tag="put_layer", forbid_unknown_fields=True, frozen=True):

@@ -15,7 +15,7 @@ from enum import Enum
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.executor import Executor, Outcome, Reply, on_loop
-from normserve.engine.launches import Launches
+from normserve.engine.launches import Launches, described
 from normserve.engine.waiters import OnEnd, Replies, settling
 from normserve.errors import (
     ClientLeftError,
@@ -47,6 +47,7 @@ class Engine:
 
     Attributes:
         launches: what the executor's threads run and have run.
+        failed_work: what the device failed with, where that was a launch.
     """
 
     def __init__(self, executor: Executor, batcher: Batcher, compilation: Compilation, metrics: Metrics) -> None:
@@ -61,6 +62,7 @@ class Engine:
         self._failure: NormserveError | None = None
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
+        self.failed_work: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         metrics.watch_queue(lambda: len(batcher) + len(compilation))
 
@@ -68,6 +70,11 @@ class Engine:
     def backend_name(self) -> str:
         """The backend that runs, or an empty string before it does."""
         return "" if self.device is None else self._executor.backend.name
+
+    @property
+    def last_error(self) -> str:
+        """The traceback of the last error that no request is to blame for; an empty string without one."""
+        return self._executor.last_error
 
     async def start(self) -> DeviceInfo:
         """Start the device; the engine still takes no jobs until `open`.
@@ -270,7 +277,7 @@ class Engine:
 
     def _conclude(self, batch: Batch, outcome: Outcome) -> None:
         if outcome.error is not None:
-            self._note_failure(outcome.error)
+            self._note_failure(outcome.error, batch)
             self._replies.refuse(batch.jobs, outcome.error)
             return
         execution = outcome.value
@@ -279,11 +286,12 @@ class Engine:
         # Nobody waits for this.
         self._metrics.observe_launch(batch, execution)
 
-    def _note_failure(self, error: NormserveError) -> None:
+    def _note_failure(self, error: NormserveError, batch: Batch | None = None) -> None:
         """A failed device is of no more use: answer everybody who waits for it and tell the process."""
         if not isinstance(error, DeviceFailureError) or self._failure is not None:
             return
         self._failure = copy.copy(error)
+        self.failed_work = None if batch is None else described(batch)
         self._enter(State.FAILED)
         log.critical("the device failed, the server gives up: %s", error.detail)
         queued = (*self._batcher, *self._compilation.jobs())

@@ -5,13 +5,14 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from normserve.backends.base import Backend, InFlight
 from normserve.engine.places import in_places
-from normserve.errors import DeviceOutOfMemoryError, NormserveError
+from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, NormserveError
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
 from normserve.memory.host_tensors import HostTensor
@@ -105,6 +106,9 @@ class Executor:
 
     What a backend leaves in flight is waited for by a thread for each lane, so that the owner is free to set the
     next batch going, and a small batch need not wait for a large one.  Replies are called on any of these threads.
+
+    Attributes:
+        last_error: the traceback of the last error that no request is to blame for.
     """
 
     def __init__(self, make_backend: Callable[[], Backend]) -> None:
@@ -113,6 +117,7 @@ class Executor:
         self._owner = _Thread("device-owner", self._do)
         self._waiters = {lane: _Thread(f"device-waits-{lane.value}", self._answer) for lane in Lane}
         self._compiler = _Thread("device-compiler", self._answer)
+        self.last_error = ""
         self._threads = (self._owner, *self._waiters.values(), self._compiler)
 
     def start(self, reply: Reply) -> None:
@@ -200,7 +205,10 @@ class Executor:
 
     def _failed(self, started: float, error: Exception) -> Outcome:
         try:
-            return Outcome(started, error=self._translate(error))
+            meaning = self._translate(error)
+            if type(meaning) in (NormserveError, DeviceFailureError):
+                self.last_error = "".join(traceback.format_exception(error))
+            return Outcome(started, error=meaning)
         except Exception:
             # There may be no memory for the words; whoever waits must hear of it all the same.
             return Outcome(started, error=_WORDLESS)

@@ -68,3 +68,10 @@ class Launches:
         self._launched -= 1
         self.progress.end()
         self._on_end(batch, outcome)
+
+
+def described(batch: Batch) -> str:
+    """What a launch was to compute, for people."""
+    job = batch.jobs[0]
+    tensors = {name: f"{tensor.dtype.label}{list(tensor.shape)}" for name, tensor in job.tensors.items()}
+    return f"{len(batch.jobs)} requests of {job.spec}, the first with {tensors}"

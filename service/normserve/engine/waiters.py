@@ -98,6 +98,7 @@ class Replies:
                     kernel_bytes,
                     launch_bytes,
                     len(batch.jobs),
+                    started,
                 )
             )
 

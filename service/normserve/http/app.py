@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
-import gc
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import APIRouter, FastAPI
@@ -11,16 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from normserve import __version__
-from normserve.admission.keys import ApiKey, Keyring, KeysFile
-from normserve.admission.permits import Limits
 from normserve.backends.base import Backend
-from normserve.backends.choose import choose_backend
 from normserve.codec.local_frames import VERSION
-from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import Compilation
-from normserve.engine.engine import Engine
-from normserve.engine.executor import Executor
-from normserve.engine.progress import StallWatch
 from normserve.errors import (
     NormserveError,
 )
@@ -32,12 +22,11 @@ from normserve.http.edge.access_log import AccessLog
 from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.middleware import Edge
 from normserve.http.edge.origins import Origins, hosts_of
+from normserve.http.edge.spans import HttpSpans
 from normserve.http.oip.catalogue import Catalogue
 from normserve.http.oip.infer import Infer
 from normserve.http.oip.models import Models
 from normserve.http.oip.regions.device import DeviceMemory
-from normserve.http.oip.regions.folder import Folder
-from normserve.http.oip.regions.registry import Regions
 from normserve.http.oip.regions.transfer import Transfer
 from normserve.http.oip.repository import Repository
 from normserve.http.oip.shared_memory import SharedMemory
@@ -51,117 +40,15 @@ from normserve.http.routes.operations import Operations
 from normserve.http.routes.page import Page
 from normserve.http.routes.scopes import RouteScopes
 from normserve.http.routes.status import Status
-from normserve.layers.changes import FleetLayerChanges, LayerChanges
-from normserve.layers.checkpoint import register_checkpoint
-from normserve.layers.registry import LayerRegistry
-from normserve.logs import audit
-from normserve.memory.shared_slabs import SharedSlabs
-from normserve.memory.slabs import PLAIN, SlabPool
-from normserve.metrics.metrics import Metrics
+from normserve.http.service import Service
 from normserve.peers.siblings import Siblings
 from normserve.requests.admission import Admission
-from normserve.requests.layers import make_layer
 from normserve.settings import Settings
 
 # How long the device's thread may take to end what it is doing once nobody waits for it any more.
 _STOP_S = 2.0
-
-
-class Service:
-    """What lives as long as the server does."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        make_backend: Callable[[], Backend] | None = None,
-        siblings: Siblings | None = None,
-    ) -> None:
-        self.settings = settings
-        self.siblings = siblings or Siblings(None)
-        self.metrics = Metrics(self.siblings.process)
-        self.limits = Limits(
-            max_requests=settings.max_inflight_requests,
-            max_bytes=settings.max_inflight_bytes,
-            stall_s=settings.body_grace_s / 5,
-            on_revoked=self.metrics.observe_revocation,
-        )
-        self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
-        # What front ends receive into and send from.
-        self.shared = SharedSlabs()
-        source = self.shared.source() if settings.frontend_count else PLAIN
-        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
-        self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
-        prefix = settings.oip_shared_memory
-        self.regions = Regions(
-            Folder(prefix) if prefix else None,
-            settings.oip_shared_memory_bytes,
-            shares_device_memory=settings.oip_cuda_shared_memory,
-        )
-        self.metrics.watch_regions(lambda: self.regions.open_regions, lambda: self.regions.open_bytes)
-        self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
-        self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
-        batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
-        compilation = Compilation(
-            max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
-        )
-        executor = Executor(make_backend or self._choose_backend)
-        self.engine = Engine(executor, batcher, compilation, self.metrics)
-        self.stalls = StallWatch(settings.stall_s, self.engine.launches)
-        self.metrics.watch_stall(lambda: self.stalls.seconds)
-        self.changes = self._layer_changes()
-        self._keys_file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file)
-        self.keys = self._known_keys()
-
-    def _layer_changes(self) -> LayerChanges:
-        make = functools.partial(make_layer, self.engine, self.layers)
-        place = self.siblings.place
-        if place is None:
-            return LayerChanges(self.layers, self.siblings, make)
-        return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
-
-    def _known_keys(self) -> Keyring | None:
-        """The API keys that are asked for; None where none are."""
-        if self._keys_file is not None:
-            keys = Keyring(self._keys_file.read())
-        elif self.settings.api_key is not None:
-            keys = Keyring.of_one(self.settings.api_key.get_secret_value())
-        else:
-            return None
-        self.metrics.know_keys(keys.names)
-        return keys
-
-    async def watch_keys(self) -> None:
-        """Read the file of API keys again whenever it changes, until cancelled."""
-        if self._keys_file is not None:
-            await self._keys_file.watch(self._replace_keys)
-
-    def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
-        assert self.keys is not None
-        self.keys.replace(keys)
-        self.metrics.know_keys(self.keys.names)
-        audit.keys_loaded(self.keys.names)
-
-    def _choose_backend(self) -> Backend:
-        sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
-        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs, sizes)
-
-    async def warm_up(self) -> None:
-        """Start the device, register the checkpoint's layers, then take work.
-
-        Raises:
-            NormserveError: the device cannot be used, or the checkpoint cannot be read.
-        """
-        self.layers.is_loading = True
-        await self.engine.start()
-        if self.settings.checkpoint is not None:
-            await register_checkpoint(self.settings.checkpoint, self.engine, self.layers)
-        # What torch and the routes left behind stays for good: without this the first full collection walks through
-        # it under load and holds every request for a tenth of a second.
-        gc.collect()
-        gc.freeze()
-        await self.changes.join()
-        self.layers.is_loading = False
-        self.engine.open()
+# How long a collector may take for the last traces.
+_LAST_TRACES_S = 2.0
 
 
 def create_app(
@@ -182,6 +69,8 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
+        # Most requests never reach it, and those that do have spans of the server's own.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         exception_handlers={
             HTTPException: error_handlers.answer_http_exception,
             RequestValidationError: error_handlers.answer_invalid_request,
@@ -213,6 +102,7 @@ def create_app(
     app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
     cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
     origins = Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins)
+    spans = None if service.traces is None else HttpSpans(service.traces, scopes)
     app.state.entrance = Edge(
         DirectPaths(app, app.state.routes),
         service.metrics,
@@ -220,13 +110,16 @@ def create_app(
         origins,
         None if service.keys is None else Authorisation(service.keys, scopes),
         AccessLog(scopes) if settings.access_log else None,
+        spans,
     )
     # The access log has a line of the application's for each request.
-    relays.relay_to(app.state.entrance, None if settings.access_log else _direct(service, operations, origins))
+    relays.relay_to(
+        app.state.entrance, None if settings.access_log else _direct(service, operations, origins, spans)
+    )
     return app
 
 
-def _direct(service: Service, operations: Operations, origins: Origins) -> Direct:
+def _direct(service: Service, operations: Operations, origins: Origins, spans: HttpSpans | None) -> Direct:
     return Direct(
         Parts(
             operations.by_path(),
@@ -235,6 +128,7 @@ def _direct(service: Service, operations: Operations, origins: Origins) -> Direc
             service.limits,
             service.metrics,
             service.stalls.requests,
+            spans,
         )
     )
 
@@ -335,3 +229,5 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Whatever runs still keeps what it uses; the driver unmaps the rest while there is one.
         service.regions.close()
         await asyncio.to_thread(service.engine.stop, _STOP_S)
+        if service.traces is not None:
+            await service.traces.close(_LAST_TRACES_S)

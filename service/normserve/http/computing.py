@@ -75,7 +75,7 @@ class Computing:
             TooLargeError, OverloadedError: it takes too much memory, or too much now.
         """
         self.admission.charge(permit, job, cost, body_bytes)
-        record.dtype = job.x.dtype.label
+        record.dtype, record.rows = job.x.dtype.label, job.rows
         record.stages["parse"] = time.perf_counter() - record.began - record.stages["recv"]
         record.waiting_in = "queue"
 
@@ -97,13 +97,8 @@ def note_result(record: RequestRecord, result: NormResult, began: float) -> Head
 
     Args: began: when the answer began to be written, by `time.perf_counter`.
     """
-    record.stages |= {
-        "queue": result.queue_s,
-        "copy_in": result.copy_in_s,
-        "kernel": result.kernel_s,
-        "copy_out": result.copy_out_s,
-        "serialize": time.perf_counter() - began,
-    }
+    record.note_result(result, began)
+    record.stages["serialize"] = time.perf_counter() - began
     record.waiting_in = "send"
     timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
     return [

@@ -8,6 +8,7 @@ from normserve.admission.permits import Permit
 from normserve.engine.progress import Progress
 from normserve.http.transport import Buffers, Departure, Headers, Reception
 from normserve.metrics.requests import RequestRecord
+from normserve.traces.parent import log_fields
 
 
 @dataclass(slots=True)
@@ -40,6 +41,11 @@ class Exchange:
     client_left: bool = False
     progress: Progress | None = None
     _is_in_work: bool = False
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What names the request in a line of the log."""
+        return log_fields(self.request_id, self.record.trace_id, self.headers)
 
     def begin_work(self) -> None:
         """The request has been received whole: whether it is answered is up to the server now."""

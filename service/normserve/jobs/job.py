@@ -302,6 +302,7 @@ class NormResult(NamedTuple):
         kernel_bytes: the fewest bytes that this request's share must move.
         launch_bytes: the same for the whole launch.
         batch_size: requests in the launch.
+        started: when the launch began, by `time.perf_counter`; with `launch_bytes` it names the launch.
     """
 
     tensors: Mapping[str, HostTensor]
@@ -312,6 +313,7 @@ class NormResult(NamedTuple):
     kernel_bytes: int
     launch_bytes: int
     batch_size: int
+    started: float
 
     @property
     def kernel_bandwidth(self) -> float:

@@ -4,6 +4,7 @@ import logging
 
 from normserve.admission.callers import Caller
 from normserve.metrics.requests import NONE, RequestRecord
+from normserve.traces.parent import log_fields
 
 _log = logging.getLogger("normserve.access")
 
@@ -19,6 +20,6 @@ def note(record: RequestRecord, caller: Caller, request_id: str) -> None:
         "received_bytes": record.received,
         "sent_bytes": record.sent,
         "ms": round(record.seconds * 1000, 3),
-        "request_id": request_id,
+        **log_fields(request_id, record.trace_id, {}),
     }
     _log.info("request", extra={"fields": fields})

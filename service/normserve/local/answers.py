@@ -2,6 +2,8 @@
 
 import logging
 import random
+from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import Answer
@@ -10,8 +12,13 @@ from normserve.local import access_log
 from normserve.local.service import Service
 from normserve.local.session import Session
 from normserve.local.wire import Wire
+from normserve.logs import failures
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
 from normserve.problems import document, retry_after, status_of, unexpected
+from normserve.traces.parent import log_fields
+
+if TYPE_CHECKING:
+    from normserve.traces.traces import Attributes
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +62,14 @@ class Answers:
         self.send(frames.write(tag, answer))
         self.account(record, request_id)
 
+    def note_failure(self, error: NormserveError, record: RequestRecord, request_id: str) -> None:
+        """Log an error that is about to be answered, if it is the server's own."""
+        if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+            failures.note(error.detail, self._log_fields(record, request_id))
+
     def refuse_unexpected(self, tag: int, error: BaseException, record: RequestRecord, request_id: str) -> None:
         """As `refuse`, of an error that is the server's own; the log says which."""
-        fields = {"request_id": request_id, "key": self._session.caller.key}
+        fields = self._log_fields(record, request_id)
         log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
         self.refuse(tag, unexpected(error), record, request_id)
 
@@ -65,9 +77,24 @@ class Answers:
         """Count a message that has been answered."""
         if record.error == ClientLeftError.code or not self.is_open:
             record.status = CLIENT_LEFT
+        if self._service.traces is not None and record.span is not None:
+            self._service.traces.end(record, {}, lambda: self._described(record, request_id))
         self._service.metrics.observe_request(record)
         if self._service.is_logged:
             access_log.note(record, self._session.caller, request_id)
+
+    def _log_fields(self, record: RequestRecord, request_id: str) -> dict[str, str | None]:
+        """Which request it is, and whose."""
+        return {**log_fields(request_id, record.trace_id, {}), "key": self._session.caller.key}
+
+    def _described(self, record: RequestRecord, request_id: str) -> "tuple[str, Attributes]":
+        attributes: Attributes = {
+            "network.transport": "unix",
+            "client.address": self._session.caller.address,
+            "normserve.request_id": request_id,
+            "normserve.status": record.status,
+        }
+        return f"local {record.op}", attributes
 
 
 def new_request_id() -> str:

@@ -81,10 +81,11 @@ class Computations:
         tag, record, request_id = asked.tag, asked.record, asked.request_id
         if isinstance(ended, NormserveError):
             # Not raised: its traceback would hold this frame, and with it the job.
+            answers.note_failure(ended, record, request_id)
             answers.refuse(tag, ended, record, request_id)
             return
         began = time.perf_counter()
-        frame = frames.write(tag, answered(asked.request, ended, request_id, record))
+        frame = frames.write(tag, answered(asked.request, ended, request_id, record, began))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"

@@ -104,7 +104,9 @@ class Connection:
         said = [
             Request(each) if isinstance(each, frames.Compute) else each for each in frames.read_messages(content)
         ]
-        if len(content) <= _LONGEST_KNOWN:
+        # What names a span does not come again.
+        is_like_others = not any(isinstance(each, Request) and each.headers for each in said)
+        if is_like_others and len(content) <= _LONGEST_KNOWN:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[content] = said
@@ -158,6 +160,8 @@ class Connection:
         record = RequestRecord(transport="local", stages={"recv": ended - began}, began=began)
         request_id = new_request_id()
         if isinstance(message, Request):
+            if self._service.traces is not None:
+                self._service.traces.decide(record, message.headers)
             self._computations.begin(tag, message, record, request_id)
             return
         task = asyncio.get_running_loop().create_task(self._attend(tag, message, record, request_id))

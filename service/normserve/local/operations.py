@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import UnsetType
 
 from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits, Permit
@@ -98,14 +99,17 @@ class Request:
     """A message that asks for an operation, and what is known of it from when it last came.
 
     Attributes:
+        headers: what it says of its trace, as headers of HTTP do.
         asked: None until its parameters have been read once.
         plan: None until it has been checked once.
     """
 
-    __slots__ = ("asked", "message", "plan")
+    __slots__ = ("asked", "headers", "message", "plan")
 
     def __init__(self, message: Compute) -> None:
         self.message = message
+        said = message.traceparent
+        self.headers: Mapping[bytes, bytes] = {} if isinstance(said, UnsetType) else {b"traceparent": said.encode()}
         self.asked: Asked | None = None
         self.plan: Plan | None = None
 
@@ -151,11 +155,11 @@ class Operations:
         except BaseException:
             permit.release()
             raise
-        record.dtype = job.x.dtype.label
+        record.dtype, record.rows = job.x.dtype.label, job.rows
         if job.is_on_device:
             record.transport = "local_cuda"
         record.received = plan.nbytes
-        record.stages["parse"] = time.perf_counter() - record.began
+        record.stages["parse"] = time.perf_counter() - record.began - record.stages.get("recv", 0.0)
         record.waiting_in = "queue"
         timeout_ms = self.timeout_ms if asked.timeout_ms is None else asked.timeout_ms
         return job, record.began + timeout_ms / 1000, permit
@@ -193,20 +197,19 @@ def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena
     )
 
 
-def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord) -> Done:
-    """The answer to an operation, whose results lie where the request wanted them."""
-    stages = record.stages
-    stages["queue"] = result.queue_s
-    stages["copy_in"] = result.copy_in_s
-    stages["kernel"] = result.kernel_s
-    stages["copy_out"] = result.copy_out_s
+def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord, began: float) -> Done:
+    """The answer to an operation, whose results lie where the request wanted them.
+
+    Args: began: when it began to be written, by `time.perf_counter`.
+    """
+    record.note_result(result, began)
     record.sent = sum([len(tensor.data) for tensor in result.tensors.values()])
     assert request.plan is not None
     return Done(
         request_id,
         request.plan.described,
         Stages(
-            1e3 * stages["recv"],
+            1e3 * record.stages["recv"],
             1e3 * result.queue_s,
             1e3 * result.copy_in_s,
             1e3 * result.kernel_s,

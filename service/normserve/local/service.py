@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normserve.admission.keys import Keyring
 from normserve.engine.progress import Progress
@@ -14,6 +14,10 @@ from normserve.local.own_memory import OwnMemory
 from normserve.logs.audit import Refusals
 from normserve.metrics.metrics import Metrics
 
+if TYPE_CHECKING:
+    # It imports OpenTelemetry, which only those have who ask for traces.
+    from normserve.traces.traces import Traces
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -24,6 +28,7 @@ class Service:
         refusals: is told of messages that were refused for want of a key.
         progress: is told when work begins and ends.
         is_logged: whether the access log has a line for each message.
+        traces: where operations are traced.
         leftovers: segments of connections that have ended.
         describe: what `/v1/info` answers.
     """
@@ -40,3 +45,4 @@ class Service:
     leftovers: Leftovers
     describe: Callable[[], Awaitable[dict[str, Any]]]
     is_logged: bool = False
+    traces: "Traces | None" = None

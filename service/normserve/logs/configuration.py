@@ -1,8 +1,9 @@
 """Logging to stderr: one event a line, as text or as JSON.
 
 A record may carry fields, `extra={"fields": {...}}`: text shows them as name=value after the message, JSON as
-members beside it.  What a client sent cannot begin a line of its own, nor move a terminal's cursor: control
-characters are escaped in either format.
+members beside it.  With `extra=block({...})` text shows each on lines of its own below the message, indented.
+What a client sent cannot begin a line of its own, nor move a terminal's cursor: control characters are escaped in
+either format.
 """
 
 import json
@@ -30,19 +31,24 @@ _ALWAYS_SHOWN = ("normserve.audit", "normserve.access")
 class TextLines(logging.Formatter):
     """For a reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str | None = None) -> None:
+        """Args: process: which process of a fleet this is."""
         super().__init__(_FORMAT)
+        self._static = {} if process is None else {"process": process}
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """The line; a traceback follows it, indented, so that none of its lines looks like another event's."""
         record.message = _CONTROL.sub(_escaped, record.message)
-        line = super().formatMessage(record)
-        return line + "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
+        line, fields = super().formatMessage(record), {**self._static, **_fields(record)}
+        if getattr(record, "is_block", False):
+            return "\n".join(
+                [line, *(each for name, value in fields.items() for each in _block_lines(name, value))]
+            )
+        return line + "".join(f" {name}={_shown(value)}" for name, value in fields.items())
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         """The traceback."""
-        lines = super().formatException(ei).split("\n")
-        return "\n".join("    " + _CONTROL.sub(_escaped, line) for line in lines)
+        return "\n".join(_indented(super().formatException(ei), "    "))
 
 
 class JsonLines(JsonFormatter):
@@ -81,13 +87,15 @@ def configure_logging(level: str, form: str = "text", process: str | None = None
         process: which process of a fleet this is.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(process) if form == "json" else TextLines())
+    handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
     own = logging.getLevelName(level.upper())
     logging.basicConfig(handlers=[handler])
     logging.getLogger().setLevel(max(own, logging.WARNING))
     for name in ("normserve", "fusednorm"):
         logging.getLogger(name).setLevel(own)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    # It warns of each batch of spans that a collector does not take; `normserve.traces` says that once.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     for name in _ALWAYS_SHOWN:
         logging.getLogger(name).setLevel(logging.INFO)
     if form == "json":
@@ -95,6 +103,11 @@ def configure_logging(level: str, form: str = "text", process: str | None = None
         logging.captureWarnings(True)
         sys.excepthook = _log_exception
         threading.excepthook = _log_exception_of_thread
+
+
+def block(fields: Mapping[str, object]) -> dict[str, object]:
+    """What makes a record of fields that are too long for one line, as its `extra`."""
+    return {"fields": fields, "is_block": True}
 
 
 def _log_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -113,6 +126,18 @@ def _log_exception_of_thread(args: threading.ExceptHookArgs) -> None:
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:
     fields: Mapping[str, object] = getattr(record, "fields", {})
     return fields
+
+
+def _block_lines(name: str, value: object) -> list[str]:
+    """A field of a block: a text as it is, anything else as JSON."""
+    if isinstance(value, str) and "\n" not in value:
+        return [f"    {name}: {_CONTROL.sub(_escaped, value)}"]
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return [f"    {name}:", *_indented(text.rstrip("\n"), "        ")]
+
+
+def _indented(text: str, margin: str) -> list[str]:
+    return [margin + _CONTROL.sub(_escaped, line) for line in text.split("\n")]
 
 
 def _shown(value: object) -> str:

@@ -2,19 +2,29 @@
 
 A scrape runs on the event loop and holds up every request: prometheus_client's writer takes some 20 ms for a server
 that has seen every operation, this one takes one.
+
+What is rendered and merged is Prometheus' text with exemplars behind buckets, which that text has no place for;
+`plain` and `open_metrics` make of it what a scraper asked for.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from normserve.metrics.instruments import Counter, Family, Gauge, Histogram
+from normserve.metrics.instruments import Counter, Exemplar, Family, Gauge, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text"
+OPEN_METRICS_CONTENT_TYPE = f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
+
+# No label's value looks so: its quotation marks are escaped.
+_EXEMPLAR = re.compile(rb' # \{trace_id="[^\n]*')
+_COUNTER = re.compile(rb"# HELP (\w+)_total ([^\n]*\n)# TYPE \1_total counter\n")
 
 AnyFamily = Family[Counter | Gauge | Histogram]
 
 
 class Exposition:
-    """Writes families as Prometheus' text; what comes before a series' value is put together once."""
+    """Writes families as text; what comes before a series' value is put together once."""
 
     def __init__(self, families: Sequence[AnyFamily], constant: Mapping[str, str]) -> None:
         """Args: constant: labels that every series carries before its own."""
@@ -36,7 +46,12 @@ class Exposition:
             if isinstance(instrument, Histogram):
                 counts = [count for _, count in instrument.cumulative()]
                 values = (*counts, counts[-1], instrument.sum)
-                yield "".join([f"{head} {value}\n" for head, value in zip(heads, values, strict=True)])
+                shown = instrument.exemplars
+                if not shown:
+                    yield "".join([f"{head} {value}\n" for head, value in zip(heads, values, strict=True)])
+                    continue
+                for place, (head, value) in enumerate(zip(heads, values, strict=True)):
+                    yield f"{head} {value}{_exemplar(shown.get(place))}\n"
             else:
                 yield f"{heads[0]} {_number(instrument.value)}\n"
 
@@ -49,6 +64,16 @@ class Exposition:
         bounds = [_number(bound) for bound, _ in instrument.cumulative()]
         buckets = [_head(f"{family.name}_bucket", {**named, "le": bound}) for bound in bounds]
         return [*buckets, _head(f"{family.name}_count", named), _head(f"{family.name}_sum", named)]
+
+
+def plain(text: bytes) -> bytes:
+    """A rendered text as Prometheus' text format has it: without exemplars."""
+    return _EXEMPLAR.sub(b"", text)
+
+
+def open_metrics(text: bytes) -> bytes:
+    """A rendered text as OpenMetrics has it: counters' families are named without `_total`, and an end is said."""
+    return _COUNTER.sub(rb"# HELP \1 \2# TYPE \1 counter\n", text) + b"# EOF\n"
 
 
 def process_up() -> Family[Gauge]:
@@ -81,6 +106,12 @@ def _head(name: str, labels: Mapping[str, str]) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _exemplar(exemplar: Exemplar | None) -> str:
+    if exemplar is None:
+        return ""
+    return f' # {{trace_id="{exemplar.trace_id}"}} {exemplar.value!r} {exemplar.observed:.3f}'
 
 
 def _number(value: float) -> str:

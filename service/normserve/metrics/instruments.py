@@ -6,7 +6,7 @@ a tenth of a small request's time; these belong to one thread, the event loop's,
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -42,19 +42,34 @@ class Gauge:
         self.value = float(value)
 
 
+class Exemplar(NamedTuple):
+    """One of the values that a histogram has counted, and the trace that it is of.
+
+    Attributes:
+        trace_id: 32 hexadecimal digits.
+        observed: seconds since 1970.
+    """
+
+    trace_id: str
+    value: float
+    observed: float
+
+
 class Histogram:
     """How many values were at most each bound, and their sum.
 
     Attributes:
         counts: of each bucket by itself, the last one beyond every bound.
+        exemplars: the last of each bucket that has one, by the bucket's place.
     """
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
     kind: ClassVar = "histogram"
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
+        self.exemplars: dict[int, Exemplar] = {}
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -71,6 +86,10 @@ class Histogram:
         found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
         self.counts = [before + more for before, more in zip(self.counts, found.tolist(), strict=True)]
         self.sum += sum(values)
+
+    def show(self, exemplar: Exemplar) -> None:
+        """Have a value that has been counted stand for its bucket."""
+        self.exemplars[bisect_left(self.bounds, exemplar.value)] = exemplar
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
         """Each bound, infinity the last, with how many values were at most that."""

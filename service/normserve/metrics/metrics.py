@@ -110,7 +110,7 @@ class Metrics:
         self._requests.observe(record)
 
     def render(self) -> bytes:
-        """The Prometheus text of everything."""
+        """The text of everything; `exposition.plain` and `exposition.open_metrics` make an answer of it."""
         self._requests.settle()
         self._launches.settle()
         self._state.refresh()

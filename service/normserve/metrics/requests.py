@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from normserve.admission import revocation
 from normserve.errors import NormserveError
+from normserve.jobs.job import NormResult
+from normserve.metrics.instruments import Exemplar
 from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
 
 UNMATCHED = "__unmatched__"
@@ -36,6 +38,11 @@ class RequestRecord:
         received, sent: bytes of bodies.
         began: its header was complete, by `time.perf_counter`.
         seconds: from then to its end.
+        rows: of x, of an operation that was admitted.
+        launched, launch_bytes, kernel_bytes, batch_size: of its result, as `NormResult` has them.
+        answering: its answer began to be written, by `time.perf_counter`.
+        span: of its trace; opaque here.  None until it is decided whether it is traced.
+        trace_id: of its trace, if it is traced.
     """
 
     op: str = UNMATCHED
@@ -51,6 +58,24 @@ class RequestRecord:
     sent: int = 0
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
+    rows: int = 0
+    launched: float = 0.0
+    launch_bytes: int = 0
+    kernel_bytes: int = 0
+    batch_size: int = 0
+    answering: float = 0.0
+    span: object = None
+    trace_id: str | None = None
+
+    def note_result(self, result: NormResult, answering: float) -> None:
+        """Its result is there; `answering` is when the answer began to be written."""
+        self.stages["queue"] = result.queue_s
+        self.stages["copy_in"] = result.copy_in_s
+        self.stages["kernel"] = result.kernel_s
+        self.stages["copy_out"] = result.copy_out_s
+        self.launched, self.launch_bytes = result.started, result.launch_bytes
+        self.kernel_bytes, self.batch_size = result.kernel_bytes, result.batch_size
+        self.answering = answering
 
 
 class Requests:
@@ -141,6 +166,8 @@ class Requests:
         self._duration(*labels).observe_all([record.seconds for record in records])
         for stage in first.stages:
             self._stage_duration(stage).observe_all([record.stages[stage] for record in records])
+        for record in [record for record in records if record.trace_id is not None]:
+            self._show(record)
         if first.key is not None:
             self._key_requests(first.key, str(first.status)).inc(count)
             self._key_bytes(first.key, "in").inc(sum([record.received for record in records]))
@@ -154,6 +181,15 @@ class Requests:
         elif first.status < 300 and "kernel" in first.stages:
             rates = [(record.received + record.sent) / record.seconds for record in records]
             self._bandwidth(*labels).observe_all(rates)
+
+    def _show(self, record: RequestRecord) -> None:
+        """Have a request that is traced stand for the buckets that it was counted in."""
+        assert record.trace_id is not None
+        observed = time.time() - (time.perf_counter() - record.began - record.seconds)
+        duration = self._duration(record.op, record.direction, record.transport)
+        duration.show(Exemplar(record.trace_id, record.seconds, observed))
+        for stage, seconds in record.stages.items():
+            self._stage_duration(stage).show(Exemplar(record.trace_id, seconds, observed))
 
 
 def _causes(error: type[NormserveError]) -> set[str]:

@@ -147,7 +147,7 @@ class Siblings:
         return {index: content for index, content in zip(others, answers, strict=True) if content is not None}
 
     async def exposition(self, own: bytes) -> bytes:
-        """The metrics' text that answers a scrape: of every process."""
+        """The metrics' rendered text that answers a scrape: of every process."""
         if self.place is None or not self.place.is_shown:
             return own
         texts = {str(index): text for index, text in (await self.ask("metrics")).items()}

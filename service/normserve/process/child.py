@@ -49,6 +49,12 @@ class Process:
         self._silence_s = 0.0
 
     @property
+    def fields(self) -> dict[str, object]:
+        """Which process is in this place, or was last, for a line of the log."""
+        pid = None if self._running is None else self._running.pid
+        return {"child": self.name, "device": self._device or "all", "pid": pid}
+
+    @property
     def is_there(self) -> bool:
         """It can be handed connections, be it that it answers that it is not ready."""
         return self._channel is not None and self._silence_s < _QUIET_S
@@ -121,10 +127,14 @@ class Process:
             return
         before, self._silence_s = self._silence_s, self._silence_s + seconds
         if before < _QUIET_S <= self._silence_s:
-            log.warning("%s gives no sign and gets no new connections", self.name)
+            self._note(logging.WARNING, "%s gives no sign and gets no new connections", self.name)
         if before < self._hang_s <= self._silence_s:
-            log.error("%s has given no sign for %.1f s and is killed", self.name, self._silence_s)
+            silent = "%s has given no sign for %.1f s and is killed"
+            self._note(logging.ERROR, silent, self.name, self._silence_s)
             self._running.kill()
+
+    def _note(self, level: int, message: str, *arguments: object) -> None:
+        log.log(level, message, *arguments, extra={"fields": self.fields})
 
     def _hear(self, channel: socket.socket, heard: Heard) -> None:
         try:
@@ -140,7 +150,7 @@ class Process:
             self._reloads_late = False
             self.reload()
         if self._silence_s >= _QUIET_S:
-            log.info("%s gives signs again", self.name)
+            self._note(logging.INFO, "%s gives signs again", self.name)
         self._silence_s = 0.0
         for number in heard.feed(said):
             if (on_end := self._held.pop(number, None)) is not None:
@@ -152,3 +162,14 @@ class Process:
         if self._says_ready:
             self._has_served = True
             self.was_ready.set()
+
+
+def ending(code: int) -> dict[str, object]:
+    """How a process has ended, by its exit code as `asyncio` has it, for a line of the log."""
+    if code >= 0:
+        return {"exit_code": code}
+    try:
+        return {"signal": signal.Signals(-code).name}
+    except ValueError:
+        # Of real time.
+        return {"signal": str(-code)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import signal
 import socket
@@ -36,10 +37,11 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain on the first signal, stop at once on the second."""
+        """Drain on the first signal, stop at once on the second; on a fatal one, write where each thread was."""
+        faulthandler.enable()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         if self._tls is not None:
             loop.add_signal_handler(signal.SIGHUP, self._read_certificate_again)
         yield
@@ -53,7 +55,8 @@ class HttpServer(uvicorn.Server):
     def _begin_drain(self) -> None:
         """What is to be done at once."""
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
+        log.info("%s came%s", number.name, ", again: the server ends at once" if self._draining else "")
         if self._draining:
             self.exit_code = 1
             self.should_exit = self.force_exit = True

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from normserve.http.app import Service
+from normserve.http.service import Service
 from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
@@ -54,6 +54,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
             Leftovers(),
             describe,
             settings.access_log,
+            service.traces,
         ),
         Users(settings.local_users),
         frame_s=settings.header_timeout_s,

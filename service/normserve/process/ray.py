@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.engine.engine import State
 from normserve.errors import NormserveError
-from normserve.http.app import Service, create_app
+from normserve.http.app import create_app
+from normserve.http.service import Service
 from normserve.http.transport import PlainAsgi
 from normserve.peers.replicas import Board, Replicas, Scale
 from normserve.settings import Settings

@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from normserve.errors import NormserveError
-from normserve.http.app import Service
 from normserve.http.relay.owner import Relays
+from normserve.http.service import Service
 from normserve.local.server import LocalServer
 from normserve.logs import audit
 from normserve.process.announcement import announce
@@ -67,7 +67,7 @@ class Server(HttpServer):
         self._relays: Relays = app.state.relays
         self._service.metrics.watch_connections(self._count_connections)
         self._channel = None if channel is None else self._channel_of(channel)
-        self._service.engine.on_failure = self._fail
+        self._service.engine.on_failure = self._fail_with_device
         self._service.changes.on_divergence = self._drain_once
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -93,6 +93,7 @@ class Server(HttpServer):
             loop.default_exception_handler(context)
         elif not self._is_failing:
             log.critical("there is no memory left to go on with: the server ends")
+            self._service.tell_crash("there is no memory left to go on with", context["exception"])
             self._fail()
 
     def _begin_drain(self) -> None:
@@ -165,8 +166,8 @@ class Server(HttpServer):
             log.critical("the server cannot start: %s", error.detail)
             self._fail()
             return
-        except Exception:
-            log.critical("the server cannot start", exc_info=True)
+        except Exception as error:
+            self._service.tell_crash("the server cannot start", error)
             self._fail()
             return
         engine = self._service.engine
@@ -183,6 +184,10 @@ class Server(HttpServer):
         url = url_of(self._listeners[0], encrypted=self._tls is not None)
         log.info("ready on %s", url)
         announce(self._settings, url)
+
+    def _fail_with_device(self) -> None:
+        self._service.tell_crash("the device failed")
+        self._fail()
 
     def _fail(self) -> None:
         self._is_failing = True

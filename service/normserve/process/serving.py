@@ -9,8 +9,9 @@ from fastapi import FastAPI
 
 from normserve import __version__
 from normserve.errors import NormserveError
-from normserve.http.app import Service, create_app
+from normserve.http.app import create_app
 from normserve.http.problems import render
+from normserve.http.service import Service
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
 from normserve.problems import status_of
@@ -62,6 +63,10 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         audit.started(__version__, settings.shown())
         if service.keys is not None:
             audit.keys_loaded(service.keys.names)
-        server.run()
+        try:
+            server.run()
+        except Exception as error:
+            service.tell_crash("the server ended with an error that nobody expected", error)
+            server.exit_code = 1
         audit.ended(server.exit_code)
     return server.exit_code

@@ -22,7 +22,7 @@ from typing import Any
 
 from normserve.peers.siblings import Place
 from normserve.process.announcement import announce
-from normserve.process.child import FRONT_END, OWNER, Process
+from normserve.process.child import FRONT_END, OWNER, Process, ending
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
 from normserve.process.handover import BEAT_S, LINK, REFUSED
 from normserve.process.listeners import listening, listening_locally, url_of
@@ -94,12 +94,14 @@ class Fleet:
                 # What cannot even start will not the next time; the others are not kept for it.
                 self._exit_code = self._exit_code or int(code != 0)
                 if not self._ending.is_set():
-                    log.critical("%s ended with %d before it was ready", process.name, code)
+                    ended = {**process.fields, **ending(code)}
+                    log.critical("%s ended before it was ready", process.name, extra={"fields": ended})
                     self._end()
                 return
             process.restarts += 1
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
-            log.error("%s ended with %d and is started again in %.1f s", process.name, code, pause)
+            ended = {**process.fields, **ending(code)}
+            log.error("%s ended and is started again in %.1f s", process.name, pause, extra={"fields": ended})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
 

@@ -148,6 +148,8 @@ def test_a_process_killed_under_load_takes_only_its_own_connections_with_it(flee
     # Four clients, of which two may come back once to the process that is just dying.
     assert sum(asking.broken) <= 8
     assert set(statuses) <= {200, 201}
+    (ended,) = [line for line in fleet.lines if "ended and is started again" in line and f"pid={victim}" in line]
+    assert ended.endswith(f'child="process 0" device=cpu pid={victim} signal=SIGKILL\n')
     until(lambda: victim not in pids(fleet.url) and len(pids(fleet.url) - {None}) == 2, 60)
     until(lambda: {each["state"] for each in on_each(fleet.url, processes, 1)[0]} == {"ready"}, 60)
     assert set(assert_agreed(fleet.url)) >= {f"killed{index}" for index in range(8)}

@@ -3,7 +3,7 @@
 import sys
 from math import prod
 
-import normserve.http.app
+import normserve.http.service
 import torch
 from normserve.backends import cpu
 from normserve.backends.cpu.backend import TorchBackend
@@ -48,5 +48,5 @@ class DeviceBackend(TorchBackend):
 if __name__ == "__main__":
     device_work._seen = seen
     device_work.results_to_write = lambda job, rows: None
-    normserve.http.app.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(threads, slabs)
+    normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(threads, slabs)
     sys.exit(main())

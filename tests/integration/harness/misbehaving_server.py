@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import normserve.http.app
+import normserve.http.service
 from normserve.backends.cpu.backend import TorchBackend
 from normserve.cli import main
 from normserve.errors import DeviceFailureError
@@ -49,5 +49,5 @@ def wait_for_gate() -> None:
 
 
 if __name__ == "__main__":
-    normserve.http.app.choose_backend = lambda name, threads, slabs, sizes: MisbehavingBackend(threads, slabs)
+    normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: MisbehavingBackend(threads, slabs)
     sys.exit(main())

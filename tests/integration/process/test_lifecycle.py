@@ -1,5 +1,8 @@
 """What happens when the server starts and stops, and when its device fails."""
 
+import json
+import os
+import signal
 import socket
 from concurrent.futures import Future
 
@@ -46,6 +49,7 @@ def test_sigterm_of_an_idle_server(start_server):
         server.terminate()
         assert server.wait() == 0
         assert idle.everything() == b""
+    assert "SIGTERM came" in server.log
 
 
 def answered_well(running: "Future[httpx.Response]") -> bool:
@@ -67,7 +71,7 @@ def test_second_signal_stops_at_once(stage_of):
 
 @of_one_process
 def test_device_failure_ends_the_process(stage_of):
-    stage = stage_of()
+    stage = stage_of("--log-format", "json")
     running, doomed = stage.occupy_device(), stage.post_later(FAILS)
     stage.wait_for_queue(1)
     behind = stage.post_later(FAILS, rows=2, dropout=0.5, seed=1)
@@ -77,6 +81,29 @@ def test_device_failure_ends_the_process(stage_of):
     assert_problem(doomed.result(), 500, "device_failure")
     assert_problem(behind.result(), 500, "device_failure")
     assert stage.server.wait() == 1
+    logged = [json.loads(line) for line in stage.server.lines if line.startswith("{")]
+    # Who is asked about an answer finds it in the log.
+    failed = {each["request_id"] for each in logged if each["logger"] == "normserve.failures"}
+    assert failed == {each.result().headers["x-request-id"] for each in (doomed, behind)}
+    (report,) = [each for each in logged if each["logger"] == "normserve.crash"]
+    assert report["level"] == "CRITICAL"
+    assert (report["what"], report["settings"]["backend"]) == ("the device failed", "torch")
+    assert "float32[1, 102]" in report["work"]
+    assert report["traceback"].endswith("DeviceFailureError: injected\n")
+
+
+@of_one_process
+def test_a_crash_report_can_be_copied_from_text(stage_of):
+    stage = stage_of()
+    assert_problem(stage.post(FAILS), 500, "device_failure")
+    assert stage.server.wait() == 1
+    assert stage.server.log.count("CRITICAL normserve.crash: crash report\n    what: the device failed\n") == 1
+
+
+def test_a_fatal_signal_says_where_each_thread_was(start_server, until):
+    server = start_server()
+    os.kill(server.owner, signal.SIGSEGV)
+    until(lambda: "Fatal Python error: Segmentation fault" in server.log and "executor.py" in server.log)
 
 
 def free_port() -> int:

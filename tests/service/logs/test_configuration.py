@@ -8,7 +8,7 @@ import sys
 from datetime import datetime
 
 import pytest
-from normserve.logs.configuration import JsonLines, TextLines
+from normserve.logs.configuration import JsonLines, TextLines, block
 
 HOSTILE = "a\nb\r\nc\x1b[31md\x00e\u2028f\x85g\x7fh\u202ei\ud800j"
 
@@ -65,6 +65,35 @@ def test_json_has_the_fields_as_members(logged):
         "bytes": 5,
         "settings": {"port": 1},
     }
+
+
+def test_text_of_a_fleet_says_which_process_it_is(logged):
+    line = logged(TextLines("front end 1"), "ready", extra={"fields": {"ms": 1.5}})
+    assert line.endswith(': ready process="front end 1" ms=1.5\n')
+
+
+def test_a_block_has_its_fields_on_lines_of_their_own(logged):
+    fields = {"what": "it\x1b failed", "settings": {"port": 1}, "traceback": "Traceback:\n  1 / 0\n" + HOSTILE}
+    lines = logged(TextLines("1"), "crash report", extra=block(fields)).split("\n")
+    assert lines[0].endswith(" INFO     normserve.some: crash report")
+    assert lines[1:6] == [
+        "    process: 1",
+        r"    what: it\x1b failed",
+        "    settings:",
+        '        {"port": 1}',
+        "    traceback:",
+    ]
+    assert lines[6:8] == ["        Traceback:", "          1 / 0"]
+    assert lines.pop() == ""
+    assert all(line.startswith("        ") and line.isascii() for line in lines[6:])
+
+
+def test_a_block_of_json_is_one_object(logged):
+    written = logged(JsonLines(), "crash report", extra=block({"what": "x", "traceback": "a\nb"}))
+    found = json.loads(written)
+    assert (found["message"], found["what"], found["traceback"]) == ("crash report", "x", "a\nb")
+    assert written.count("\n") == 1
+    assert "is_block" not in found
 
 
 def failure() -> tuple:

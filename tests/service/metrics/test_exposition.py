@@ -3,8 +3,10 @@
 import functools
 
 import pytest
-from normserve.metrics.exposition import Exposition, merged
-from normserve.metrics.instruments import Counter, Family, Gauge, Histogram
+from normserve.metrics.exposition import Exposition, merged, open_metrics, plain
+from normserve.metrics.instruments import Counter, Exemplar, Family, Gauge, Histogram
+from normserve.metrics.metrics import Metrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -84,3 +86,63 @@ def test_a_family_stands_once_for_all_processes(families):
         assert samples["sent_total", (("process", index), ("op", "a"))] == 2
     up = {labels[0][1]: value for (name, labels), value in samples.items() if name == "normserve_process_up"}
     assert up == {"0": 1, "1": 0, "2": 1}
+
+
+def read_open(text: bytes):
+    """Samples, and exemplars' trace ids and values, by name and labels."""
+    families = list(open_families(text.decode()))
+    samples = {
+        (each.name, tuple(each.labels.items())): (each.value, each.exemplar)
+        for family in families
+        for each in family.samples
+    }
+    exemplars = {
+        place: (each.labels, each.value, float(each.timestamp))
+        for place, (_, each) in samples.items()
+        if each is not None
+    }
+    return {place: value for place, (value, _) in samples.items()}, exemplars
+
+
+def test_openmetrics_has_the_same_samples_and_the_exemplars(families):
+    took = families[2]("a")
+    for value in (0.25, 7.0):
+        took.show(Exemplar("ab" * 16, value, 1700000000.125))
+    text = Exposition(families, {}).render()
+    samples, exemplars = read_open(open_metrics(text))
+    assert samples == read(plain(text))[0]
+    assert exemplars == {
+        ("took_seconds_bucket", (("op", "a"), ("le", le))): ({"trace_id": "ab" * 16}, value, 1700000000.125)
+        for le, value in (("0.25", 0.25), ("+Inf", 7.0))
+    }
+
+
+def test_the_plain_text_does_not_change_with_exemplars(families):
+    exposition = Exposition(families, {})
+    before = exposition.render()
+    assert plain(before) == before
+    families[2]("a").show(Exemplar("ab" * 16, 0.5, 1.0))
+    after = exposition.render()
+    assert b"trace_id" in after
+    assert plain(after) == before
+
+
+def test_what_looks_like_an_exemplar_in_a_label_stays():
+    family = Family("roof", "Of it.", ("device",), Gauge)
+    name = 'a # {trace_id="0"} 1'
+    family(name).set(1)
+    text = Exposition([family], {}).render()
+    assert read(plain(text))[0] == {("roof", (("device", name),)): 1}
+    assert read_open(open_metrics(text))[0] == {("roof", (("device", name),)): 1}
+
+
+def test_all_processes_exemplars_are_there(families):
+    families[2]("a").show(Exemplar("ab" * 16, 0.5, 1.0))
+    texts = {name: Exposition(families, {"process": name}).render() for name in "01"}
+    _, exemplars = read_open(open_metrics(merged(texts, "01")))
+    assert [dict(labels)["process"] for _, labels in exemplars] == ["0", "1"]
+
+
+def test_everything_that_is_counted_is_openmetrics():
+    text = Metrics().render()
+    assert read_open(open_metrics(text))[0].keys() == read(plain(text))[0].keys()

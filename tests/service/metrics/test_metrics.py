@@ -8,9 +8,11 @@ import time
 import pytest
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution
+from normserve.metrics.exposition import open_metrics
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.registrar import COUNTED_AT_ONCE
 from normserve.metrics.requests import RequestRecord
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.jobs.fake_jobs import job, tensor
@@ -273,3 +275,20 @@ def test_departures_are_there_before_the_first(metrics):
 
 
 CANCELLED_IN = ("recv", "parse", "queue", "send")
+
+
+def test_a_request_that_is_traced_stands_for_its_buckets(metrics):
+    for trace_id, seconds in (("ab" * 16, 0.001), (None, 0.001), ("cd" * 16, 1.0)):
+        began = time.perf_counter() - seconds
+        stages = {"recv": seconds}
+        record = RequestRecord("layer_norm", "forward", stages=stages, status=200, began=began, trace_id=trace_id)
+        metrics.observe_request(record)
+    text = open_metrics(metrics.render()).decode()
+    samples = [sample for family in open_families(text) for sample in family.samples if sample.exemplar is not None]
+    told = {(each.name, each.exemplar.labels["trace_id"]): each.exemplar for each in samples}
+    for name in ("request_duration_seconds", "stage_duration_seconds"):
+        for trace_id, seconds in (("ab" * 16, 0.001), ("cd" * 16, 1.0)):
+            exemplar = told.pop((f"normserve_{name}_bucket", trace_id))
+            assert exemplar.value == pytest.approx(seconds, abs=0.5)
+            assert float(exemplar.timestamp) == pytest.approx(time.time(), abs=60)
+    assert not told

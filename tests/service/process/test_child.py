@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from normserve.process.child import OWNER, Process
+from normserve.process.child import OWNER, Process, ending
 from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
 
 
@@ -11,6 +11,7 @@ class Running:
     """A process that was started."""
 
     returncode = None
+    pid = 4711
 
     def __init__(self) -> None:
         self.kills = 0
@@ -84,6 +85,7 @@ def test_one_that_is_silent_gets_no_connections_until_it_speaks(process, running
         "process 0 gives no sign and gets no new connections",
         "process 0 gives signs again",
     ]
+    assert [each.fields for each in caplog.records] == [{"child": "process 0", "device": "cpu", "pid": 4711}] * 2
 
 
 def test_one_that_hangs_is_killed_once(process, running):
@@ -106,3 +108,15 @@ def test_one_that_has_ended_is_not_killed(process, running):
     running.returncode = 0
     wait(process, 20)
     assert running.kills == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(0, {"exit_code": 0}), (3, {"exit_code": 3}), (-9, {"signal": "SIGKILL"}), (-11, {"signal": "SIGSEGV"})],
+)
+def test_an_end_is_a_code_or_a_signal_by_its_name(code, told):
+    assert ending(code) == told
+
+
+def test_a_signal_without_a_name_is_its_number():
+    assert ending(-45) == {"signal": "45"}

@@ -28,6 +28,6 @@ class AccessLog:
             "received_bytes": record.received,
             "sent_bytes": record.sent,
             "ms": round(record.seconds * 1000, 3),
-            "request_id": exchange.request_id,
+            **exchange.log_fields,
         }
         _log.info("request", extra={"fields": fields})

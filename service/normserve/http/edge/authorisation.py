@@ -48,7 +48,7 @@ class Authorisation:
                 scope["path"],
                 key=exchange.caller.key,
                 address=exchange.caller.address,
-                request_id=exchange.request_id,
+                **exchange.log_fields,
             )
             raise
 

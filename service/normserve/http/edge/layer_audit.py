@@ -28,5 +28,5 @@ def note_layer_change(scope: Scope, exchange: Exchange) -> None:
         record.error or results.get(record.status, "interrupted"),
         key=exchange.caller.key,
         address=exchange.caller.address,
-        request_id=exchange.request_id,
+        **exchange.log_fields,
     )

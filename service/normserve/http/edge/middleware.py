@@ -9,6 +9,7 @@ import logging
 import random
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,12 +20,14 @@ from normserve.http.edge.access_log import AccessLog
 from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.layer_audit import LAYERS, note_layer_change
 from normserve.http.edge.origins import Origins
+from normserve.http.edge.spans import HttpSpans
 from normserve.http.exchange import Exchange
 from normserve.http.problems import problem
 from normserve.http.transport import Buffers, Departure, Headers, Reception
+from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, UNMATCHED, RequestRecord
-from normserve.problems import unexpected
+from normserve.problems import status_of, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +53,14 @@ class Edge:
         origins: Origins,
         authorisation: Authorisation | None = None,
         access_log: AccessLog | None = None,
+        spans: HttpSpans | None = None,
     ) -> None:
         """Args:
         progress: is told of the requests that have been received whole.
         origins: which hosts and origins a request may name.
         authorisation: where keys are asked for.
         access_log: where one is kept.
+        spans: where requests are traced.
         """
         self._app = app
         self._metrics = metrics
@@ -63,6 +68,7 @@ class Edge:
         self._origins = origins
         self._authorisation = authorisation
         self._access_log = access_log
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -89,13 +95,21 @@ class Edge:
                 exchange.record.op = "preflight"
                 await preflight(scope, incoming.receive, outgoing.send)
         except NormserveError as error:
+            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.note(error.detail, self._log_fields(exchange))
             await outgoing.respond_problem(error)
         except Exception as error:
-            fields = {"request_id": exchange.request_id, "key": exchange.caller.key}
+            fields = self._log_fields(exchange)
             log.exception("a request met an error that nobody expected", extra={"fields": fields})
             await outgoing.respond_problem(unexpected(error))
         finally:
             self._close(scope, exchange, outgoing)
+
+    def _log_fields(self, exchange: Exchange) -> dict[str, str | None]:
+        """Which request it is, and whose."""
+        if self._spans is not None:
+            self._spans.decide(exchange.record, exchange.headers)
+        return {**exchange.log_fields, "key": exchange.caller.key}
 
     def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
         exchange.end_work()
@@ -111,6 +125,8 @@ class Edge:
             note_layer_change(scope, exchange)
         if exchange.client_left or not exchange.sending.is_delivered:
             record.status = CLIENT_LEFT
+        if self._spans is not None:
+            self._spans.end(record, exchange.headers, scope, exchange.request_id, exchange.caller.address)
         self._metrics.observe_request(record)
         if self._access_log is not None:
             self._access_log.note(scope, exchange)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from starlette.types import Scope
@@ -22,6 +23,7 @@ from normserve.engine.progress import Progress
 from normserve.errors import NormserveError
 from normserve.http.edge.middleware import bearer_token, request_id_of
 from normserve.http.edge.origins import Origins
+from normserve.http.edge.spans import HttpSpans
 from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import FrontEnd, part_at_once, part_of
@@ -29,9 +31,11 @@ from normserve.http.responses import headers_of
 from normserve.http.routes.operations import Head, Operation, Told, answer
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
+from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
-from normserve.problems import unexpected
+from normserve.problems import status_of, unexpected
+from normserve.traces.parent import log_fields
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +47,13 @@ class Prepared:
     """What a header says of all the requests that have it.
 
     Attributes:
+        scope: the header as ASGI has it, but for what its connection says.
         shared: headers of the response, for the page that sent the request.
         token: the API key that it brings.
         headers: its own.
     """
 
+    scope: Scope
     operation: Operation
     head: Head
     shared: Headers
@@ -57,7 +63,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What these requests are answered with."""
+    """What these requests are answered with.
+
+    Attributes:
+        spans: where requests are traced.
+    """
 
     operations: Mapping[str, Operation]
     origins: Origins
@@ -65,6 +75,7 @@ class Parts:
     limits: Limits
     metrics: Metrics
     progress: Progress
+    spans: HttpSpans | None = None
 
 
 class DirectRequest:
@@ -164,6 +175,9 @@ class DirectRequest:
         if self._permit is not None:
             self._permit.release()
         self._held.clear()
+        if (spans := self._parts.spans) is not None:
+            prepared, address = self._prepared, self._caller.address
+            spans.end(record, prepared.headers, prepared.scope, self._request_id, address)
         self._parts.metrics.observe_request(record)
         self._front_end.end(self._number)
 
@@ -212,14 +226,24 @@ class DirectRequest:
     def _refuse(self, error: BaseException) -> None:
         if isinstance(error, NormserveError):
             known = error
+            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.note(error.detail, self._log_fields())
         else:
-            fields = {"request_id": self._request_id, "key": self._caller.key}
+            fields = self._log_fields()
             log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
             known = unexpected(error)
         status, headers, body = problem(known, self._request_id)
         self._record.status, self._record.error, self._record.sent = status, known.code, len(body)
         named = [*headers, *self._prepared.shared, (b"x-request-id", self._request_id.encode())]
         self._front_end.send(messages.Send(self._number, status, named, body, more=False))
+
+    def _log_fields(self) -> dict[str, str | None]:
+        """Which request it is, and whose."""
+        headers = self._prepared.headers
+        if self._parts.spans is not None:
+            self._parts.spans.decide(self._record, headers)
+        named = log_fields(self._request_id, self._record.trace_id, headers)
+        return {**named, "key": self._caller.key}
 
 
 class Direct:
@@ -246,7 +270,7 @@ class Direct:
             return None
         if preflight is not None:
             return None
-        return Prepared(operation, head, shared, bearer_token(headers), headers)
+        return Prepared(scope, operation, head, shared, bearer_token(headers), headers)
 
     def begin(self, front_end: FrontEnd, request: messages.Request, prepared: Prepared) -> DirectRequest | None:
         """Begin a request whose body is there; None where the application must say why it may not."""

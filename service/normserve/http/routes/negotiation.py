@@ -91,6 +91,17 @@ class Accepted:
         return 0.0
 
 
+def prefers(accept: str, media_type: str, default: str) -> bool:
+    """Whether a client asks for a type by its name, and for another by its name not more."""
+    weights = {media_type: 0.0, default: 0.0}
+    for item in accept.split(","):
+        named, *arguments = (part.strip().lower() for part in item.split(";"))
+        if named in weights:
+            # Of several versions the one that is wanted most.
+            weights[named] = max(weights[named], _weight(arguments))
+    return weights[media_type] > 0 and weights[media_type] >= weights[default]
+
+
 def _weight(arguments: list[str]) -> float:
     for argument in arguments:
         name, _, value = argument.partition("=")

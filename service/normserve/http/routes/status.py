@@ -16,10 +16,11 @@ from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine.engine import Engine
 from normserve.engine.progress import StallWatch
 from normserve.http.exchange import Exchange
+from normserve.http.routes.negotiation import prefers
 from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
-from normserve.metrics.exposition import CONTENT_TYPE
+from normserve.metrics.exposition import CONTENT_TYPE, OPEN_METRICS, OPEN_METRICS_CONTENT_TYPE, open_metrics, plain
 from normserve.metrics.metrics import Metrics
 from normserve.peers.siblings import Question, Siblings
 
@@ -81,10 +82,12 @@ class Status:
         return Response("ready\n", media_type="text/plain")
 
     async def scrape(self, request: Request) -> Response:
-        """Every metric, as Prometheus reads it; in a fleet, of every process."""
+        """Every metric, as Prometheus' text or as OpenMetrics; in a fleet, of every process."""
         _note(request, "metrics")
         text = await self.siblings.exposition(self.metrics.render())
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        if prefers(request.headers.get("accept", ""), OPEN_METRICS, "text/plain"):
+            return Response(open_metrics(text), headers={"content-type": OPEN_METRICS_CONTENT_TYPE})
+        return Response(plain(text), headers={"content-type": CONTENT_TYPE})
 
     async def info(self, request: Request) -> JSONResponse:
         """Versions, backend, device, limits and the measured copy bandwidth."""

@@ -26,7 +26,7 @@ class Exchange:
 
     caller: Caller = field(default_factory=lambda: Caller("10.0.0.1"))
     record: RequestRecord = field(default_factory=RequestRecord)
-    request_id: str = "an-id"
+    log_fields: dict[str, str] = field(default_factory=lambda: {"request_id": "an-id", "trace_id": "a-trace"})
 
 
 def scope(path: str = "/v1/layer_norm", method: str = "POST", server: str = "127.0.0.1") -> dict:

@@ -10,10 +10,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from normserve.http.app import Service, create_app
+from normserve.http.app import create_app
 from normserve.http.relay import messages
 from normserve.http.relay.link import Link
 from normserve.http.relay.owner import Relays
+from normserve.http.service import Service
 from normserve.settings import Settings
 
 from tests.service.engine.fake_engine import FakeExecutor
@@ -91,7 +92,7 @@ class OwnerScene:
 
     def __init__(self, *, is_direct: bool = True, **settings: Any) -> None:
         self.executor = FakeExecutor()
-        with mock.patch("normserve.http.app.Executor", return_value=self.executor):
+        with mock.patch("normserve.http.service.Executor", return_value=self.executor):
             self.app = create_app(Settings(**{"backend": "torch", "frontends": "2", **settings}))
         self.service: Service = self.app.state.service
         self.relays: Relays = self.app.state.relays

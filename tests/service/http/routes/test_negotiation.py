@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import NotAcceptableError
-from normserve.http.routes.negotiation import Accepted
+from normserve.http.routes.negotiation import Accepted, prefers
 
 RANGES = st.sampled_from([NPY, SAFETENSORS, "application/*", "*/*", "text/html", "text/*"])
 QUALITIES = st.sampled_from(["0", "0.001", "0.25", "0.5", "0.999", "1", "1.000"])
@@ -63,3 +63,23 @@ def test_any_header_is_an_answer_or_a_refusal(text):
 def test_a_quality_that_is_none_never_wins(quality):
     accepted = Accepted(f"{NPY};q={quality}, {SAFETENSORS};q=1")
     assert accepted.choose(SAFETENSORS) == SAFETENSORS
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_preferred"),
+    [
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2", True),
+        ("text/plain;version=0.0.4;q=0.5,application/openmetrics-text;version=1.0.0;q=0.4,*/*;q=0.3", False),
+        (
+            "application/openmetrics-text;q=0.2, Application/OpenMetrics-Text ;q=0.4, text/plain;q=0.3",
+            True,
+        ),
+        ("application/openmetrics-text;q=0", False),
+        ("text/plain", False),
+        ("*/*", False),
+        ("", False),
+    ],
+)
+def test_what_is_asked_for_by_name_is_preferred_to_the_default(accept, is_preferred):
+    assert prefers(accept, "application/openmetrics-text", "text/plain") == is_preferred

@@ -1,0 +1,152 @@
+"""What lives as long as the server does."""
+
+import functools
+import gc
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from normserve import __version__
+from normserve.admission.keys import ApiKey, Keyring, KeysFile
+from normserve.admission.permits import Limits
+from normserve.backends.base import Backend
+from normserve.backends.choose import choose_backend
+from normserve.engine.batcher import Batcher
+from normserve.engine.compilation import Compilation
+from normserve.engine.engine import Engine
+from normserve.engine.executor import Executor
+from normserve.engine.progress import StallWatch
+from normserve.http.oip.regions.folder import Folder
+from normserve.http.oip.regions.registry import Regions
+from normserve.layers.changes import FleetLayerChanges, LayerChanges
+from normserve.layers.checkpoint import register_checkpoint
+from normserve.layers.registry import LayerRegistry
+from normserve.logs import audit, crash
+from normserve.memory.shared_slabs import SharedSlabs
+from normserve.memory.slabs import PLAIN, SlabPool
+from normserve.metrics.metrics import Metrics
+from normserve.peers.siblings import Siblings
+from normserve.requests.layers import make_layer
+from normserve.settings import Settings
+
+if TYPE_CHECKING:
+    from normserve.traces.traces import Traces
+
+
+class Service:
+    """What the parts of the application and the processes that serve it share."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        make_backend: Callable[[], Backend] | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self.settings = settings
+        self.siblings = siblings or Siblings(None)
+        self.metrics = Metrics(self.siblings.process)
+        self.limits = Limits(
+            max_requests=settings.max_inflight_requests,
+            max_bytes=settings.max_inflight_bytes,
+            stall_s=settings.body_grace_s / 5,
+            on_revoked=self.metrics.observe_revocation,
+        )
+        self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
+        # What front ends receive into and send from.
+        self.shared = SharedSlabs()
+        source = self.shared.source() if settings.frontend_count else PLAIN
+        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
+        self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
+        prefix = settings.oip_shared_memory
+        self.regions = Regions(
+            Folder(prefix) if prefix else None,
+            settings.oip_shared_memory_bytes,
+            shares_device_memory=settings.oip_cuda_shared_memory,
+        )
+        self.metrics.watch_regions(lambda: self.regions.open_regions, lambda: self.regions.open_bytes)
+        self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
+        self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
+        batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
+        compilation = Compilation(
+            max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
+        )
+        executor = Executor(make_backend or self._choose_backend)
+        self.engine = Engine(executor, batcher, compilation, self.metrics)
+        self.stalls = StallWatch(settings.stall_s, self.engine.launches)
+        self.metrics.watch_stall(lambda: self.stalls.seconds)
+        self.changes = self._layer_changes()
+        self.traces = self._exported_traces()
+        self._keys_file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file)
+        self.keys = self._known_keys()
+
+    def _layer_changes(self) -> LayerChanges:
+        make = functools.partial(make_layer, self.engine, self.layers)
+        place = self.siblings.place
+        if place is None:
+            return LayerChanges(self.layers, self.siblings, make)
+        return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
+
+    def tell_crash(self, what: str, error: BaseException | None = None) -> None:
+        """Log a crash report; without an error of its own it tells of the device's last."""
+        engine = self.engine
+        crash.tell(
+            what,
+            version=__version__,
+            settings=self.settings.changed(),
+            device=None if engine.device is None else f"{engine.device.name}, backend {engine.backend_name}",
+            work=engine.failed_work,
+            trace=engine.last_error if error is None else "".join(traceback.format_exception(error)),
+        )
+
+    def _exported_traces(self) -> "Traces | None":
+        endpoint = self.settings.trace_endpoint
+        if endpoint is None:
+            return None
+        # Late, because only those have the SDK who ask for traces.
+        from normserve.traces.export import export_to
+
+        return export_to(endpoint, self.settings.trace_ratio, self.siblings.process)
+
+    def _known_keys(self) -> Keyring | None:
+        """The API keys that are asked for; None where none are."""
+        if self._keys_file is not None:
+            keys = Keyring(self._keys_file.read())
+        elif self.settings.api_key is not None:
+            keys = Keyring.of_one(self.settings.api_key.get_secret_value())
+        else:
+            return None
+        self.metrics.know_keys(keys.names)
+        return keys
+
+    async def watch_keys(self) -> None:
+        """Read the file of API keys again whenever it changes, until cancelled."""
+        if self._keys_file is not None:
+            await self._keys_file.watch(self._replace_keys)
+
+    def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        assert self.keys is not None
+        self.keys.replace(keys)
+        self.metrics.know_keys(self.keys.names)
+        audit.keys_loaded(self.keys.names)
+
+    def _choose_backend(self) -> Backend:
+        sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
+        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs, sizes)
+
+    async def warm_up(self) -> None:
+        """Start the device, register the checkpoint's layers, then take work.
+
+        Raises:
+            NormserveError: the device cannot be used, or the checkpoint cannot be read.
+        """
+        self.layers.is_loading = True
+        await self.engine.start()
+        if self.settings.checkpoint is not None:
+            await register_checkpoint(self.settings.checkpoint, self.engine, self.layers)
+        # What torch and the routes left behind stays for good: without this the first full collection walks through
+        # it under load and holds every request for a tenth of a second.
+        gc.collect()
+        gc.freeze()
+        await self.changes.join()
+        self.layers.is_loading = False
+        self.engine.open()

@@ -1,0 +1,67 @@
+"""The crash report: one event, of the logger `normserve.crash`, that has what a report of a bug needs.
+
+As text it is a block of indented lines, as JSON one object.
+"""
+
+import logging
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from normserve.logs.configuration import block
+
+_log = logging.getLogger("normserve.crash")
+
+_DRIVER = Path("/sys/module/nvidia/version")
+_PACKAGES = ("torch", "triton", "numpy", "fastapi", "uvicorn")
+
+
+def tell(
+    what: str,
+    *,
+    version: str,
+    settings: Mapping[str, object],
+    device: str | None,
+    work: str | None,
+    trace: str | None,
+) -> None:
+    """The process ends because of an error of its own.
+
+    Args:
+        what: went wrong, in a few words.
+        settings: without secrets; of their defaults none need be there.
+        device: its name, if it had started.
+        work: what the device was given last, if it failed with that.
+        trace: the error's traceback.
+    """
+    facts = {
+        "what": what,
+        "version": version,
+        "versions": {"python": platform.python_version(), **_packages(), **_driver()},
+        "platform": platform.platform(),
+        "device": device,
+        "settings": dict(settings),
+        "work": work,
+        "traceback": trace,
+    }
+    _log.critical("crash report", extra=block({name: value for name, value in facts.items() if value is not None}))
+
+
+def _packages() -> dict[str, str]:
+    """Their versions, without importing any: what has failed may be one of them."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _driver() -> dict[str, str]:
+    """The version of NVIDIA's driver, where there is one."""
+    try:
+        return {"nvidia_driver": _DRIVER.read_text(encoding="ascii").strip()}
+    except OSError:
+        return {}

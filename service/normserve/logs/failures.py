@@ -1,0 +1,16 @@
+"""Requests that failed by the server's own fault: a line for each, with the id that its answer has."""
+
+import logging
+from collections.abc import Mapping
+
+_log = logging.getLogger("normserve.failures")
+
+
+def note(detail: str, fields: Mapping[str, object]) -> None:
+    """A request was answered with an internal error.
+
+    Args:
+        detail: what the client is told.
+        fields: which request it was.
+    """
+    _log.error("a request failed: %s", detail, extra={"fields": fields})

@@ -1,0 +1,1 @@
+"""Traces by OpenTelemetry: a span for each sampled request, its stages, and the launches that requests share."""

@@ -1,0 +1,92 @@
+"""Where spans go: a collector that speaks OTLP over HTTP, whether it is there or not."""
+
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from normserve import __version__
+from normserve.traces.traces import Traces
+
+log = logging.getLogger(__name__)
+
+# Of one batch, with what is tried again; those that end meanwhile wait, up to the processor's 2048.
+_EXPORT_S = 5.0
+_PATH = "/v1/traces"
+
+
+def export_to(endpoint: str, ratio: float, process: str | None = None) -> Traces:
+    """Traces that a collector is sent.
+
+    What the OpenTelemetry SDK reads from the environment holds beside: headers of its requests, certificates, the
+    service's name and attributes.
+
+    Args:
+        endpoint: a URL; without a path, OTLP's own is meant.
+        ratio: share of requests that are traced of those whose parent is not sampled.
+        process: its name, where there are several.
+    """
+    exporter = _Telling(OTLPSpanExporter(url_of(endpoint), timeout=_EXPORT_S), endpoint)
+    provider = TracerProvider(ALWAYS_ON, _resource(process), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+
+    def shut_down(within_s: float) -> None:
+        # It may wait for a collector that hangs; nobody waits for it.
+        thread = threading.Thread(target=provider.shutdown, name="traces-end", daemon=True)
+        thread.start()
+        thread.join(within_s)
+
+    return Traces(provider.get_tracer("normserve", __version__), ratio, shut_down)
+
+
+def url_of(endpoint: str) -> str:
+    """Where traces are posted to."""
+    has_path = urlsplit(endpoint).path not in ("", "/")
+    return endpoint if has_path else endpoint.rstrip("/") + _PATH
+
+
+def _resource(process: str | None) -> Resource:
+    own: dict[str, str | int] = {
+        "service.name": "normserve",
+        "service.version": __version__,
+        "service.instance.id": str(uuid.uuid4()),
+        "process.pid": os.getpid(),
+    }
+    if process is not None:
+        own["normserve.process"] = process
+    # What the environment says comes last: operators name services there.
+    return Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
+
+
+class _Telling(SpanExporter):
+    """Exports by another, and logs when that begins to fail and when it works again."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._lost = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            if not self._lost:
+                log.warning("%s takes no traces: they are dropped until it does", self._endpoint)
+            self._lost += len(spans)
+        elif self._lost:
+            log.info("%s takes traces again: %d spans were dropped", self._endpoint, self._lost)
+            self._lost = 0
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)

@@ -1,0 +1,13 @@
+"""Whether the extra `otel` is installed, without which nothing can be exported."""
+
+import importlib.util
+
+_NEEDED = "opentelemetry.exporter.otlp.proto.http"
+
+
+def is_installed() -> bool:
+    """Whether traces can be exported."""
+    try:
+        return importlib.util.find_spec(_NEEDED) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,55 @@
+"""What a request says of the trace that it belongs to: the header `traceparent` of W3C Trace Context."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# The version, trace id, span id and flags; what later versions append is behind another hyphen.
+_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
+_SAMPLED = 0x01
+_LONGEST_STATE = 512
+
+
+class Parent(NamedTuple):
+    """The span that a request was sent in.
+
+    Attributes:
+        trace_id: 32 hexadecimal digits.
+        span_id: 16 of them.
+        is_sampled: the sender records its own spans of this trace.
+        state: the header `tracestate`, or an empty string.
+    """
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+    state: str
+
+
+def log_fields(request_id: str, trace_id: str | None, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    """What names a request in a line of the log: its id and, if there is one, the trace that it belongs to.
+
+    Args: trace_id: where it is traced here; else its client may say one.
+    """
+    if trace_id is None and (parent := read_parent(headers)) is not None:
+        trace_id = parent.trace_id
+    return {"request_id": request_id} if trace_id is None else {"request_id": request_id, "trace_id": trace_id}
+
+
+def read_parent(headers: Mapping[bytes, bytes]) -> Parent | None:
+    """What a request's headers, by their lower-case names, say of its parent; None where that is nothing valid."""
+    given = headers.get(b"traceparent")
+    found = None if given is None else _TRACEPARENT.fullmatch(given.strip())
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    is_known = version == b"00" and more is None
+    if not (is_known or b"00" < version < b"ff") or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    state = headers.get(b"tracestate", b"")
+    return Parent(
+        trace_id.decode(),
+        span_id.decode(),
+        bool(int(flags, 16) & _SAMPLED),
+        state.decode("latin-1") if len(state) <= _LONGEST_STATE else "",
+    )

@@ -1,0 +1,41 @@
+"""When each stage of a request began and ended, from what its record has of their durations."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from normserve.metrics.requests import NONE, RequestRecord
+
+
+class Stage(NamedTuple):
+    """One stage; `began` and `ended` by `time.perf_counter`."""
+
+    name: str
+    began: float
+    ended: float
+
+
+def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
+    """Those that a request went through until `ended`, in their order.
+
+    Of a launch that several requests share, each has the whole.  An operation that was refused or given up has the
+    stage as well that it was in then.
+    """
+    queue = record.stages.get("queue", 0.0)
+    stages = [
+        *_one_by_one(record, record.began, "recv", "parse"),
+        *_one_by_one(record, record.launched - queue, "queue", "copy_in", "kernel", "copy_out"),
+        *_one_by_one(record, record.answering, "serialize", "send"),
+    ]
+    if record.status >= 400 and record.direction != NONE and record.waiting_in not in record.stages:
+        began = stages[-1].ended if stages else record.began
+        stages.append(Stage(record.waiting_in, began, max(began, ended)))
+    return stages
+
+
+def _one_by_one(record: RequestRecord, began: float, *names: str) -> Iterator[Stage]:
+    """Stages that follow one another from `began` on, without those that there were not."""
+    for name in names:
+        seconds = record.stages.get(name)
+        if seconds is not None:
+            yield Stage(name, began, began + seconds)
+            began += seconds

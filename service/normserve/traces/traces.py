@@ -1,0 +1,181 @@
+"""Spans of requests and launches.
+
+A request costs nothing before its end: its record has all times, and spans are made from these then.  Belongs to
+the event loop's thread; exporting is for the processors behind the tracer, on threads of their own.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+    TraceState,
+    format_trace_id,
+    set_span_in_context,
+)
+
+from normserve.metrics.requests import RequestRecord
+from normserve.traces.parent import Parent, read_parent
+from normserve.traces.stages import stages_of
+
+Attributes = dict[str, str | int | float | bool]
+
+# Requests of one launch end soon after one another; one that ends later links to the launch, and is not linked to.
+_LAUNCH_OPEN_S = 1.0
+
+_NOT_TRACED = object()
+
+
+class _Traced(NamedTuple):
+    """The span of a request that is traced, and when it began by the clock: nanoseconds since 1970."""
+
+    span: Span
+    began_ns: int
+
+
+class Traces:
+    """Decides which requests are traced, and makes their spans."""
+
+    def __init__(self, tracer: Tracer, ratio: float, shut_down: Callable[[float], None]) -> None:
+        """Args:
+        ratio: share of requests that are traced of those whose parent is not sampled.
+        shut_down: has the spans that have ended exported, within so many seconds, and no more after them.
+        """
+        self._tracer = tracer
+        self._ratio = ratio
+        self._shut_down = shut_down
+        # Spans by what names their launches, each with its end.
+        self._launches: dict[tuple[float, int], tuple[Span, int]] = {}
+
+    def decide(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
+        """Begin the span of a request that is to be traced, unless that was decided before.
+
+        Args: headers: the request's, by their lower-case names.
+        """
+        if record.span is not None:
+            return
+        parent = read_parent(headers)
+        if not (parent is not None and parent.is_sampled) and random.random() >= self._ratio:
+            record.span = _NOT_TRACED
+            return
+        # Of the clock only this is read: however it is set meanwhile, no stage begins before its request.
+        began_ns = time.time_ns() - _nanoseconds(time.perf_counter() - record.began)
+        context = Context() if parent is None else _context_of(parent)
+        span = self._tracer.start_span("request", context, SpanKind.SERVER, start_time=began_ns)
+        if not span.is_recording():
+            # The environment may turn the SDK off.
+            record.span = _NOT_TRACED
+            return
+        record.span, record.trace_id = _Traced(span, began_ns), format_trace_id(span.get_span_context().trace_id)
+
+    def end(
+        self, record: RequestRecord, headers: Mapping[bytes, bytes], describe: Callable[[], tuple[str, Attributes]]
+    ) -> None:
+        """A request is over: end its span, if it is traced.
+
+        Args: describe: what its transport calls it and says of it.
+        """
+        self.decide(record, headers)
+        traced = record.span
+        if not isinstance(traced, _Traced):
+            return
+        span, ended = traced.span, time.perf_counter()
+
+        def at(moment: float) -> int:
+            return traced.began_ns + _nanoseconds(moment - record.began)
+
+        name, attributes = describe()
+        span.update_name(name)
+        span.set_attributes({**attributes, **_attributes_of(record)})
+        if record.status >= 500:
+            span.set_attribute("error.type", record.error or str(record.status))
+            span.set_status(Status(StatusCode.ERROR))
+        context = set_span_in_context(span, Context())
+        for stage in stages_of(record, ended):
+            child = self._tracer.start_span(stage.name, context, start_time=at(stage.began))
+            child.end(at(stage.ended))
+        if record.batch_size > 1:
+            self._link(span, self._launch(record, at))
+        span.end(at(ended))
+
+    async def close(self, within_s: float) -> None:
+        """Have everything exported, in so many seconds at most; of requests that end afterwards nothing is."""
+        for key in tuple(self._launches):
+            self._end_launch(key)
+        await asyncio.to_thread(self._shut_down, within_s)
+
+    def _link(self, request: Span, launch: Span) -> None:
+        request.add_link(launch.get_span_context())
+        if launch.is_recording():
+            launch.add_link(request.get_span_context())
+
+    def _launch(self, record: RequestRecord, at: Callable[[float], int]) -> Span:
+        """The span of the launch that a request shared, which is the root of a trace of its own."""
+        key = (record.launched, record.launch_bytes)
+        if key not in self._launches:
+            seconds = sum([record.stages[stage] for stage in ("copy_in", "kernel", "copy_out")])
+            attributes: Attributes = {
+                "normserve.op": record.op,
+                "normserve.pass": record.direction,
+                "normserve.dtype": record.dtype,
+                "normserve.batch_size": record.batch_size,
+                "normserve.launch_bytes": record.launch_bytes,
+            }
+            span = self._tracer.start_span(
+                f"launch {record.op}", Context(), attributes=attributes, start_time=at(record.launched)
+            )
+            self._launches[key] = span, at(record.launched + seconds)
+            asyncio.get_running_loop().call_later(_LAUNCH_OPEN_S, self._end_launch, key)
+        return self._launches[key][0]
+
+    def _end_launch(self, key: tuple[float, int]) -> None:
+        if (launch := self._launches.pop(key, None)) is not None:
+            span, ended_ns = launch
+            span.end(ended_ns)
+
+
+def _attributes_of(record: RequestRecord) -> Attributes:
+    """What the server says of a request; nothing that a client chose but by its API key."""
+    attributes: Attributes = {
+        "normserve.op": record.op,
+        "normserve.pass": record.direction,
+        "normserve.transport": record.transport,
+        "normserve.bytes_in": record.received,
+        "normserve.bytes_out": record.sent,
+    }
+    if record.rows:
+        attributes |= {"normserve.dtype": record.dtype, "normserve.rows": record.rows}
+    if record.batch_size:
+        attributes |= {
+            "normserve.batch_size": record.batch_size,
+            "normserve.kernel_bytes": record.kernel_bytes,
+            "normserve.launch_bytes": record.launch_bytes,
+        }
+    if record.key is not None:
+        attributes["normserve.key"] = record.key
+    if record.error is not None:
+        attributes["normserve.error"] = record.error
+    return attributes
+
+
+def _context_of(parent: Parent) -> Context:
+    state = TraceState.from_header([parent.state]) if parent.state else None
+    flags = TraceFlags(TraceFlags.SAMPLED if parent.is_sampled else TraceFlags.DEFAULT)
+    ids = int(parent.trace_id, 16), int(parent.span_id, 16)
+    context = SpanContext(*ids, is_remote=True, trace_flags=flags, trace_state=state)
+    return set_span_in_context(NonRecordingSpan(context), Context())
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,46 @@
+"""From durations to times."""
+
+import pytest
+from normserve.jobs.job import NormResult
+from normserve.metrics.requests import RequestRecord
+from normserve.traces.stages import Stage, stages_of
+
+
+def record(**of_record: object) -> RequestRecord:
+    return RequestRecord(began=100.0, op="layer_norm", direction="forward", **of_record)
+
+
+def test_a_result_has_every_stage():
+    done = record(status=200, stages={"recv": 1.0, "parse": 0.5})
+    # It was queued at 102, half a second after it was parsed.
+    done.note_result(NormResult({}, 3.0, 0.25, 2.0, 0.5, 64, 128, 2, started=105.0), answering=108.0)
+    done.stages |= {"serialize": 0.5, "send": 1.5}
+    assert stages_of(done, 110.5) == [
+        Stage("recv", 100.0, 101.0),
+        Stage("parse", 101.0, 101.5),
+        Stage("queue", 102.0, 105.0),
+        Stage("copy_in", 105.0, 105.25),
+        Stage("kernel", 105.25, 107.25),
+        Stage("copy_out", 107.25, 107.75),
+        Stage("serialize", 108.0, 108.5),
+        Stage("send", 108.5, 110.0),
+    ]
+    assert (done.launch_bytes, done.kernel_bytes, done.batch_size) == (128, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "waiting_in", "last"),
+    [
+        ({}, "recv", Stage("recv", 100.0, 104.0)),
+        ({"recv": 1.0}, "parse", Stage("parse", 101.0, 104.0)),
+        ({"recv": 1.0, "parse": 2.0}, "queue", Stage("queue", 103.0, 104.0)),
+    ],
+)
+def test_what_fails_has_the_stage_that_it_failed_in(stages, waiting_in, last):
+    failed = record(status=503, stages=stages, waiting_in=waiting_in)
+    assert stages_of(failed, 104.0)[-1] == last
+    assert len(stages_of(failed, 104.0)) == len(stages) + 1
+
+
+def test_what_is_no_operation_has_no_stages():
+    assert stages_of(RequestRecord(op="metrics", status=404, began=1.0), 2.0) == []
