@@ -11,8 +11,7 @@ from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
 MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
-"""Parameters that came with a request are compared byte by byte to find jobs that share a launch; longer ones would
-cost more than the launch they save."""
+"""Longer parameters would take longer to compare than the launch takes that jobs with the same ones share."""
 
 
 class Op(Enum):

@@ -15,32 +15,18 @@ from normserve.memory.slabs import SlabPool
 from triton import knobs
 
 from tests.service.backends.answers import assert_right
+from tests.service.backends.cuda.on_gpu import backend, run
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import DTYPES, back, host
 
+__all__ = ["backend"]
+
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def backend():
-    from normserve.backends.cuda.backend import TritonBackend
-
-    made = TritonBackend(SlabPool(max_idle_bytes=2**26))
-    device = made.start()
-    assert device.kind == "cuda"
-    assert device.copy_bandwidth > 1e11
-    return made
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(11)
-
-
-def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
-    execution = backend.run(Batch(jobs)).wait()
-    assert execution.kernel_s > 0
-    return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.outputs]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,26 +3,14 @@
 import pytest
 import torch
 from fusednorm.reference.chain import layer_norm_chain
-from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
-from normserve.memory.slabs import SlabPool
+from normserve.jobs.job import NormJob, NormSpec, Op, Pass
 
-from tests.service.memory.host_tensors import DTYPES, back, host
+from tests.service.backends.cuda.on_gpu import backend, run
+from tests.service.memory.host_tensors import DTYPES, host
+
+__all__ = ["backend"]
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def backend():
-    from normserve.backends.cuda.backend import TritonBackend
-
-    made = TritonBackend(SlabPool(max_idle_bytes=2**26))
-    made.start()
-    return made
-
-
-def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
-    outputs = backend.run(Batch(jobs)).wait().outputs
-    return [{name: back(tensor) for name, tensor in each.items()} for each in outputs]
 
 
 @pytest.mark.parametrize("cols", [100, 1024, 40_000])
