@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test check docs test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -131,6 +131,16 @@ SECONDS ?= 60
 # Coverage-guided, two harnesses at a time, SECONDS each.  Inputs that fail are left in fuzz-artifacts.
 fuzz: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# The documents as a site, in build/site; mkdocs has an environment of its own, since it needs nothing of the others.
+.venv/docs/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		mkdocs-material 'mkdocstrings[python]'
+	@touch $@
+
+docs: .venv/docs/.done
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build
 
 MINUTES ?= 30
 REQUESTS ?= 0
