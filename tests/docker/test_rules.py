@@ -1,5 +1,6 @@
 """Prometheus takes the configuration, and the rules do what rules/*.yml beside this file say."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -36,3 +37,21 @@ def test_every_rule_is_tested(name, file):
     }
     evaluated = {each["expr"] for test in tests for each in test.get("promql_expr_test", [])}
     assert written == fired | evaluated
+
+
+def test_every_alert_leads_to_its_part_of_the_runbook():
+    groups = yaml.safe_load((ROOT / "docker/rules/alerts.yml").read_text(encoding="utf-8"))["groups"]
+    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
+    runbook = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^## (.*)$", runbook, re.MULTILINE)) == alerts.keys()
+    assert alerts == {name: f"docs/runbook.md#{name.lower()}" for name in alerts}
+
+
+def test_the_runbook_names_what_there_is():
+    runbook = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
+    settings = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    metrics = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    for option in re.findall(r"`(--[a-z-]+)", runbook):
+        assert f"`{option}`" in settings, option
+    for metric in re.findall(r"normserve_[a-z_]+", runbook):
+        assert f"`{metric}`" in metrics or metric == "normserve_process_up", metric
