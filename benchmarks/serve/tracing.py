@@ -1,0 +1,129 @@
+"""What traces cost: `python -m benchmarks.serve.tracing --out FILE.csv`.
+
+Servers that trace nothing, one request in a hundred, and every request, on the same cores; the C client and a
+collector that takes whatever it is sent run on another.  LayerNorm of a row of 1024 float32 with a registered
+layer, npy in and out.  In each round each server has its turn, in an order that changes from round to round; ratios
+are taken within a round.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+
+from benchmarks.serve import command
+from benchmarks.serve.clients.closed_loop import ClosedLoop
+from benchmarks.serve.clients.posts import make_parameters, make_x, npy
+from benchmarks.serve.report.results import Results
+from benchmarks.serve.servers import launch
+from benchmarks.serve.servers.launch import Served
+
+COLUMNS = ("connections", "traced", "round", "per_second", "p50_ms", "p99_ms", "rate_over_untraced")
+#: What is traced, and the server's ratio; None traces nothing.
+TRACED = {"nothing": None, "one in a hundred": "0.01", "everything": "1"}
+_CONNECTIONS = (1, 64)
+_X_BYTES = 4096
+
+
+def main() -> int:
+    options = command.parser("tracing", "the servers and of the client")
+    command.add_turns(options, "each server with each number of connections", 1.5, rounds=11)
+    options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
+    return command.run(options.parse_args(), COLUMNS, measure, table)
+
+
+def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+    """Run everything; a row for each server, number of connections and round."""
+    server_cores, client_cores = asked.cores
+    parameters, body = make_parameters(), npy(make_x(_X_BYTES))
+    with contextlib.ExitStack() as stack:
+        served = {}
+        endpoint = stack.enter_context(_collector())
+        for number, (traced, ratio) in enumerate(TRACED.items()):
+            own = folder / str(number)
+            own.mkdir()
+            options = () if ratio is None else ("--trace-endpoint", endpoint, "--trace-ratio", ratio)
+            running = launch.normserve(server_cores, own, parameters, asked.backend, options)
+            served[traced] = stack.enter_context(running)[0]
+        os.sched_setaffinity(0, client_cores)
+        client = ClosedLoop(folder, client_cores)
+        for connections in _CONNECTIONS:
+            with results.part(f"{connections} connections"):
+                for number in range(asked.rounds):
+                    _round(results, client, served, body, connections, number, asked.seconds)
+
+
+def _round(
+    results: Results,
+    client: ClosedLoop,
+    served: Mapping[str, Served],
+    body: bytes,
+    connections: int,
+    number: int,
+    seconds: float,
+) -> None:
+    turns = {}
+    for traced in random.Random(number).sample([*served], len(served)):
+        turns[traced] = client.turn(served[traced], "application/x-npy", body, seconds, connections)
+    for traced, turn in turns.items():
+        results.add(
+            {
+                "connections": connections,
+                "traced": traced,
+                "round": number,
+                "per_second": f"{turn.per_second:.1f}",
+                "p50_ms": f"{1000 * turn.p50_s:.4f}",
+                "p99_ms": f"{1000 * turn.p99_s:.4f}",
+                "rate_over_untraced": f"{turn.per_second / turns['nothing'].per_second:.4f}",
+            }
+        )
+
+
+class _Sink(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def _collector() -> Iterator[str]:
+    """Takes spans and keeps none; its URL."""
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _Sink)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A line for each number of connections and what is traced: medians of the rounds."""
+    lines = [
+        "| connections | traced | answers a second | p50, ms | rate over none traced |",
+        "|---|---|---|---|---|",
+    ]
+    for connections, traced in dict.fromkeys((row["connections"], row["traced"]) for row in rows):
+        of = [row for row in rows if (row["connections"], row["traced"]) == (connections, traced)]
+        rate, p50 = (median(float(str(row[name])) for row in of) for name in ("per_second", "p50_ms"))
+        ratios = [float(str(row["rate_over_untraced"])) for row in of]
+        spread = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        lines.append(f"| {connections} | {traced} | {rate:.0f} | {p50:.3f} | {spread} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
