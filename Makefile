@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test check docs test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-fast release-check check docs test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -38,7 +38,7 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile
-	$(BIN)/shellcheck .ci/containers .ci/run docker/*.sh examples/*.sh
+	$(BIN)/shellcheck .ci/containers .ci/release-check .ci/run docker/*.sh examples/*.sh
 	$(BIN)/yamllint --strict docker
 
 # test-gpu and bench run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be
@@ -49,6 +49,15 @@ test-gpu:
 	$(ON_GPU) pytest tests/kernels tests/service/backends/cuda/test_backend.py \
 		tests/service/backends/cuda/test_chain_gpu.py tests/service/backends/cuda/test_pinned.py \
 		tests/service/backends/cuda/test_replays_gpu.py tests/integration/api/test_gpu.py
+
+# Tests that start no server and run no kernel, for the time between two edits.
+test-fast: .venv/.dev
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/service tests/loadtest/adapters tests/loadtest/load \
+		tests/loadtest/measurements tests/loadtest/report tests/kernels/arguments tests/kernels/launch \
+		tests/kernels/policy tests/kernels/reference
+
+release-check:
+	.ci/release-check
 
 .venv/ray/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv/ray
