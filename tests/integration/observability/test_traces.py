@@ -3,7 +3,9 @@
 import itertools
 import json
 import os
+import re
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -297,3 +299,17 @@ def test_lines_of_the_log_name_the_trace(launched, collector, until):
 
     until(lambda: len(logged()) == 3)
     assert [logged()[answer.headers["x-request-id"]] for answer in answers] == [TRACE, TRACE, None]
+
+
+def test_every_attribute_is_on_the_page(traced, collector, span_of):
+    """And the page has none that is never sent, but those of API keys and of shared memory."""
+    spans = [
+        span_of(post(traced, traceparent=SAMPLED, user_agent="me/1")),
+        span_of(post(traced, params={"timeout_ms": 1e-6}, traceparent=SAMPLED)),
+    ]
+    sent = {name for span in spans for name in span.attributes}
+    page = (Path(__file__).parents[3] / "docs/observability.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("| attribute |")
+    named = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", table.partition("\n\n")[0]))
+    assert named - sent == {"normserve.key", "network.transport", "normserve.status"}
+    assert sent <= named

@@ -23,7 +23,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
-_REQUEST_HEADERS = ("Authorization", "Inference-Header-Content-Length", "X-Request-ID")
+_REQUEST_HEADERS = ("Authorization", "Inference-Header-Content-Length", "Traceparent", "Tracestate", "X-Request-ID")
 _EXPOSED = (
     *("Server-Timing", "X-Kernel-Bytes", "X-Kernel-Bandwidth", "X-Batch-Size"),
     *("X-Request-ID", "Retry-After", "Inference-Header-Content-Length"),

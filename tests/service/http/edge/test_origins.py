@@ -186,7 +186,8 @@ def preflight(**headers):
 
 
 def test_leave_is_given():
-    _, response = preflight(access_control_request_headers="authorization, content-type,x-request-id")
+    asked = "authorization, content-type,x-request-id,traceparent, tracestate"
+    _, response = preflight(access_control_request_headers=asked)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "https://app.example"
     assert "POST" in response.headers["access-control-allow-methods"]
