@@ -52,9 +52,8 @@ test-gpu:
 
 # Tests that start no server and run no kernel, for the time between two edits.
 test-fast: .venv/.dev
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/service tests/loadtest/adapters tests/loadtest/load \
-		tests/loadtest/measurements tests/loadtest/report tests/kernels/arguments tests/kernels/launch \
-		tests/kernels/policy tests/kernels/reference
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/service tests/loadtest/load \
+		tests/loadtest/report tests/kernels/arguments tests/kernels/policy tests/kernels/reference
 
 release-check:
 	.ci/release-check
