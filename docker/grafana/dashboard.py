@@ -239,6 +239,37 @@ def resources() -> list[timeseries.Panel]:
     ]
 
 
+def front_ends() -> list[timeseries.Panel]:
+    """The processes that speak HTTP, with `--frontends`."""
+    each, legend = "sum by (instance, frontend)", "{{instance}} front end {{frontend}}"
+    return [
+        lines(
+            "Processor time of front ends",
+            "Cores that each front end keeps busy, 1 at most. Near 1 in all of them: one more front end helps.",
+            "short",
+            [(rate("normserve_frontend_cpu_seconds_total", "instance, frontend", HERE), legend)],
+        ).span(6),
+        lines(
+            "Memory of front ends",
+            "Resident memory of each front end, with the shared slabs that it maps.",
+            "bytes",
+            [(f"{each} (normserve_frontend_resident_memory_bytes{{{HERE}}})", legend)],
+        ).span(6),
+        lines(
+            "Open files of front ends",
+            "File descriptors of each front end; each connection of a client takes one.",
+            "short",
+            [(f"{each} (normserve_frontend_open_fds{{{HERE}}})", legend)],
+        ).span(6),
+        lines(
+            "Connections",
+            "Open connections of clients, with front ends or without.",
+            "short",
+            [(f"sum by (instance) (normserve_connections{{{HERE}}})", "{{instance}}")],
+        ).span(6),
+    ]
+
+
 def build() -> str:
     """The dashboard as Grafana reads it."""
     chosen = VariableOption(text=["All"], value=["$__all"])
@@ -260,6 +291,7 @@ def build() -> str:
         "From the socket to the device and back": way(),
         "Load": load(),
         "Resources": resources(),
+        "Front ends": front_ends(),
     }.items():
         page.with_row(dashboard.Row(title).id(next(ids)))
         for panel in panels:

@@ -1,5 +1,6 @@
 """Prometheus takes the configuration, and the rules do what rules/*.yml beside this file say."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -51,6 +52,11 @@ def test_the_runbook_names_what_there_is():
     runbook = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
     settings = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     metrics = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    page = json.loads((ROOT / "docker/grafana/dashboards/normserve.json").read_text(encoding="utf-8"))
+    panels = {panel["title"] for panel in page["panels"] if panel["type"] != "row"}
+    emphasised = {" ".join(text.split()) for text in re.findall(r"(?<!\*)\*([A-Z][^*]*)\*(?!\*)", runbook)}
+    assert len(emphasised) > 5
+    assert emphasised <= panels
     for option in re.findall(r"`(--[a-z-]+)", runbook):
         assert f"`{option}`" in settings, option
     for metric in re.findall(r"normserve_[a-z_]+", runbook):

@@ -1,6 +1,7 @@
 """Debian's Prometheus scrapes real servers under load: what it then knows is what was sent.
 
-One server with both transports, and a fleet of two processes.  `promtool` judges the page that they expose.
+One server with both transports, and a fleet of two processes with a device and one that speaks HTTP for them.
+`promtool` judges the page that they expose.
 """
 
 import json
@@ -57,7 +58,7 @@ def scene(tool, launched, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
     uds = folder / "normserve.sock"
     server = launched("--uds", str(uds), wait=False)
-    fleet = launched("--devices", "cpu,cpu", wait=False)
+    fleet = launched("--devices", "cpu,cpu", "--frontends", "1", wait=False)
     for each in (server, fleet):
         each.wait_until_ready()
     # Whatever will be counted is there from the first scrape on, so that rates see all of the load; and it is far
