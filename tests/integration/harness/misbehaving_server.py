@@ -1,6 +1,7 @@
 """`normserve` with a CPU backend that obeys a test: rows of certain lengths make it wait, fail or run dry.
 
-It writes `ran ROWSxN` for each launch.  While it waits, it waits for the file that $GATE names.
+It writes `ran ROWSxN` for each launch.  While it waits, it waits for the file that $GATE names: with $WAIT_AT_START
+also before its device starts, with $WAIT_AT_LOAD before it takes a second layer's parameters.
 """
 
 import os
@@ -21,11 +22,18 @@ class MisbehavingBackend(TorchBackend):
         super().__init__(threads, slabs)
         # What waits must not do so on the event loop.
         self.inline_bytes = 0
+        self.loaded = 0
 
     def start(self):
         if os.environ.get("WAIT_AT_START"):
             wait_for_gate()
         return super().start()
+
+    def load(self, op, weight, bias):
+        if self.loaded and os.environ.get("WAIT_AT_LOAD"):
+            wait_for_gate()
+        self.loaded += 1
+        return super().load(op, weight, bias)
 
     def run(self, batch):
         cols = batch.jobs[0].x.shape[-1]

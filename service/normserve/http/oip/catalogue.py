@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from normserve import __version__
 from normserve.engine.engine import Engine
 from normserve.engine.progress import StallWatch
-from normserve.errors import NormserveError
+from normserve.errors import NormserveError, RetryLaterError
 from normserve.http.oip.descriptions import PLATFORM, configuration, metadata
 from normserve.http.oip.models import Model, Models
 from normserve.http.oip.notes import note
@@ -96,10 +96,10 @@ class Catalogue:
     async def model_ready(self, request: Request, name: str, version: str | None = None) -> Response:
         """200 where there is such a model and the server is ready, else 404 or 400."""
         note(request, "models")
-        self._model(name, version)
         try:
+            self._model(name, version)
             self._require_ready()
-        except NormserveError as error:
+        except RetryLaterError as error:
             return JSONResponse({"error": error.detail}, status_code=400)
         return JSONResponse({"name": name, "ready": True})
 
