@@ -1,27 +1,41 @@
 """The OpenAPI description of the application, as Swagger UI 4 reads it."""
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
-from normserve.errors import InvalidShapeError
+from normserve import errors
+from normserve.codec.media_types import NPY
+from normserve.errors import NormserveError
+from normserve.http.routes.examples import PARAMETERS, Example, example_of
 from normserve.http.routes.scopes import RouteScopes
-from normserve.problems import document
+from normserve.problems import STATUSES, document
 
 # Swagger UI 4 refuses 3.1, of which nothing here makes use.
 OPENAPI_VERSION = "3.0.3"
 
-_EXAMPLE = document(InvalidShapeError("x [2, 1024] needs weight [1024], got [768]"), "6f1c…")
-_TYPES = {str: "string", int: "integer"}
-_PROBLEM = {
-    "type": "object",
-    "properties": {name: {"type": _TYPES[type(value)]} for name, value in _EXAMPLE.items()},
-    "required": list(_EXAMPLE),
-}
-
 _KEY_SCHEME = {"type": "http", "scheme": "bearer", "description": "The API key."}
+_PARAMETER = re.compile(r"{(\w+)}")
+_SAMPLE = {"sample": {"summary": "an array to try it with", "externalValue": "sample.npy"}}
+_HEADERS = {
+    "Server-Timing": ("string", "Milliseconds in each stage."),
+    "X-Kernel-Bytes": ("integer", "The fewest bytes that the launch had to move."),
+    "X-Kernel-Bandwidth": ("integer", "These bytes a second of the kernel's time."),
+    "X-Batch-Size": ("integer", "Requests that shared the launch."),
+}
+# Of each of these the description shows a document.
+_SHOWN_ERRORS = (
+    errors.InvalidShapeError("x must be [..., 768] to match weight [768], got [2, 512]"),
+    errors.UnknownLayerError("no layer of that name is registered"),
+    errors.OverloadedError("as many requests are inside as may be: 256"),
+    errors.NotReadyError("the server is still warming up"),
+)
+_REQUEST_ID = "2688c9a37667b02a0161b9894444878d"
 
 
 def describe(app: FastAPI, scopes: RouteScopes | None) -> Callable[[], dict[str, Any]]:
@@ -30,38 +44,154 @@ def describe(app: FastAPI, scopes: RouteScopes | None) -> Callable[[], dict[str,
     Args:
         scopes: what asks for an API key; None where nothing does.
     """
-    app.openapi_version = OPENAPI_VERSION
-    make = app.openapi
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
-            description = make()
-            _complete(description)
-            if scopes is not None:
-                _ask_for_key(description, scopes)
-        return make()
+            app.openapi_schema = _described(app, scopes)
+        return app.openapi_schema
 
+    app.openapi_version = OPENAPI_VERSION
     return described
 
 
-def _complete(description: dict[str, Any]) -> None:
-    """Name each operation once, and say what errors look like."""
-    description.setdefault("components", {}).setdefault("schemas", {})["Problem"] = _PROBLEM
-    answer = {"$ref": "#/components/schemas/Problem"}
-    content = {"application/problem+json": {"schema": answer, "example": _EXAMPLE}}
+def _described(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any]:
+    description = get_openapi(
+        title=app.title,
+        version=app.version,
+        openapi_version=app.openapi_version,
+        description=app.description,
+        routes=list(_without_head(app)),
+    )
+    # FastAPI's own are of errors that nothing here answers with.
+    description["components"] = {"schemas": {"Problem": _problem_schema(), "Error": _error_schema()}}
+    if scopes is not None:
+        description["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
-            words = [word for word in re.split(r"[^A-Za-z0-9]+", path) if word]
-            operation["operationId"] = "_".join([method, *words])
-            responses = operation.setdefault("responses", {})
-            # What FastAPI says of parameters that it checks itself, of which there are none.
-            responses.pop("422", None)
-            responses["default"] = {"description": "An error, as RFC 9457 describes it.", "content": content}
-
-
-def _ask_for_key(description: dict[str, Any], scopes: RouteScopes) -> None:
-    description.setdefault("components", {})["securitySchemes"] = {"key": _KEY_SCHEME}
-    for path, methods in description["paths"].items():
-        for method, operation in methods.items():
-            if scopes.ask_for_key(method.upper(), path):
+            operation["operationId"] = operation_id(method, path)
+            _name_parameters(operation, path)
+            _show_answers(operation, method, path)
+            if scopes is not None and scopes.ask_for_key(method.upper(), path):
                 operation["security"] = [{"key": []}]
+    return description
+
+
+def operation_id(method: str, path: str) -> str:
+    """What generated clients call an operation: its method and path, not what the server's code calls it."""
+    return "_".join([method, *re.findall(r"\w+", path)])
+
+
+def _without_head(app: FastAPI) -> Iterator[APIRoute]:
+    """The routes.  Each GET takes HEAD as well, which is described no second time."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            alone = copy.copy(route)
+            alone.methods = set(route.methods or ()) - {"HEAD"}
+            yield alone
+
+
+def _name_parameters(operation: dict[str, Any], path: str) -> None:
+    """The path's own parameters, and examples.  FastAPI, which gives a schema a title, takes arguments for them."""
+    of_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PARAMETER.findall(path)
+    ]
+    of_query = [each for each in operation.get("parameters", ()) if "title" not in each["schema"]]
+    operation["parameters"] = of_path + of_query
+    for each in operation["parameters"]:
+        if each["name"] in PARAMETERS:
+            each["example"] = PARAMETERS[each["name"]]
+
+
+def _show_answers(operation: dict[str, Any], method: str, path: str) -> None:
+    answers = operation["responses"]
+    answers.pop("422", None)
+    example = example_of(method.upper(), path)
+    if example is None:
+        _show_tensors(operation, is_forward=not path.endswith("/backward"))
+    else:
+        _show_example(operation, example)
+        if (method, path) == ("put", "/v1/layers/{name}"):
+            answers["201"] = answers["200"] | {"description": "The layer is new."}
+    answers["default"] = _failures_of_inference_protocol() if path.startswith("/v2") else _failures()
+
+
+def _show_tensors(operation: dict[str, Any], *, is_forward: bool) -> None:
+    sent, answer = operation["requestBody"]["content"], operation["responses"]["200"]
+    if is_forward:
+        sent[NPY] = sent[NPY] | {"examples": _SAMPLE}
+    else:
+        # One array is not enough for gradients.
+        operation["requestBody"]["content"] = {name: each for name, each in sent.items() if name != NPY}
+    # FastAPI adds what it would answer with itself.
+    answer["content"].pop("application/json", None)
+    answer["headers"] = {
+        name: {"description": what, "schema": {"type": kind}} for name, (kind, what) in _HEADERS.items()
+    }
+
+
+def _show_example(operation: dict[str, Any], example: Example) -> None:
+    if example.request is not None:
+        content = {"application/json": {"schema": {"type": "object"}, "example": example.request}}
+        operation["requestBody"] = {"required": bool(example.request), "content": content}
+    (answer,) = [told for status, told in operation["responses"].items() if status.startswith("2")]
+    answer["description"] = "Done."
+    answer.pop("content", None)
+    if isinstance(example.answer, bytes):
+        schema = {"type": "string", "format": "binary"}
+        answer["content"] = {example.media_type: {"schema": schema, "examples": _SAMPLE}}
+    elif example.answer is not None:
+        answer["content"] = {example.media_type: {"schema": _kind_of(example.answer), "example": example.answer}}
+
+
+def _kind_of(value: object) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"type": "string"}
+    return {"type": "array", "items": {"type": "object"}} if isinstance(value, list) else {"type": "object"}
+
+
+def _failures() -> dict[str, Any]:
+    """What answers with a status of 400 or above, of any path but those below `/v2`."""
+    shown = {
+        error.code: {"summary": f"{STATUSES[type(error)]} {error.code}", "value": document(error, _REQUEST_ID)}
+        for error in _SHOWN_ERRORS
+    }
+    schema = {"$ref": "#/components/schemas/Problem"}
+    return {
+        "description": "Any error: a problem document (RFC 9457).",
+        "headers": {"Retry-After": _retry_after()},
+        "content": {"application/problem+json": {"schema": schema, "examples": shown}},
+    }
+
+
+def _failures_of_inference_protocol() -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {
+        "description": "Any error, as the protocol has them.",
+        "headers": {"Retry-After": _retry_after()},
+        "content": {"application/json": {"schema": schema, "example": {"error": _SHOWN_ERRORS[0].detail}}},
+    }
+
+
+def _retry_after() -> dict[str, Any]:
+    return {"description": "Of 429 and 503: seconds.", "schema": {"type": "integer", "minimum": 1}}
+
+
+def _problem_schema() -> dict[str, Any]:
+    properties = {
+        "type": {"type": "string", "format": "uri"},
+        "title": {"type": "string"},
+        "status": {"type": "integer", "minimum": 400, "maximum": 599},
+        "detail": {"type": "string", "description": "What was expected and what came."},
+        "code": {"type": "string", "enum": sorted(_codes(NormserveError)), "description": "The cause."},
+        "request_id": {"type": "string", "description": "Names the request in the server's log."},
+    }
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _error_schema() -> dict[str, Any]:
+    return {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+
+
+def _codes(kind: type[NormserveError]) -> set[str]:
+    return {kind.code}.union(*map(_codes, kind.__subclasses__()))

@@ -15,6 +15,7 @@ from normserve.http.computing import Computing, note_operation, note_result
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
 from normserve.http.responses import BuffersResponse
+from normserve.http.routes.examples import lines_of
 from normserve.http.routes.negotiation import Accepted, declared_format, is_form, sniffed_format, with_hints
 from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers, Headers
@@ -57,8 +58,9 @@ class Operations:
                 methods=["POST"],
                 name=f"{op.value} {direction.value}",
                 summary=f"{op.value}, {direction.value}",
-                description="Tensors in the body, everything else in the query.",
-                openapi_extra=_description(op, direction),
+                description="Tensors in the body, everything else in the query. For example:\n\n"
+                f"    {lines_of(op, direction)}",
+                openapi_extra=_description(op, direction) | {"x-codeSamples": _code_samples(op, direction)},
             )
         return router
 
@@ -205,6 +207,11 @@ def answer(record: RequestRecord, told: Told, result: NormResult) -> tuple[Buffe
         tensors = result.tensors if told.several is None else told.several.divided(result.tensors)
         buffers = safetensors.encode(tensors)
     return buffers, told.media_type.encode(), note_result(record, result, began)
+
+
+def _code_samples(op: Op, direction: Pass) -> list[dict[str, str]]:
+    lines = lines_of(op, direction)
+    return [{"lang": "Shell" if lines.startswith("curl") else "Python", "source": lines}]
 
 
 def _description(op: Op, direction: Pass) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""Examples of requests and answers, for the API's description: by method and path template.
+
+Tests send the requests to a server, and compare what it answers with the answers here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from normserve import __version__
+from normserve.codec.media_types import NPY, SAFETENSORS
+from normserve.jobs.job import Op, Pass
+from normserve.memory.host_tensors import FLOATS
+from normserve.metrics.exposition import CONTENT_TYPE
+
+_JSON, _TEXT = "application/json", "text/plain"
+
+PARAMETERS: Mapping[str, str | int] = {
+    "name": "encoder.LayerNorm",
+    "version": "1",
+    "region": "input",
+    "num_groups": 2,
+}
+"""Of a path or a query, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What may be sent and what comes back.
+
+    Attributes:
+        answer: with status 200, or 201 of what is new; None: it has no body.  Bytes that are no text are not shown.
+        media_type: the answer's.
+        request: JSON that may be sent; None where there is nothing to say in JSON.
+    """
+
+    answer: Any = None
+    media_type: str = _JSON
+    request: Any = None
+
+
+_LAYER = {
+    "name": "encoder.LayerNorm",
+    "op": "layer_norm",
+    "eps": 1e-5,
+    "activation": "none",
+    "size": 768,
+    "dtype": "float32",
+    "bias": True,
+    "weight_offset": 0.0,
+}
+_INFO = {
+    "version": __version__,
+    "state": "ready",
+    "backend": "triton",
+    "device": {"name": "NVIDIA H100 80GB HBM3", "kind": "cuda"},
+    "copy_bandwidth_bytes_per_second": 2.9e12,
+    "versions": {"python": "3.11.7", "torch": "2.11.0", "triton": "3.6.0"},
+    "limits": {
+        "max_body_bytes": 2**30,
+        "max_inflight_requests": 256,
+        "max_inflight_bytes": 2**32,
+        "max_layers": 10000,
+        "max_layer_bytes": 2**28,
+        "timeout_ms": 30000.0,
+        "max_batch_requests": 64,
+        "max_batch_bytes": 2**22,
+    },
+    "layers": 1,
+    "operations": [op.value for op in Op],
+    "dtypes": [dtype.value for dtype in FLOATS],
+    "media_types": [SAFETENSORS, NPY],
+    "local": None,
+}
+_OF_STATUS = {
+    "GET /livez": Example("ok\n", _TEXT),
+    "GET /readyz": Example("ready\n", _TEXT),
+    "GET /metrics": Example("normserve_inflight_requests 0.0\n", CONTENT_TYPE),
+    "GET /v1/info": Example(_INFO),
+    "GET /sample.npy": Example(b"", NPY),
+}
+_OF_LAYERS = {
+    "GET /v1/layers": Example({"layers": [_LAYER]}),
+    "GET /v1/layers/{name}": Example(_LAYER),
+    "PUT /v1/layers/{name}": Example(_LAYER),
+    "DELETE /v1/layers/{name}": Example(),
+}
+
+_X = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+_Y = [-1.3416354656219482, -0.4472118318080902, 0.4472118318080902, 1.3416354656219482]
+_INFER = Example(
+    {
+        "model_name": "encoder.LayerNorm",
+        "model_version": "1",
+        "outputs": [{"name": "y", "datatype": "FP32", "shape": [2, 4], "data": _Y + _Y}],
+    },
+    request={"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": _X}]},
+)
+_MODEL = {
+    "name": "encoder.LayerNorm",
+    "versions": ["1"],
+    "platform": "normserve",
+    "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 768]}],
+    "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, 768]}],
+}
+_CONFIGURATION = {
+    "name": "encoder.LayerNorm",
+    "platform": "normserve",
+    "backend": "normserve",
+    "max_batch_size": 0,
+    "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, 768], "optional": False}],
+    "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1, 768]}],
+}
+_TIMED = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+_STATISTICS = {
+    "model_stats": [
+        {
+            "name": "encoder.LayerNorm",
+            "version": "1",
+            "last_inference": 1735689600000,
+            "inference_count": 1,
+            "execution_count": 1,
+            "inference_stats": {name: {"count": 1, "ns": 42954} for name in _TIMED},
+            "batch_stats": [],
+        }
+    ]
+}
+_SYSTEM_REGION = {"key": "/normserve_input", "offset": 0, "byte_size": 4096}
+_CUDA_REGION = {"device_id": 0, "byte_size": 4096}
+_HANDLE = {"b64": "of the 64 bytes of a CUDA IPC handle"}
+_EXTENSIONS = ["binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters"]
+_OF_INFERENCE_PROTOCOL = {
+    "GET /v2": Example({"name": "normserve", "version": __version__, "extensions": _EXTENSIONS}),
+    "GET /v2/health/live": Example({"live": True}),
+    "GET /v2/health/ready": Example({"ready": True}),
+    "POST /v2/models/{name}/infer": _INFER,
+    "GET /v2/models/{name}": Example(_MODEL),
+    "GET /v2/models/{name}/ready": Example({"name": "encoder.LayerNorm", "ready": True}),
+    "GET /v2/models/{name}/config": Example(_CONFIGURATION),
+    "GET /v2/models/{name}/stats": Example(_STATISTICS),
+    "GET /v2/models/stats": Example(_STATISTICS),
+    "POST /v2/repository/index": Example(
+        [{"name": "encoder.LayerNorm", "version": "1", "state": "READY", "reason": ""}], request={"ready": True}
+    ),
+    "POST /v2/repository/models/{name}/load": Example({}, request={}),
+    "POST /v2/repository/models/{name}/unload": Example({}, request={}),
+}
+_OF_REGIONS = {
+    f"{method} /v2/{kind}sharedmemory{region}/{what}": example
+    for kind, told, asked in (
+        ("system", _SYSTEM_REGION, _SYSTEM_REGION),
+        ("cuda", _CUDA_REGION, {"raw_handle": _HANDLE, **_CUDA_REGION}),
+    )
+    for method, region, what, example in (
+        ("POST", "/region/{region}", "register", Example(request=asked)),
+        *(("GET", region, "status", Example([{"name": "input", **told}])) for region in ("", "/region/{region}")),
+        *(("POST", region, "unregister", Example()) for region in ("", "/region/{region}")),
+    )
+}
+_EXAMPLES: Mapping[str, Example] = {**_OF_STATUS, **_OF_LAYERS, **_OF_INFERENCE_PROTOCOL, **_OF_REGIONS}
+
+
+def example_of(method: str, path: str) -> Example | None:
+    """The example of a route, in any version of a model; None of operations, whose bodies are not JSON."""
+    return _EXAMPLES.get(f"{method} {path.replace('/versions/{version}', '')}")
+
+
+def lines_of(op: Op, direction: Pass) -> str:
+    """What to try an operation with: curl, or Python where that needs more than the sample."""
+    if op is Op.LAYER_NORM_CHAIN:
+        return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
+    if direction is Pass.FORWARD:
+        query = f"?num_groups={PARAMETERS['num_groups']}" if op is Op.GROUP_NORM else ""
+        return f'curl -s $URL/sample.npy | curl -s --data-binary @- -o y.npy "$URL/v1/{op.value}{query}"'
+    groups = f"num_groups={PARAMETERS['num_groups']}, " if op is Op.GROUP_NORM else ""
+    return f"normserve.client.Client(URL).{op.value}_backward(dy, x, {groups}weight=weight)"

@@ -1,0 +1,102 @@
+"""The examples of the API's description: a server takes those requests, and answers in that form."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+from normserve.client import Client
+from normserve.http.routes.examples import PARAMETERS, example_of, lines_of
+from normserve.jobs.job import LAYER_OPS, Op, Pass
+
+from tests.integration.harness.wire import packed
+
+NAME = "encoder.LayerNorm"
+FORMS = [
+    ("GET", "/livez"),
+    ("GET", "/readyz"),
+    ("GET", "/v1/info"),
+    ("GET", "/v1/layers"),
+    ("GET", "/v1/layers/{name}"),
+    ("GET", "/v2"),
+    ("GET", "/v2/health/live"),
+    ("GET", "/v2/health/ready"),
+    ("POST", "/v2/models/{name}/infer"),
+    ("GET", "/v2/models/{name}"),
+    ("GET", "/v2/models/{name}/ready"),
+    ("GET", "/v2/models/{name}/config"),
+    ("GET", "/v2/models/{name}/stats"),
+    ("GET", "/v2/models/{name}/versions/{version}/stats"),
+    ("GET", "/v2/models/stats"),
+    ("POST", "/v2/repository/index"),
+    ("POST", "/v2/repository/models/{name}/load"),
+]
+
+
+@pytest.fixture(scope="module")
+def http(launched):
+    with launched().client() as http:
+        put = http.put(
+            f"/v1/layers/{NAME}?op=layer_norm", content=packed(weight=torch.ones(4), bias=torch.zeros(4))
+        )
+        assert form(put.json()) == form(example_of("PUT", "/v1/layers/{name}").answer)
+        yield http
+
+
+def form(value):
+    """Names and kinds without values; of a list the first."""
+    if isinstance(value, dict):
+        return {name: form(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [form(each) for each in value[:1]]
+    return type(value)
+
+
+@pytest.mark.parametrize(("method", "path"), FORMS)
+def test_an_answer_has_the_form_of_its_example(http, method, path):
+    example = example_of(method, path)
+    filled = path.format(**PARAMETERS)
+    answer = http.request(method, filled, json=example.request)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith(example.media_type)
+    if isinstance(example.answer, str):
+        assert answer.text == example.answer
+        return
+    told, shown = form(answer.json()), form(example.answer)
+    if path == "/v1/info":
+        # A server on the CPU has no Triton.
+        assert shown["versions"].pop("triton") is str
+    assert told == shown
+
+
+def test_the_example_of_an_inference_is_its_result(http):
+    example = example_of("POST", "/v2/models/{name}/infer")
+    answer = http.post(f"/v2/models/{NAME}/infer", json=example.request).json()
+    (told,), (shown,) = answer["outputs"], example.answer["outputs"]
+    assert told["data"] == pytest.approx(shown["data"], abs=1e-6)
+
+
+@pytest.mark.parametrize("op", LAYER_OPS)
+def test_the_lines_of_an_operation_run(http, op, tmp_path):
+    url = str(http.base_url).rstrip("/")
+    line = lines_of(op, Pass.FORWARD)
+    subprocess.run(["sh", "-c", f"{line} -f"], cwd=tmp_path, env={"URL": url}, check=True)
+    assert (tmp_path / "y.npy").read_bytes().startswith(b"\x93NUMPY")
+    x = torch.randn(2, 4)
+    known = {"dy": x, "x": x, "weight": torch.ones(4)}
+    with Client(url) as client:
+        (arguments,) = re.fullmatch(
+            rf"normserve\.client\.Client\(URL\)\.{op.value}_backward(\(.*\))", lines_of(op, Pass.BACKWARD)
+        ).groups()
+        call = getattr(client, f"{op.value}_backward")
+        result = eval(f"call{arguments}", {"call": call, **known})
+    assert result.dx.shape == x.shape
+
+
+def test_the_line_of_a_chain_runs(http):
+    line = lines_of(Op.LAYER_NORM_CHAIN, Pass.FORWARD)
+    call = re.fullmatch(r"normserve\.client\.Client\(URL\)(\..*)", line)
+    with Client(str(http.base_url)) as client:
+        x, weight = torch.ones(4, 8), torch.full((8,), 2.0)
+        result = eval(f"client{call[1]}", {"client": client, "x": x, "weight": weight})
+    assert result.y.shape == (4, 8)
