@@ -1,21 +1,21 @@
-"""Programs that share a row tell one another three numbers a row through device memory, while all of them run.
+"""Exchange of three numbers for each row, through global memory, between the running programs that share the row.
 
-Only for cooperative launches, which start all programs or none: every program that is waited for is running.
-A slot of the mailbox is SLOT_WORDS 8-byte words, a float32 and the tag of its round in each of three of them,
-which are written and read whole; so a reader that sees the tag has the value, and no fence is needed.  Tags grow
-for as long as a mailbox lives: the last program of a launch leaves the tag that it reached for the next launch,
-and nothing needs to be cleared.
+Only for cooperative launches, in which all programs run at the same time: a program never waits for one that has
+not started.  A slot of the exchange buffer has SLOT_WORDS 8-byte words; three of them hold a float32 and the tag of
+its round.  A word is written and read as a whole, so that a reader that sees the tag also has the value, without a
+fence.  Tags only increase: the last program of a launch stores the tag that it reached for the next launch, and
+nothing has to be cleared.
 
-Rounds take turns in DEPTH sets of slots, a power of two.  A program that collects round n - LAG before it posts
-round n needs DEPTH >= 2 * LAG: the others had then posted round n - LAG, so had collected round n - 2 * LAG, and
-may still read the rounds after that.  One that posts a round and then collects it needs two sets.
+Rounds use DEPTH sets of slots in turn; DEPTH is a power of two.  A program that collects round n - LAG before it
+posts round n needs DEPTH >= 2 * LAG: the others have then posted round n - LAG, and therefore collected round
+n - 2 * LAG, and may still read later rounds.  A program that posts a round and then collects it needs two sets.
 """
 
 import triton
 import triton.language as tl
 
 HEADER_WORDS = tl.constexpr(2)
-"""8-byte words in front of the slots: the tag that the last launch reached, and programs that have left."""
+"""8-byte words in front of the slots: the tag that the last launch reached, and how many programs have finished."""
 
 SLOT_WORDS = tl.constexpr(4)
 
@@ -36,7 +36,7 @@ mov.b64 word_c, {$4, $5};
 mov.u32 $0, 0;
 }"""
 
-# After some 20 s it traps: a failed launch rather than a device that hangs.
+# Traps after about 20 s, so that the launch fails instead of blocking the device.
 _COLLECT = """{
 .reg .pred waiting, lost;
 .reg .b32 tag_a, tag_b, tag_c, polls;
@@ -70,7 +70,7 @@ mov.b64 word_b, {$4, $5};
 mov.u32 $0, 0;
 }"""
 
-# One 16-byte load for a pair: both words of it bear the tag or are asked for again.
+# One 16-byte load for a pair; it is repeated until both words have the tag.
 _COLLECT_PAIR = """{
 .reg .pred waiting, lost;
 .reg .b32 tag_a, tag_b, polls;
@@ -96,23 +96,23 @@ COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
 
 @triton.jit
-def first_tag(mailbox_ptr):
+def first_tag(exchange_ptr):
     """The tag of this launch's first round."""
-    return tl.load(mailbox_ptr, volatile=True).to(tl.uint32) + 1
+    return tl.load(exchange_ptr, volatile=True).to(tl.uint32) + 1
 
 
 @triton.jit
-def slot_of(mailbox_ptr, group, tag, member, members, DEPTH: tl.constexpr):
+def slot_of(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
     """Where a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
-    return mailbox_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
+    return exchange_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
 
 
 @triton.jit
 def post(slot_ptr, tag, a, b, c):
-    """Tell the other members a, b and c, float32 scalars that every thread holds; one thread writes.
+    """Send a, b and c to the other members: float32 scalars that every thread holds; one thread writes them.
 
-    Scalars, for a tile would be written once for every register that holds a copy of it.
+    They are scalars because a tile would be written once for each register that holds a copy of it.
     """
     tl.inline_asm_elementwise(
         POST, "=r,l,r,r,r,r", [slot_ptr.to(tl.int64), a, b, c, tag], dtype=tl.int32, is_pure=False, pack=1
@@ -121,9 +121,9 @@ def post(slot_ptr, tag, a, b, c):
 
 @triton.jit
 def collect(slot_ptrs, tag):
-    """What was posted to each slot of a 1-D tile in the round `tag`, three float32 tiles; waits until all is there.
+    """The values posted to each slot of a 1-D tile in the round `tag`, three float32 tiles; waits for all of them.
 
-    The results are for 1-D reductions: the compiler repeats the waiting for every other layout that it needs.
+    Use the results in 1-D reductions only: the compiler repeats the wait for every other layout that it needs.
     """
     return tl.inline_asm_elementwise(
         COLLECT,
@@ -136,10 +136,10 @@ def collect(slot_ptrs, tag):
 
 
 @triton.jit
-def pair_slot_of(mailbox_ptr, team, tag, member, members, pair, pairs, DEPTH: tl.constexpr):
+def pair_slot_of(exchange_ptr, team, tag, member, members, pair, pairs, DEPTH: tl.constexpr):
     """Where a member of a team posts one of its `pairs` pairs in the round `tag`; tiles of numbers broadcast."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
-    return mailbox_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * PAIR_WORDS
+    return exchange_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * PAIR_WORDS
 
 
 @triton.jit
@@ -157,9 +157,10 @@ def post_pairs(slot_ptrs, wanted, tag, a, b):
 
 @triton.jit
 def collect_pairs(slot_ptrs, tag):
-    """What `post_pairs` put into each slot of a tile in the round `tag`, two float32 tiles; waits for all of it.
+    """The values that `post_pairs` stored in each slot of a tile in the round `tag`, two float32 tiles; waits for
+    all.
 
-    The loop runs once: what comes out of a loop is kept, where the compiler would else repeat the waiting for every
+    The loop runs once.  The compiler keeps the results of a loop; without it, it would repeat the wait for every
     layout in which the results are used.
     """
     a = tl.zeros(slot_ptrs.shape, tl.float32)
@@ -179,10 +180,10 @@ def collect_pairs(slot_ptrs, tag):
 
 
 @triton.jit
-def leave(mailbox_ptr, last_tag):
-    """The last program to leave hands the highest tag on; `last_tag` is the same number in every program."""
-    # Relaxed: what it must not overtake, reading the tag, is long done; the next launch waits for all of this one.
-    left = tl.atomic_add(mailbox_ptr + 1, 1, sem="relaxed")
+def leave(exchange_ptr, last_tag):
+    """The last program to finish stores the highest tag; `last_tag` is the same number in every program."""
+    # Relaxed is sufficient: the tag was read long before, and the next launch starts after all of this one.
+    left = tl.atomic_add(exchange_ptr + 1, 1, sem="relaxed")
     if left == tl.num_programs(0) - 1:
-        tl.store(mailbox_ptr + 1, 0)
-        tl.store(mailbox_ptr, last_tag.to(tl.int64))
+        tl.store(exchange_ptr + 1, 0)
+        tl.store(exchange_ptr, last_tag.to(tl.int64))

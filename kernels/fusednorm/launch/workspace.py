@@ -1,4 +1,4 @@
-"""Memory that launches on a stream use one after another, and leave ready for the next."""
+"""Memory that the launches of a stream use one after another; each leaves it ready for the next."""
 
 from functools import cache
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-MAILBOX, COUNTERS = "mailbox", "counters"
+EXCHANGE_BUFFER, COUNTERS = "exchange_buffer", "counters"
 
 _PURPOSES = WeakIdKeyDictionary()
 
 
-def mailbox(device: torch.device, slots: int) -> Tensor:
-    """The workspace of `jit.exchange` for a launch with as many slots in all."""
-    return _workspace(device, 2 + 4 * slots, MAILBOX)
+def exchange_buffer(device: torch.device, slots: int) -> Tensor:
+    """The workspace of `jit.exchange` for a launch that uses `slots` slots in all."""
+    return _workspace(device, 2 + 4 * slots, EXCHANGE_BUFFER)
 
 
 def counters(device: torch.device, count: int) -> Tensor:
@@ -22,16 +22,16 @@ def counters(device: torch.device, count: int) -> Tensor:
 
 
 def purpose_of(tensor: Tensor) -> str | None:
-    """What a workspace is for; None of a tensor that is none."""
+    """The purpose of a workspace; None for a tensor that is not a workspace."""
     purpose: str | None = _PURPOSES.get(tensor)
     return purpose
 
 
 def workspace_of(device: torch.device, stream: int, words: int, purpose: str) -> Tensor:
-    """That of the device's current stream, whose handle is given, of `words` 8-byte words.
+    """The workspace with `words` 8-byte words of the device's current stream, whose handle is `stream`.
 
-    Launches on a stream follow one another and leave it ready for the next.  A launch that is captured into a graph
-    gets one of its own, cleared at every replay.
+    Launches on a stream run one after another and leave the workspace ready for the next.  A launch that is
+    captured into a graph gets a workspace of its own, which is cleared at every replay.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return _zeros(device, words, purpose)

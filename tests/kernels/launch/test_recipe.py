@@ -67,7 +67,7 @@ UNTAUGHT = {
     "a misaligned tensor": ((X[1:],), (X[1:],)),
     "a view of a tensor": ((X,), (X[4:],)),
     "indices": ((X,), (X, torch.zeros(8, dtype=torch.int32))),
-    "a part of a mailbox": ((X,), (X, torch.zeros(8, dtype=torch.int64)[:4])),
+    "a part of an exchange buffer": ((X,), (X, torch.zeros(8, dtype=torch.int64)[:4])),
 }
 
 
@@ -102,7 +102,7 @@ def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
     assert not Recipe.of([*launches, Launch(KERNEL, (7,), (x, 7), {})], (x,)).rules
 
 
-@pytest.mark.parametrize("purpose", ["mailbox", "counters"])
+@pytest.mark.parametrize("purpose", ["exchange_buffer", "counters"])
 def test_a_workspace_of_the_stream_is_asked_for_again_by_its_purpose(purpose, launched, monkeypatch):
     x = aligned(8)
     planned = getattr(workspace, purpose)(x.device, 5)

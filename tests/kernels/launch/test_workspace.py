@@ -22,27 +22,27 @@ def current(monkeypatch):
     workspace._kept.cache_clear()
 
 
-def test_a_stream_of_a_device_has_one_mailbox_of_a_size(current):
-    planned = workspace.mailbox(DEVICES[0], 5)
-    assert workspace.workspace_of(DEVICES[0], 70, planned.numel(), "mailbox") is planned
-    assert workspace.mailbox(DEVICES[0], 5) is planned
+def test_a_stream_of_a_device_has_one_exchange_buffer_of_a_size(current):
+    planned = workspace.exchange_buffer(DEVICES[0], 5)
+    assert workspace.workspace_of(DEVICES[0], 70, planned.numel(), "exchange_buffer") is planned
+    assert workspace.exchange_buffer(DEVICES[0], 5) is planned
     others = [
-        workspace.workspace_of(DEVICES[0], 71, planned.numel(), "mailbox"),
-        workspace.workspace_of(DEVICES[1], 70, planned.numel(), "mailbox"),
-        workspace.mailbox(DEVICES[0], 500),
+        workspace.workspace_of(DEVICES[0], 71, planned.numel(), "exchange_buffer"),
+        workspace.workspace_of(DEVICES[1], 70, planned.numel(), "exchange_buffer"),
+        workspace.exchange_buffer(DEVICES[0], 500),
         workspace.counters(DEVICES[0], 22),
     ]
     assert len({box.data_ptr() for box in (planned, *others)}) == 5
     current.cuda_stream = 71
-    assert workspace.mailbox(DEVICES[0], 5) is others[0]
+    assert workspace.exchange_buffer(DEVICES[0], 5) is others[0]
 
 
-def test_a_captured_launch_has_a_mailbox_of_its_own(current):
-    planned = workspace.mailbox(DEVICES[0], 5)
+def test_a_captured_launch_has_an_exchange_buffer_of_its_own(current):
+    planned = workspace.exchange_buffer(DEVICES[0], 5)
     current.captures = True
     captured = [
-        workspace.workspace_of(DEVICES[0], 70, planned.numel(), "mailbox"),
-        workspace.mailbox(DEVICES[0], 5),
+        workspace.workspace_of(DEVICES[0], 70, planned.numel(), "exchange_buffer"),
+        workspace.exchange_buffer(DEVICES[0], 5),
     ]
     assert len({box.data_ptr() for box in (planned, *captured)}) == 3
     for box in captured:
@@ -51,7 +51,7 @@ def test_a_captured_launch_has_a_mailbox_of_its_own(current):
 
 
 def test_a_workspace_knows_what_it_is_for(current):
-    assert workspace.purpose_of(workspace.mailbox(DEVICES[0], 5)) == "mailbox"
+    assert workspace.purpose_of(workspace.exchange_buffer(DEVICES[0], 5)) == "exchange_buffer"
     assert workspace.purpose_of(workspace.counters(DEVICES[0], 5)) == "counters"
     current.captures = True
     assert workspace.purpose_of(workspace.counters(DEVICES[0], 5)) == "counters"

@@ -1,4 +1,4 @@
-"""Groups that programs share in the backward pass, without waiting: see `plain_mailbox`."""
+"""Groups that programs share in the backward pass, without waiting: see `plain_exchange`."""
 
 import fusednorm.api.group_norm as ours
 import fusednorm.ops.group_norm.channels_last.backward.bundles as bundles
@@ -12,7 +12,7 @@ from fusednorm.ops.group_norm import backward_choice
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 
-from tests.kernels.jit.plain_mailbox import use_plain_mailbox
+from tests.kernels.jit.plain_exchange import use_plain_exchange
 from tests.kernels.ops.group_norm.cases import check_backward, make_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU programs wait for one another")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU prog
 @pytest.fixture
 def share(monkeypatch):
     """Makes the launcher take a configuration that shares, as far as the interpreter can run it."""
-    use_plain_mailbox(monkeypatch, nchw, nhwc, bundles, group_sums)
+    use_plain_exchange(monkeypatch, nchw, nhwc, bundles, group_sums)
     made = backward_choice.plan_backward
 
     def choose(config):

@@ -1,4 +1,4 @@
-"""Groups that programs share in the forward pass, without waiting: see `plain_mailbox`."""
+"""Groups that programs share in the forward pass, without waiting: see `plain_exchange`."""
 
 import fusednorm.ops.group_norm.channels_last.forward.cooperative as nhwc
 import fusednorm.ops.group_norm.contiguous.forward.cooperative as nchw
@@ -9,7 +9,7 @@ from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCo
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 
 from tests.kernels.harness.cells import sampled
-from tests.kernels.jit.plain_mailbox import use_plain_mailbox
+from tests.kernels.jit.plain_exchange import use_plain_exchange
 from tests.kernels.ops.group_norm.cases import check_forward, make_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU programs wait for one another")
@@ -25,7 +25,7 @@ DTYPES_AND_LAGS = sampled(
 @pytest.fixture
 def share(monkeypatch):
     """Makes the launchers take a configuration that shares, as far as the interpreter can run it."""
-    use_plain_mailbox(monkeypatch, nchw, nhwc)
+    use_plain_exchange(monkeypatch, nchw, nhwc)
     made = forward_choice.plan_forward
 
     def choose(config):

@@ -1,9 +1,9 @@
-"""Rows that programs share, without waiting: what they exchange and what they make of it.
+"""Rows that several programs share, without waiting: what they exchange and compute.
 
-The interpreter runs one program after another, so a program cannot wait for the next.  Here the mailbox is a plain
-one and all launches are made three times: what a program collects too early the first time is there the next time
-(the third, where one launch takes statistics for another), as long as no program takes more turns than the mailbox
-is deep.  `test_exchange_gpu` has the waiting itself.
+The interpreter runs one program after another, so that a program cannot wait for the next one.  Here programs use
+the exchange buffer without waiting, and all launches are made three times: a program that reads a slot too early in
+the first launch finds the value in the next one (the third, if one launch computes statistics for another), as long
+as no program uses more rounds than the buffer has.  `test_exchange_gpu` tests the waiting itself.
 """
 
 import fusednorm.ops.layer_norm.backward.cooperative as backward_kernels
@@ -22,12 +22,12 @@ from tests.kernels.ops.layer_norm.cases import check_backward, check_forward, ma
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU programs wait for one another")
 
 DEPTH = tl.constexpr(8)
-"""Turns that every mailbox here is deep, or a multiple of that: each time the same tags take the same slots."""
+"""A multiple of the rounds that each exchange buffer here has: the same tags use the same slots in each launch."""
 
 
 @triton.jit
-def _first_tag(mailbox_ptr):
-    return tl.load(mailbox_ptr).to(tl.uint32) + DEPTH
+def _first_tag(exchange_ptr):
+    return tl.load(exchange_ptr).to(tl.uint32) + DEPTH
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def _collect(slot_ptrs, tag):
 
 
 @triton.jit
-def _leave(mailbox_ptr, last_tag):
-    tl.store(mailbox_ptr, 0)
+def _leave(exchange_ptr, last_tag):
+    tl.store(exchange_ptr, 0)
 
 
 @pytest.fixture

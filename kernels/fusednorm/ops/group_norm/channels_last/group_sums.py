@@ -21,11 +21,11 @@ from fusednorm.jit.reductions import total_pair
 
 
 @triton.jit
-def slots_of_group(mailbox_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
+def slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
     """Where a group's total is posted in the turn `tag`; its contributors' parts follow, PAIR_WORDS each."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return (
-        mailbox_ptr
+        exchange_ptr
         + HEADER_WORDS
         + ((team * DEPTH + turn) * team_groups + group) * ((contributors + 1) * PAIR_WORDS)
     )
@@ -41,7 +41,7 @@ def total_of_parts(total_ptr, tag, present, SLOTS: tl.constexpr, FAST: tl.conste
 
 @triton.jit
 def post_totals(
-    mailbox_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
+    exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
     OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Add up, and post, the parts of every `members`th of the `groups` groups, of which `member` is the leader.
@@ -52,6 +52,6 @@ def post_totals(
     for group in range(member, groups, members):
         blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
         present = (slot < contributors) & (slot % OVERLAP <= blocks)
-        total_ptr = slots_of_group(mailbox_ptr, team, tag, group, team_groups, contributors, DEPTH)
+        total_ptr = slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
         g, g_xhat = total_of_parts(total_ptr, tag, present, SLOTS, FAST)
         post_pairs(total_ptr, member >= 0, tag, g, g_xhat)

@@ -15,7 +15,7 @@ from fusednorm.jit.loads import column_mask, offset_weight, unaligned_zero, wide
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, resident_options
-from fusednorm.launch.workspace import mailbox
+from fusednorm.launch.workspace import exchange_buffer
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
 from fusednorm.ops.layer_norm.call import BackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient, stored_parameter
@@ -59,7 +59,7 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
     }
     arguments = (
         *call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias,
-        mailbox(call.x.device, depth * groups * members), call.rows, members, *layout.sizes, *call.dropout,
+        exchange_buffer(call.x.device, depth * groups * members), call.rows, members, *layout.sizes, *call.dropout,
     )  # fmt: skip
     return [
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
@@ -134,7 +134,7 @@ def layer_norm_backward_cooperative_kernel(
     dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
-    mailbox_ptr,
+    exchange_ptr,
     rows: tl.int64,
     members,
     col_units,
@@ -187,7 +187,7 @@ def layer_norm_backward_cooperative_kernel(
     if dbias_partial_ptr is not None:
         dbias = tl.zeros((1, BLOCK_N), tl.float32)
 
-    start = first_tag(mailbox_ptr)
+    start = first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
     turns = tl.cdiv(rows - group, groups)
     dy_ptr += first_col
@@ -234,7 +234,7 @@ def layer_norm_backward_cooperative_kernel(
                 mean_b = tl.load(mean_ptr + row_b)
             late_tag = tag - LAG
             part_1, part_2, _ = collect(
-                slot_of(mailbox_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
+                slot_of(exchange_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
             )
             c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
             weight = offset_weight(widened(weight_stored, FAST), WEIGHT_OFFSET)
@@ -270,10 +270,10 @@ def layer_norm_backward_cooperative_kernel(
                 g = tl.where(mask, g, 0.0)
             c1, c2 = sum_pair(g * d, g, 1, FAST)
             c1 *= rstd
-            post(slot_of(mailbox_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0)
+            post(slot_of(exchange_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0)
         tag += 1
 
-    leave(mailbox_ptr, last_tag)
+    leave(exchange_ptr, last_tag)
     partial_at = group.to(tl.int64) * cols + first_col + lane
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, dweight, mask=mask)

@@ -20,7 +20,7 @@ from fusednorm.jit.pieces import (
 )
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import Launch, can_prefetch, known_whole_in_slabs, resident_options
-from fusednorm.launch.workspace import mailbox
+from fusednorm.launch.workspace import exchange_buffer
 from fusednorm.ops.layer_norm.call import ForwardCall
 
 
@@ -74,14 +74,14 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
         **call.options(layout.vec),
         **resident_options(config),
     }
-    box = mailbox(call.x.device, depth * programs)
-    arguments = (*call.tensors, box, call.rows, members, *layout.sizes, call.eps, *call.dropout)
+    buffer = exchange_buffer(call.x.device, depth * programs)
+    arguments = (*call.tensors, buffer, call.rows, members, *layout.sizes, call.eps, *call.dropout)
     return [Launch(layer_norm_forward_cooperative_kernel, (programs,), arguments, options)]
 
 
 @triton.jit
 def _row_moments(
-    mailbox_ptr, group, tag, members, other, count, cols, eps,
+    exchange_ptr, group, tag, members, other, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """mean, shift and rstd of a row, whose mean is mean + shift, from what all members posted; waits for that.
@@ -89,7 +89,7 @@ def _row_moments(
     `other` [slots] numbers the members, `count` [slots] is the columns of each, 0 past the last.
     """
     present = other < members
-    slot_ptrs = slot_of(mailbox_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
+    slot_ptrs = slot_of(exchange_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
     means, shifts, squares = collect(slot_ptrs, tag)
     if IS_RMS:
         mean = 0.0
@@ -125,7 +125,7 @@ def layer_norm_forward_cooperative_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
-    mailbox_ptr,
+    exchange_ptr,
     rows: tl.int64,
     members,
     col_units,
@@ -165,7 +165,7 @@ def layer_norm_forward_cooperative_kernel(
     member = tl.program_id(0) % members
     first_col = member * slab
     slab_cols = tl.minimum(cols - first_col, slab)
-    start = first_tag(mailbox_ptr)
+    start = first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
     turns = tl.cdiv(rows - group, groups)
     other = tl.arange(0, SLOTS)
@@ -208,7 +208,7 @@ def layer_norm_forward_cooperative_kernel(
                         residual_ptr, late_residual, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP
                     )
             mean, shift, rstd = _row_moments(
-                mailbox_ptr, group, tag - LAG, members, other, count_of_other,
+                exchange_ptr, group, tag - LAG, members, other, count_of_other,
                 cols, eps, DEPTH, EQUAL_SLABS, IS_RMS, FAST,
             )  # fmt: skip
             if member == 0:
@@ -229,8 +229,8 @@ def layer_norm_forward_cooperative_kernel(
             slab_mean, slab_shift, slab_square = moments_of_piece(
                 chunks, residuals, slab_cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST
             )
-            slot = slot_of(mailbox_ptr, group, tag, member, members, DEPTH)
+            slot = slot_of(exchange_ptr, group, tag, member, members, DEPTH)
             post(slot, tag, slab_mean, slab_shift, slab_square)
         tag += 1
 
-    leave(mailbox_ptr, last_tag)
+    leave(exchange_ptr, last_tag)

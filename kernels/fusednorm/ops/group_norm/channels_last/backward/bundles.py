@@ -38,7 +38,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
     dx_ptr,
     dz_part_ptr,
     dz_xhat_part_ptr,
-    mailbox_ptr,
+    exchange_ptr,
     units: tl.int32,
     members: tl.int32,
     splits: tl.int32,
@@ -116,7 +116,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
     step_size = ROWS * c
     inside = first * c.to(tl.int64) + block_first
 
-    start = first_tag(mailbox_ptr)
+    start = first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(units, teams).to(tl.uint32) - 1
     turns = tl.cdiv(units - team, teams)
     steps = turns * PIECES
@@ -164,8 +164,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 lead_tag = start + lead_turn.to(tl.uint32)
                 there_are = tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups)
                 post_totals(
-                    mailbox_ptr, team, lead_tag, member, members, there_are, bundle_groups, channels, block_columns,
-                    contributors, OVERLAP, SLOTS, DEPTH, FAST,
+                    exchange_ptr, team, lead_tag, member, members, there_are, bundle_groups, channels,
+                    block_columns, contributors, OVERLAP, SLOTS, DEPTH, FAST,
                 )  # fmt: skip
 
         if step >= BEHIND:
@@ -197,7 +197,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
             if (late_run == 0) & (block_first < late_end):
                 late_tag = start + late_turn.to(tl.uint32)
                 if DIRECT:
-                    total_ptr = slots_of_group(mailbox_ptr, team, late_tag, 0, 1, contributors, DEPTH)
+                    total_ptr = slots_of_group(exchange_ptr, team, late_tag, 0, 1, contributors, DEPTH)
                     g, g_xhat = total_of_parts(total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS, FAST)
                     constants = (tl.zeros((LANES, 1), tl.float32) + g * inverse_size,)
                     factors = (tl.zeros((LANES, 1), tl.float32) + g_xhat * inverse_size,)
@@ -208,7 +208,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                     for i in tl.static_range(LABELS):
                         group = tl.minimum(vector_group + i, lane_last)
                         total_ptrs = slots_of_group(
-                            mailbox_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
+                            exchange_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
                         )
                         sum_g, sum_g_xhat = collect_pairs(total_ptrs, late_tag)
                         constants = constants + (sum_g * inverse_size,)
@@ -286,10 +286,10 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 tag = start + turn.to(tl.uint32)
                 group = block_group + touched
                 end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - bundle_first)
-                part_ptrs = slots_of_group(mailbox_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
+                part_ptrs = slots_of_group(exchange_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
                 contributor = split
                 if not DIRECT:
                     contributor = split * OVERLAP + block - group * channels // block_columns
                 post_pairs(part_ptrs + (1 + contributor) * PAIR_WORDS, group * channels < end, tag, g, g_xhat)
 
-    leave(mailbox_ptr, last_tag)
+    leave(exchange_ptr, last_tag)

@@ -6,7 +6,7 @@ from math import gcd
 from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.launch.launch import Launch, resident_options
-from fusednorm.launch.workspace import mailbox
+from fusednorm.launch.workspace import exchange_buffer
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.bundles import group_norm_nhwc_backward_cooperative_kernel
 from fusednorm.ops.group_norm.channels_last.blocks import most_touched
@@ -88,7 +88,7 @@ class BackwardCooperativeBlock(BackwardConfig):
         pairs = teams * depth * bundle_groups * (splits * overlap + 1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
-            mailbox(call.x.device, cdiv(pairs, 2)),
+            exchange_buffer(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
             bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
             call.affine.stride, *call.epilogue.dropout_arguments,

@@ -11,7 +11,7 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
 from fusednorm.jit.prefetch import touch_rows
 from fusednorm.launch.launch import Launch, resident_options
-from fusednorm.launch.workspace import mailbox
+from fusednorm.launch.workspace import exchange_buffer
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, with_registers
 from fusednorm.ops.group_norm.channels_last.pieces import (
     block_options,
@@ -78,10 +78,10 @@ class ForwardCooperativeBlock(ForwardConfig):
             **resident_options(self),
             **call.epilogue.options,
         }
-        # A pair of words for each group of a block, where a slot of the mailbox is four.
-        box = mailbox(call.x.device, -(-depth * programs * next_power_of_2(self.block_groups) // 2))
+        # A pair of words for each group of a block, where a slot of the exchange buffer is four.
+        buffer = exchange_buffer(call.x.device, -(-depth * programs * next_power_of_2(self.block_groups) // 2))
         arguments = (
-            *call.tensors, *call.statistics, box, units, members, sample.hw, sample.c // tile.vec,
+            *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
             sample.groups, sample.channels, blocks, self.block_groups, call.eps,
             call.affine.stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
@@ -105,7 +105,7 @@ def group_norm_nhwc_cooperative_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
-    mailbox_ptr,
+    exchange_ptr,
     units: tl.int32,
     members: tl.int32,
     hw: tl.int64,
@@ -151,7 +151,7 @@ def group_norm_nhwc_cooperative_kernel(
     stride = c.to(tl.int64)
     first_row = member.to(tl.int64) * piece
     rows = tl.minimum(hw - first_row, piece).to(tl.int32)
-    start = first_tag(mailbox_ptr)
+    start = first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(units, teams).to(tl.uint32) - 1
     turns = tl.cdiv(units - team, teams)
     group = tl.arange(0, GROUPS)
@@ -217,12 +217,12 @@ def group_norm_nhwc_cooperative_kernel(
                 )  # fmt: skip
             else:
                 _post_moments(
-                    mailbox_ptr, chunks, residuals, tag, team, member, members, rows,
+                    exchange_ptr, chunks, residuals, tag, team, member, members, rows,
                     belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
                 )  # fmt: skip
             late_tag = tag - LAG
             slots = pair_slot_of(
-                mailbox_ptr,
+                exchange_ptr,
                 team,
                 late_tag,
                 tl.where(other < members, other, 0),
@@ -246,22 +246,22 @@ def group_norm_nhwc_cooperative_kernel(
 
         if LAG > 0 and turn < turns:
             _post_moments(
-                mailbox_ptr, chunks, residuals, tag, team, member, members, rows,
+                exchange_ptr, chunks, residuals, tag, team, member, members, rows,
                 belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
             )  # fmt: skip
         tag += 1
 
-    leave(mailbox_ptr, last_tag)
+    leave(exchange_ptr, last_tag)
 
 
 @triton.jit
 def _post_moments(
-    mailbox_ptr, chunks, residuals, tag, team, member, members, rows, belongs, runs, group,
+    exchange_ptr, chunks, residuals, tag, team, member, members, rows, belongs, runs, group,
     FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Tell the other members the moments of a piece, a pair for each group."""
     mean, square = run_moments(chunks, residuals, rows, FULL, ROWS, KEEP, FAST)
     mean, square = reduce_to_groups(mean, square, belongs, runs, rows.to(tl.float32) * WIDTH, FAST)
-    slots = pair_slot_of(mailbox_ptr, team, tag, member, members, group, GROUPS, DEPTH)
+    slots = pair_slot_of(exchange_ptr, team, tag, member, members, group, GROUPS, DEPTH)
     post_pairs(slots, group < GROUPS, tag, mean, square)

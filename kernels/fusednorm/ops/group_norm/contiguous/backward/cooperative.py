@@ -15,7 +15,7 @@ from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.reductions import sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, resident_options
-from fusednorm.launch.workspace import mailbox
+from fusednorm.launch.workspace import exchange_buffer
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
 from fusednorm.ops.group_norm.gradients import (
@@ -88,7 +88,7 @@ class BackwardCooperative(BackwardConfig):
         partial = call.wanted_parts(parts)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
-            mailbox(call.x.device, depth * teams * members),
+            exchange_buffer(call.x.device, depth * teams * members),
             rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
             *call.epilogue.dropout_arguments,
         )  # fmt: skip
@@ -132,7 +132,7 @@ def group_norm_nchw_backward_cooperative_kernel(
     dx_ptr,
     dz_part_ptr,
     dz_xhat_part_ptr,
-    mailbox_ptr,
+    exchange_ptr,
     rows: tl.int32,
     members: tl.int32,
     parts: tl.int32,
@@ -194,7 +194,7 @@ def group_norm_nchw_backward_cooperative_kernel(
     other = tl.arange(0, SLOTS)
     present = other < members
 
-    start = first_tag(mailbox_ptr)
+    start = first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
     turns = tl.cdiv(rows - team, teams)
     steps = turns * PIECES
@@ -249,7 +249,7 @@ def group_norm_nchw_backward_cooperative_kernel(
             )
             if late_piece == 0:
                 tag = start + late_turn.to(tl.uint32)
-                slots = slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+                slots = slot_of(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
                 part_1, part_2, _ = collect(slots, tag)
                 sum_g, sum_g_xhat = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
                 constant = sum_g * inverse_size
@@ -307,7 +307,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                     lane_g, lane_g_xhat = sum_dz * slope, sum_dz_centred * (slope * rstd)
                     g, g_xhat = total_pair(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)), FAST)
                 tag = start + turn.to(tl.uint32)
-                post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
+                post(slot_of(exchange_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
                 if dz_part_ptr is not None:
                     slot = (sample * parts + part).to(tl.int64) * c + (row - sample * groups) * channels
                     slot += first_channel
@@ -324,4 +324,4 @@ def group_norm_nchw_backward_cooperative_kernel(
                         tl.store(dz_part_ptr + slot + run, run_dz * (1.0 / GAIN), mask=there)
                         tl.store(dz_xhat_part_ptr + slot + run, run_dz_xhat * (rstd * (1.0 / GAIN)), mask=there)
 
-    leave(mailbox_ptr, last_tag)
+    leave(exchange_ptr, last_tag)

@@ -12,7 +12,7 @@ from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.pieces import merge, merge_even, total_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import Launch, known_whole_in_slabs, resident_options
-from fusednorm.launch.workspace import mailbox
+from fusednorm.launch.workspace import exchange_buffer
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, with_registers
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
@@ -67,7 +67,7 @@ class ForwardCooperative(ForwardConfig):
         depth = next_power_of_2(max(2, 2 * self.lag))
         programs = min(rows, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
-            *call.tensors, *call.statistics, mailbox(call.x.device, depth * programs), rows, members,
+            *call.tensors, *call.statistics, exchange_buffer(call.x.device, depth * programs), rows, members,
             call.group_units, *call.piece_indexing, call.eps, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -90,7 +90,7 @@ class ForwardCooperative(ForwardConfig):
 
 @triton.jit
 def _group_moments(
-    mailbox_ptr, team, tag, members, other, before, length, eps,
+    exchange_ptr, team, tag, members, other, before, length, eps,
     SLAB: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     """mean, rest and rstd of a group, whose mean is mean + rest, from what all members posted; waits for that.
@@ -99,7 +99,7 @@ def _group_moments(
     """
     count = count_inside(other * SLAB, before, before + length, SLAB, SKEWED).to(tl.float32)
     present = other < members
-    slot_ptrs = slot_of(mailbox_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+    slot_ptrs = slot_of(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
     means, rests, squares = collect(slot_ptrs, tag)
     if EQUAL:
         _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_even)
@@ -168,7 +168,7 @@ def group_norm_nchw_cooperative_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
-    mailbox_ptr,
+    exchange_ptr,
     rows: tl.int64,
     members: tl.int32,
     group_units: tl.int32,
@@ -211,7 +211,7 @@ def group_norm_nchw_cooperative_kernel(
     teams = tl.num_programs(0) // members
     member = tl.program_id(0) % members
     first = member * slab
-    start = first_tag(mailbox_ptr)
+    start = first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
     turns = tl.cdiv(rows - team, teams)
     other = tl.arange(0, SLOTS)
@@ -251,7 +251,7 @@ def group_norm_nchw_cooperative_kernel(
                 residual_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED
             )
             mean, rest, rstd = _group_moments(
-                mailbox_ptr, team, tag - LAG, members, other, late_before,
+                exchange_ptr, team, tag - LAG, members, other, late_before,
                 length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
             )  # fmt: skip
             if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -268,11 +268,11 @@ def group_norm_nchw_cooperative_kernel(
             slab_mean, slab_rest, slab_square = _slab_moments(
                 chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, LANE_A_THREAD, FAST
             )
-            post(slot_of(mailbox_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
+            post(slot_of(exchange_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
                 affine = load_chunk_affine(parameters, row, first - before, indexing, 0, BLOCK, GROUP, PARAMETERS)
                 mean, rest, rstd = _group_moments(
-                    mailbox_ptr, team, tag, members, other, before,
+                    exchange_ptr, team, tag, members, other, before,
                     length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
                 )  # fmt: skip
                 if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -286,4 +286,4 @@ def group_norm_nchw_cooperative_kernel(
                 )  # fmt: skip
         tag += 1
 
-    leave(mailbox_ptr, last_tag)
+    leave(exchange_ptr, last_tag)

@@ -1,8 +1,9 @@
-"""A mailbox for programs that share groups, without waiting: what they exchange and what they make of it.
+"""An exchange buffer for programs that share groups, without waiting: tests what they exchange and compute.
 
-The interpreter runs one program after another, so a program cannot wait for the next.  Here the exchange is a plain
-mailbox, every launch is made several times, and what a program collects too early at first it finds later: as long
-as no program takes more turns than the mailbox is deep.  That the waiting itself is right only a GPU shows.
+The interpreter runs one program after another, so that a program cannot wait for the next one.  Here programs read
+and write the buffer without waiting, and every launch is repeated: a program that reads a slot too early in one
+launch finds the value in the next, as long as no program uses more rounds than the buffer has.  Only tests on a GPU
+show that the waiting itself is correct.
 """
 
 import torch
@@ -11,8 +12,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _first_tag(mailbox_ptr):
-    return tl.load(mailbox_ptr).to(tl.uint32) + 4
+def _first_tag(exchange_ptr):
+    return tl.load(exchange_ptr).to(tl.uint32) + 4
 
 
 @triton.jit
@@ -43,8 +44,8 @@ def _collect_pairs(slot_ptrs, tag):
 
 
 @triton.jit
-def _leave(mailbox_ptr, last_tag):
-    tl.store(mailbox_ptr, 0)
+def _leave(exchange_ptr, last_tag):
+    tl.store(exchange_ptr, 0)
 
 
 _STANDINS = {
@@ -57,14 +58,14 @@ _STANDINS = {
 }
 
 
-def use_plain_mailbox(monkeypatch, *modules):
-    """Stand in for the exchange of modules, which have kernels, launches of them, or both."""
-    boxes = {}
+def use_plain_exchange(monkeypatch, *modules):
+    """Replace the exchange of modules, which have kernels, launches of them, or both."""
+    buffers = {}
 
-    def mailbox(device, slots):
-        return boxes.setdefault(slots, torch.zeros(2 + 4 * slots, dtype=torch.int64, device=device))
+    def exchange_buffer(device, slots):
+        return buffers.setdefault(slots, torch.zeros(2 + 4 * slots, dtype=torch.int64, device=device))
 
     for module in modules:
-        for name, standin in (_STANDINS | {"mailbox": mailbox}).items():
+        for name, standin in (_STANDINS | {"exchange_buffer": exchange_buffer}).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, standin)
