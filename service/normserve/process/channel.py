@@ -72,6 +72,8 @@ class Channel:
             self._on_refused(reason)
         elif not descriptors:
             self._lost_log.warning("a connection was lost: no descriptor is free")
+            if number != LINK:
+                self._reports.send(number)
             # That it has ended; of a link, that another is wanted.
             self._reports.send(number)
         for descriptor in descriptors:
@@ -80,6 +82,8 @@ class Channel:
             if number == LINK:
                 self._on_link(connection)
                 continue
+            # Received: if this process ends, the connection ends with it.
+            self._reports.send(number)
             self._on_connection(connection, functools.partial(self._reports.send, number))
 
     def _beat(self) -> None:

@@ -1,6 +1,7 @@
 """A process that the supervisor starts, and starts again: what it says, and the connections that it has."""
 
 import asyncio
+import dataclasses
 import logging
 import pickle
 import signal
@@ -21,6 +22,21 @@ _QUIET_S = 3.0
 _LINK_AGAIN_S = 0.5
 
 
+@dataclasses.dataclass
+class Handed:
+    """A connection that a process was handed.
+
+    Attributes:
+        connection: itself until the process has received it, then None.
+        on_end: told when it has ended.
+        on_unreceived: takes the connection back if the process ends without having received it.
+    """
+
+    connection: socket.socket | None
+    on_end: Callable[[], None]
+    on_unreceived: Callable[[socket.socket], None]
+
+
 class Process:
     """One place of the fleet, and the process that is in it now."""
 
@@ -34,8 +50,8 @@ class Process:
         """
         self.name = name
         self._command, self._say, self._device, self._hang_s = command, say, device, hang_s
-        # Of the connections that the process has, by their numbers, who is told of their end.
-        self._held: dict[int, Callable[[], None]] = {}
+        # The connections that the process has, by their numbers.
+        self._handed: dict[int, Handed] = {}
         self._channel: socket.socket | None = None
         self._running: asyncio.subprocess.Process | None = None
         # Before it has said anything, a SIGHUP would end it.
@@ -79,7 +95,8 @@ class Process:
             )
         self._channel, self._has_served, self._silence_s = here, False, 0.0
         loop = asyncio.get_running_loop()
-        loop.add_reader(here, self._hear, here, Heard())
+        heard = Heard()
+        loop.add_reader(here, self._hear, here, heard)
         assert self._running.stdin is not None
         self._running.stdin.write(pickle.dumps(self._say(self.restarts)))
         self._running.stdin.close()
@@ -87,21 +104,23 @@ class Process:
         try:
             return await self._running.wait()
         finally:
+            while self._hear(here, heard):
+                pass
             loop.remove_reader(here)
             here.close()
             self._channel, self._says_ready, self._minds_signals = None, False, False
-            for on_end in self._held.values():
-                on_end()
-            self._held.clear()
+            handed, self._handed = self._handed, {}
+            for each in handed.values():
+                if each.connection is None:
+                    each.on_end()
+                else:
+                    each.on_unreceived(each.connection)
 
-    def take(self, connection: socket.socket, number: int, on_end: Callable[[], None]) -> bool:
-        """Give it a connection; whether it took it.
-
-        Args: on_end: told when the connection has ended.
-        """
-        if self._channel is None or not hand_over(self._channel, number, connection):
+    def take(self, number: int, connection: Handed) -> bool:
+        """Hand it a connection, which is its own from then on; whether it could be sent."""
+        if self._channel is None or not hand_over(self._channel, number, connection.connection):
             return False
-        self._held[number] = on_end
+        self._handed[number] = connection
         return True
 
     def tell(self, number: int, along: socket.socket | None = None) -> bool:
@@ -136,7 +155,8 @@ class Process:
     def _note(self, level: int, message: str, *arguments: object) -> None:
         log.log(level, message, *arguments, extra={"fields": self.fields})
 
-    def _hear(self, channel: socket.socket, heard: Heard) -> None:
+    def _hear(self, channel: socket.socket, heard: Heard) -> bool:
+        """Read what the process has sent; whether there may be more."""
         try:
             said = channel.recv(4096)
         except OSError:
@@ -144,7 +164,7 @@ class Process:
         if not said:
             asyncio.get_running_loop().remove_reader(channel)
             self._says_ready = False
-            return
+            return False
         self._minds_signals = True
         if self._reloads_late:
             self._reloads_late = False
@@ -153,8 +173,8 @@ class Process:
             self._note(logging.INFO, "%s gives signs again", self.name)
         self._silence_s = 0.0
         for number in heard.feed(said):
-            if (on_end := self._held.pop(number, None)) is not None:
-                on_end()
+            if number in self._handed:
+                self._hear_of(number)
             elif number in (READY, NOT_READY):
                 self._says_ready = number == READY
             elif number == LINK:
@@ -162,6 +182,17 @@ class Process:
         if self._says_ready:
             self._has_served = True
             self.was_ready.set()
+        return True
+
+    def _hear_of(self, number: int) -> None:
+        """The process has received a connection; or, the second time, the connection has ended."""
+        handed = self._handed[number]
+        if handed.connection is not None:
+            handed.connection.close()
+            handed.connection = None
+        else:
+            del self._handed[number]
+            handed.on_end()
 
 
 def ending(code: int) -> dict[str, object]:

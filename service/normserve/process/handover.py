@@ -1,7 +1,9 @@
 """What the process that accepts and those that serve say to one another, over a pair of stream sockets.
 
-Every message is one number of eight bytes.  A connection is handed over under a number that no other has; whoever
-served it says that number again when the connection has ended.
+Every message is one number of eight bytes.  A connection is handed over under a number that no other has.  The
+process that serves sends that number back twice: when it has received the connection, and when the connection has
+ended.  Until the first of these the process that accepted the connection keeps it open as well, and hands it to
+another process if this one ends.
 """
 
 import asyncio

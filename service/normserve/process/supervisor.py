@@ -22,7 +22,7 @@ from typing import Any
 
 from normserve.peers.siblings import Place
 from normserve.process.announcement import announce
-from normserve.process.child import FRONT_END, OWNER, Process, ending
+from normserve.process.child import FRONT_END, OWNER, Handed, Process, ending
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
 from normserve.process.handover import BEAT_S, LINK, REFUSED
 from normserve.process.listeners import listening, listening_locally, url_of
@@ -54,6 +54,8 @@ class Fleet:
             process.on_start = functools.partial(self._link, process)
         self._numbers = itertools.count()
         self._turns = itertools.count()
+        # Connections that a process which ended had not received.
+        self._again: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
         self._exit_code = 0
 
@@ -80,7 +82,7 @@ class Fleet:
             for process in self._front_ends:
                 process.signal()
             await asyncio.gather(*serving)
-            for task in (*beside, *accepting):
+            for task in (*beside, *accepting, *self._again):
                 task.cancel()
         return self._exit_code
 
@@ -154,13 +156,21 @@ class Fleet:
         self, connection: socket.socket, takers: Sequence[Process], on_end: Callable[[], None]
     ) -> None:
         """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
-        number = next(self._numbers)
-        with connection:
+
+        def hand_over_again(connection: socket.socket) -> None:
+            again = asyncio.create_task(self._hand_over(connection, takers, on_end))
+            self._again.add(again)
+            again.add_done_callback(self._again.discard)
+
+        number, handed = next(self._numbers), Handed(connection, on_end, hand_over_again)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
             while True:
                 first = next(self._turns) % len(takers)
                 in_turn = [*takers[first:], *takers[:first]]
                 willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
-                if any(process.take(connection, number, on_end) for process in willing):
+                if any(process.take(number, handed) for process in willing):
+                    stack.pop_all()
                     return
                 await asyncio.sleep(0.05)
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -47,6 +46,7 @@ def test_every_process_is_reported(fleet):
 
 
 def test_metrics_of_all_are_one_page(fleet):
+    on_each(fleet.url, assert_alive)
     with fleet.client() as api:
         text = api.get("/metrics").text
     families = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
@@ -103,15 +103,6 @@ def test_layers_are_known_to_all(fleet):
         assert_problem(answer, 404, "unknown_layer")
 
 
-def has_ended(process: int) -> bool:
-    """Whether it has no socket any more, whether or not its parent knows."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
-    except FileNotFoundError:
-        return True
-    return stat.rpartition(") ")[2].startswith("Z")
-
-
 def test_process_that_dies_comes_back_with_the_layers(fleet, until):
     with fleet.client() as api:
         put(api, "kept")
@@ -122,19 +113,16 @@ def test_process_that_dies_comes_back_with_the_layers(fleet, until):
     os.kill(victim, signal.SIGKILL)
 
     def is_gone() -> bool:
-        # Whoever is sent to it before it has ended is lost with it.
-        if not has_ended(victim):
-            return False
+        # A connection that it had received when it was killed breaks; later ones go to the other process.
         with contextlib.suppress(httpx.TransportError):
             return victim not in pids(fleet.url)
         return False
 
-    # Nobody is sent to a process that is not there.
     until(is_gone)
     for answer in on_each(fleet.url, lambda api: normalised(api, "kept"), 4):
         assert_right(answer)
-    until(lambda: len(pids(fleet.url) - {None}) == 2, 60)
-    until(lambda: {each["state"] for each in on_each(fleet.url, processes, 1)[0]} == {"ready"}, 60)
+    until(lambda: len(pids(fleet.url) - {None}) == 2)
+    until(lambda: {each["state"] for each in on_each(fleet.url, processes, 1)[0]} == {"ready"})
     told = on_each(fleet.url, processes, 1)[0]
     assert sorted(each["restarts"] for each in told) == [0, 1]
     for answer in on_each(fleet.url, lambda api: normalised(api, "kept"), 4):

@@ -92,9 +92,9 @@ def test_a_link_that_breaks_comes_again(start_server, until):
             right = list(asking.right)
             until(lambda: all(now > was + 5 for now, was in zip(asking.right, right, strict=True)))
         assert (asking.wrong, sum(asking.broken)) == ([], 0)
-        read = samples(api)
-        assert read["normserve_inflight_requests"] == 0
-        assert read["normserve_connections"] == 1
+        # Front ends report the end of a connection after its client has closed it.
+        until(lambda: samples(api)["normserve_connections"] == 1)
+        assert samples(api)["normserve_inflight_requests"] == 0
 
 
 def test_counters_begin_anew_with_the_process_that_has_them_and_nothing_else_is_lost(served, until):
@@ -152,7 +152,7 @@ def test_the_second_signal_ends_all_at_once(start_server, tmp_path, until):
         until(lambda: "draining" in stage.server.log)
         assert all(map(is_there, pids))
         stage.server.terminate()
-        assert stage.server.wait(15) == 1
+        assert stage.server.wait(25) == 1
         assert not any(map(is_there, pids))
         assert running.result().status_code == 503
 

@@ -219,7 +219,7 @@ def api(server: ServerProcess) -> Iterator[httpx.Client]:
 def until() -> Callable[[Callable[[], bool]], None]:
     """Waits for something to become true, a test's patience at most."""
 
-    def wait(condition: Callable[[], bool], patience_s: float = 20) -> None:
+    def wait(condition: Callable[[], bool], patience_s: float = 60) -> None:
         end = time.monotonic() + patience_s
         while not condition():
             assert time.monotonic() < end, "it never became true"

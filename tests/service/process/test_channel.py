@@ -72,7 +72,7 @@ def test_connections_refusals_and_the_end_are_told(sockets):
             hand_over(sockets[1], REFUSED["max_connections"])
             hand_over(sockets[1], LINK, accepted)
             hand_over(sockets[1], 7, accepted)
-            # Their descriptors were lost on the way.
+            # The descriptors of these were lost on the way.
             hand_over(sockets[1], 8)
             hand_over(sockets[1], LINK)
             sockets[1].shutdown(socket.SHUT_WR)
@@ -86,6 +86,6 @@ def test_connections_refusals_and_the_end_are_told(sockets):
             (link,) = process.links
             link.close()
         assert process.refused == ["max_connections"]
-        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 8, LINK, 7]
+        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, 7]
 
     asyncio.run(play())

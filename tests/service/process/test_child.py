@@ -1,9 +1,11 @@
-"""When a process of a fleet counts as ready, quiet or hung."""
+"""When a process of a fleet counts as ready, quiet or hung, and what becomes of its connections when it ends."""
 
+import asyncio
 import logging
+import socket
 
 import pytest
-from normserve.process.child import OWNER, Process, ending
+from normserve.process.child import OWNER, Handed, Process, ending
 from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
 
 
@@ -108,6 +110,91 @@ def test_one_that_has_ended_is_not_killed(process, running):
     running.returncode = 0
     wait(process, 20)
     assert running.kills == 0
+
+
+@pytest.fixture
+def channel():
+    """Both ends of a channel: the supervisor's and the process's."""
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        yield here, there
+
+
+class Connections:
+    """Hands a process connections of clients, and notes what becomes of them."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.ended: list[int] = []
+        self.returned: dict[int, socket.socket] = {}
+        self.clients: list[socket.socket] = []
+
+    def hand_over(self, number: int) -> None:
+        accepted, client = socket.socketpair()
+        client.setblocking(False)
+        self.clients.append(client)
+
+        def take_back(connection: socket.socket) -> None:
+            self.returned[number] = connection
+
+        assert self._process.take(number, Handed(accepted, lambda: self.ended.append(number), take_back))
+
+
+@pytest.fixture
+def connections(process):
+    connections = Connections(process)
+    yield connections
+    for each in [*connections.clients, *connections.returned.values()]:
+        each.close()
+
+
+def test_a_connection_is_the_process_s_alone_once_it_has_received_it(process, channel, connections):
+    process._channel = channel[0]
+    connections.hand_over(7)
+    _, (descriptor,), _, _ = socket.recv_fds(channel[1], 8, 1)
+    with socket.socket(fileno=descriptor):
+        channel[1].send(MESSAGE.pack(7))
+        process._hear(channel[0], Heard())
+    # No copy of it is left open here.
+    assert connections.clients[0].recv(1) == b""
+    assert connections.ended == []
+    channel[1].send(MESSAGE.pack(7))
+    process._hear(channel[0], Heard())
+    assert connections.ended == [7]
+    assert process._handed == {}
+
+
+# Reads its start message, receives the first of two connections and ends; its last message may still be unread.
+_RECEIVES_ONE = """
+import pickle, socket, sys
+pickle.load(sys.stdin.buffer)
+channel = socket.socket(fileno=int(sys.argv[1]))
+number = socket.recv_fds(channel, 8, 1)[0]
+channel.send(number)
+"""
+
+
+def test_connections_that_a_process_had_not_received_are_taken_back(monkeypatch, tmp_path):
+    (tmp_path / "receives_one.py").write_text(_RECEIVES_ONE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = Process("process 0", "receives_one", lambda restarts: restarts, "cpu", hang_s=10)
+    connections = Connections(process)
+
+    def hand_over() -> None:
+        for number in (1, 2):
+            connections.hand_over(number)
+
+    process.on_start = hand_over
+    assert asyncio.run(process.run()) == 0
+    assert connections.ended == [1]
+    assert list(connections.returned) == [2]
+    first, second = connections.clients
+    assert first.recv(1) == b""
+    connections.returned[2].send(b"a")
+    assert second.recv(1) == b"a"
+    for each in (first, second, connections.returned[2]):
+        each.close()
 
 
 @pytest.mark.parametrize(
