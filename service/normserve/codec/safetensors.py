@@ -6,6 +6,7 @@ are a view of the body; nothing is copied, and nothing is allocated in proportio
 Source: https://github.com/huggingface/safetensors (format section of its README).
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,8 @@ _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LENGTH_BYTES = 8
 _HEADER_DEPTH = 3
+# What parsing finds in longer headers is not kept.
+_LONGEST_KEPT = 1024
 _SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 #: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
@@ -111,21 +114,32 @@ def decode(body: memoryview, limits: Limits = REQUEST_LIMITS) -> dict[str, HostT
     return {entry.name: entry.tensor(body) for entry in read_entries(body, limits)}
 
 
-def read_entries(body: memoryview, limits: Limits = REQUEST_LIMITS) -> list[Entry]:
+def read_entries(body: memoryview, limits: Limits = REQUEST_LIMITS) -> Sequence[Entry]:
     """Return what the header says about each tensor, all of it checked, whatever the element types.
 
     Raises:
         MalformedPayloadError: the bytes are no well-formed safetensors.
         TooLargeError: there are more tensors than `limits` allows.
     """
-    data_start = _header_end(body, limits)
-    header = _read_header(body[_LENGTH_BYTES:data_start])
+    text = bytes(body[_LENGTH_BYTES : _header_end(body, limits)])
+    parse = _known_entries if len(text) <= _LONGEST_KEPT else _parse_entries
+    return parse(text, len(body), limits.tensors)
+
+
+def _parse_entries(text: bytes, body_bytes: int, max_tensors: int) -> tuple[Entry, ...]:
+    """The entries of a header in a body of so many bytes, all of it checked."""
+    header = _read_header(text)
     _check_metadata(header.pop(_METADATA, {}))
-    if len(header) > limits.tensors:
-        raise TooLargeError(f"a payload must hold at most {limits.tensors} tensors, got {len(header)}")
-    entries = [_read_entry(name, fields, data_start) for name, fields in header.items()]
-    _check_tiling(entries, data_start, len(body))
+    if len(header) > max_tensors:
+        raise TooLargeError(f"a payload must hold at most {max_tensors} tensors, got {len(header)}")
+    data_start = _LENGTH_BYTES + len(text)
+    entries = tuple([_read_entry(name, fields, data_start) for name, fields in header.items()])
+    _check_tiling(entries, data_start, body_bytes)
     return entries
+
+
+# Clients send tensors of the same few shapes again and again.
+_known_entries = functools.lru_cache(maxsize=1024)(_parse_entries)
 
 
 def _header_end(body: memoryview, limits: Limits) -> int:
@@ -142,11 +156,11 @@ def _header_end(body: memoryview, limits: Limits) -> int:
     return end
 
 
-def _read_header(raw: memoryview) -> dict[str, object]:
-    if bytes(raw[:1]) != b"{":
+def _read_header(raw: bytes) -> dict[str, object]:
+    if raw[:1] != b"{":
         raise MalformedPayloadError("the header must begin with '{'")
     try:
-        text = str(raw, "utf-8")
+        text = raw.decode()
     except UnicodeDecodeError as error:
         raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
     return strict_json.parse_object(text, _HEADER_DEPTH)
@@ -218,12 +232,18 @@ def encode_header(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> bytes:
 
     The caller sends these bytes and then the tensors' buffers in `data_order(tensors)`, with nothing between.
     """
+    names = data_order(tensors)
+    if _METADATA in names:
+        raise ValueError(f"no tensor can be called {_METADATA}")
+    return _header(tuple([(name, tensors[name][0], tuple(tensors[name][1])) for name in names]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> bytes:
+    """Of tensors by name, dtype and shape, in the order of their data."""
     header: dict[str, Any] = {}
     position = 0
-    for name in data_order(tensors):
-        if name == _METADATA:
-            raise ValueError(f"no tensor can be called {_METADATA}")
-        dtype, shape = tensors[name]
+    for name, dtype, shape in described:
         end = position + bits_of(shape, dtype.itemsize * 8) // 8
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end

@@ -75,6 +75,18 @@ def test_data_are_views_of_the_body():
     assert as_array(tensor)[-1] == 7.0
 
 
+def test_a_header_that_was_read_before_is_of_the_body_that_has_it():
+    first, second = (memoryview(safetensors.numpy.save({"x": np.full(4, n, np.float32)})) for n in (1, 2))
+    assert as_array(codec.decode(first)["x"]).tolist() == [1] * 4
+    assert as_array(codec.decode(second)["x"]).tolist() == [2] * 4
+    with pytest.raises(MalformedPayloadError, match="must end where the body does"):
+        codec.decode(memoryview(bytes(second) + b"more"))
+    with pytest.raises(MalformedPayloadError, match="must end where the body does"):
+        codec.decode(second[:-4])
+    with pytest.raises(TooLargeError, match="at most 0 tensors"):
+        codec.decode(second, codec.Limits(header_bytes=1024, tensors=0))
+
+
 def test_encode_sends_the_tensors_own_buffers():
     tensor = host_tensor(np.ones((2, 3), np.float32))
     header, data = codec.encode({"y": tensor})
