@@ -47,7 +47,7 @@ def overview() -> list[stat.Panel]:
         ).span(5),
         numbers(
             "Requests in flight",
-            "Admitted operations whose last byte is not out yet.",
+            "Admitted operations whose response is not complete.",
             "short",
             [(f"sum(normserve_inflight_requests{{{HERE}}})", "in flight")],
         ).span(5),
@@ -216,7 +216,7 @@ def resources() -> list[timeseries.Panel]:
         ).span(6),
         lines(
             "Slabs",
-            "Memory for bodies and results, lent to requests or kept for the next.",
+            "Bytes of buffers for bodies and results, in use by requests or kept for later ones.",
             "bytes",
             [(f"sum by (state) (normserve_slab_bytes{{{HERE}}})", "{{state}}")],
             stacked=True,

@@ -10,31 +10,35 @@ from normserve.settings import Settings
 
 _SETTINGS = """# Settings
 
-Each setting is read once, at start: from the command line if it is given there, else from the environment, else
-the default holds. `normserve serve --help` says the same. Sizes in bytes may have a unit: `512MiB`, `1.5GiB`,
-or `2GB` of 1000. A variable that begins with `NORMSERVE_` and is no setting is a warning in the log.
+Settings are read once, at start. A command-line option takes precedence over the environment variable, which takes
+precedence over the default. `normserve serve --help` lists the same settings. Sizes in bytes may have a unit:
+`512MiB`, `1.5GiB`, or `2GB` (decimal). For an unknown variable that begins with `NORMSERVE_` the log has a warning.
 
 """
 
 _METRICS = """# Metrics
 
-`GET /metrics` answers in Prometheus' text format, or as OpenMetrics where `Accept` names
-`application/openmetrics-text`: then durations have exemplars, the ids of traces
-([observability.md](observability.md)). Units are base units; labels come from closed sets, so that
-no client can add a series: `op` is an operation, the name of another route, or `__unmatched__`; `pass` is
-`forward`, `backward` or `none`; `dtype` is x's; `transport` is `tcp`, `unix`, `local` or
-`oip` (below `/v2`, over either; `oip_shm` and
-`oip_cuda` where that is about shared memory); `code` is the HTTP
-status, 499 where the client left; `key` is the name of an API key, of those that the server has known since its
-start.
+`GET /metrics` returns the Prometheus text format, or OpenMetrics if the `Accept` header contains
+`application/openmetrics-text`; the duration histograms then have exemplars with trace ids
+([observability.md](observability.md)). All values are in base units.
 
-The rate of `normserve_kernel_bytes_total` over the rate of `normserve_kernel_seconds_total` is the mean
-bandwidth of the kernels; over `normserve_device_copy_bandwidth_bytes_per_second` it is the fraction of the roof.
-Durations fall into buckets that double from 10 µs to 20 s.
+The values of all labels are limited, so that clients cannot create new series:
 
-With `--devices`, every process answers for all of them: each series has a label `process` before its own, and
-`normserve_process_up` is 1 for the processes that could be asked. What begins with `process_` Linux tells of the
-server's process.
+- `op`: an operation, the name of another route, or `__unmatched__`;
+- `pass`: `forward`, `backward` or `none`;
+- `dtype`: the element type of x;
+- `transport`: `tcp`, `unix`, `local` (shared memory); for requests under `/v2` `oip`, or `oip_shm` and `oip_cuda`
+  if they use or register regions of shared memory or of CUDA memory;
+- `code`: the HTTP status; 499 if the client disconnected;
+- `key`: the name of an API key that the server has known since its start.
+
+`rate(normserve_kernel_bytes_total)` divided by `rate(normserve_kernel_seconds_total)` is the mean bandwidth of the
+kernels. Divided by `normserve_device_copy_bandwidth_bytes_per_second`, it is the fraction of a copy's bandwidth.
+The buckets of durations double from 10 µs to 20 s.
+
+With `--devices`, each process returns the metrics of all processes: each series has the additional label `process`,
+and `normserve_process_up` is 1 for the processes that respond. Metrics that begin with `process_` are those of the
+operating system for the server's process.
 
 """
 

@@ -39,7 +39,7 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
-    uds: Path | None = Field(None, description="Path of a Unix domain socket to listen on as well.")
+    uds: Path | None = Field(None, description="Path of an additional Unix domain socket to listen on.")
     local: Path | None = Field(
         None,
         description="Path of a Unix domain socket for clients on this host that share memory with the server.",
@@ -47,67 +47,70 @@ class Settings(BaseSettings):
     local_users: str = Field(
         "",
         pattern=r"^(\d{1,10}(=[A-Za-z0-9._-]{1,64})?(,\d{1,10}(=[A-Za-z0-9._-]{1,64})?)*)?$",
-        description="Users by number who may connect there beside the server's own, as in 1000,1001=batch: the"
-        " second has the scopes and limits of the API key of that name.",
+        description="Numeric ids of users that may connect in addition to the server's own, as in "
+        "1000,1001=batch: the second has the scopes and limits of the API key of that "
+        "name.",
     )
     local_bytes: Size = Field(
-        2**30, ge=2**20, description="Bytes of shared memory that the connections of one user may have together."
+        2**30, ge=2**20, description="Bytes of shared memory for all connections of one user."
     )
     local_device_bytes: Size = Field(
         2**30,
         ge=0,
-        description="Bytes of the device's memory that the connections of one user may have together, or 0.",
+        description="Bytes of device memory for all connections of one user; 0 for none.",
     )
     local_own_memory: bool = Field(
         False,
-        description="Let processes of the server's own user have memory of the device used that they have allocated"
-        " themselves, without a copy. One that frees it while it is used can end the server.",
+        description="Use device memory that processes of the server's own user have allocated "
+        "themselves, without a copy. A process that frees such memory while it is in "
+        "use can crash the server.",
     )
     local_connections: int = Field(
-        64, ge=1, description="Connections to that socket that one user may have open at once."
+        64, ge=1, description="Maximum number of connections to that socket for one user."
     )
     oip_shared_memory: str = Field(
         "",
         pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})?$",
-        description="Clients of /v2 may register shared memory of this host that belongs to the server's user and"
-        " whose name begins so. Empty: none. Who may send requests may read and write all memory of such names.",
+        description="Prefix of shared-memory names that clients of /v2 may register; the memory "
+        "must belong to the server's user. Empty: none. Every client that may send "
+        "requests can read and write all memory of such names.",
     )
     oip_shared_memory_bytes: Size = Field(
         4 * 2**30,
         ge=1,
-        description="Bytes of regions, of that memory and of CUDA memory, that all clients may have registered at"
-        " once.",
+        description="Bytes of shared-memory and CUDA regions that all clients may have registered.",
     )
     oip_cuda_shared_memory: bool = Field(
         False,
-        description="Clients of /v2 that come over loopback or the Unix socket may register CUDA memory that they"
-        " have allocated, and have it read and written without a copy. One that frees it while it is used can end"
-        " the server.",
+        description="Let clients of /v2 on loopback or the Unix socket register CUDA memory that "
+        "they have allocated, which is then used without a copy. A client that frees it"
+        " while it is in use can crash the server.",
     )
     tls_cert: Path | None = Field(
         None,
-        description="A PEM file with the server's certificate and those up to its authority: the port speaks TLS."
-        " Read again on SIGHUP, as are the next two.",
+        description="PEM file with the server's certificate and its chain; the TCP port then uses "
+        "TLS. It is read again on SIGHUP, as are the next two.",
     )
     tls_key: Path | None = Field(
-        None, description="A PEM file with the certificate's key, not encrypted; else --tls-cert holds it."
+        None,
+        description="PEM file with the certificate's key, not encrypted; by default it is read from --tls-cert.",
     )
     tls_client_ca: Path | None = Field(
-        None, description="A PEM file with authorities: a client must have a certificate of one of them."
+        None, description="PEM file with certificate authorities: clients must have a certificate of one of them."
     )
     backend: Literal["auto", "triton", "torch"] = Field(
-        "auto", description="triton needs a CUDA device, torch runs on the CPU; auto takes triton if it can."
+        "auto", description="triton needs a CUDA device, torch runs on the CPU; auto uses triton if it can."
     )
     devices: str = Field(
         "",
         pattern=r"^((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?$",
-        description="CUDA devices by number, or cpu, as in 0,1: a process for each behind one port.",
+        description="CUDA devices by number, or cpu, as in 0,1: one process for each, all on one port.",
     )
     frontends: str = Field(
         "0",
         pattern=r"^(auto|\d{1,3})$",
-        description="Processes that speak HTTP for those that own a device; 0 for none, auto for as many as suit"
-        " the cores.",
+        description="Number of HTTP processes in front of those that own a device; 0 for none, auto"
+        " to choose by the number of cores.",
     )
     checkpoint: Path | None = Field(
         None, description="A .safetensors file whose norm layers are registered before the server is ready."
@@ -115,102 +118,120 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(
         None,
         min_length=1,
-        description="If set, all but the probes, the pages and /metrics ask for it as `Authorization: Bearer KEY`.",
+        description="API key that clients must send as `Authorization: Bearer KEY`, except for "
+        "probes, pages and /metrics.",
     )
     api_keys_file: Path | None = Field(
-        None, description="A TOML file of named API keys in place of that one; /metrics asks for one, too."
+        None, description="TOML file of named API keys, instead of --api-key; /metrics then needs one as well."
     )
     allowed_hosts: str = Field(
         "",
         pattern=rf"^(\*|{_HOST}(,{_HOST})*)?$",
-        description="What a request's Host may name beside loopback, as in api.example,10.0.0.5; * is anything."
-        " Empty: nothing else on a loopback address, anything on another.",
+        description="Host names that requests may have beside loopback, as in api.example,10.0.0.5;"
+        " * allows all. Empty: none if the server listens on a loopback address, "
+        "otherwise all.",
     )
     cors_origins: str = Field(
         "",
         pattern=rf"^({_ORIGIN}(,{_ORIGIN})*)?$",
-        description="Origins whose pages may use the server (CORS), as in https://app.example; else only its own.",
+        description="Origins whose pages may use the server (CORS), as in https://app.example; "
+        "otherwise only its own.",
     )
-    max_body_bytes: Size = Field(2**30, ge=1, description="Longest request body; a longer one is refused.")
+    max_body_bytes: Size = Field(2**30, ge=1, description="Maximum size of a request body.")
     max_inflight_requests: int = Field(
-        256, ge=1, description="Requests inside the server at once; the next one is told to come back later."
+        256, ge=1, description="Maximum number of concurrent requests; more are answered with 429."
     )
     max_inflight_bytes: Size = Field(
         4 * 2**30,
         ge=1,
-        description="Bytes inside at once: of request bodies, of their results and of what computing them needs.",
+        description="Maximum memory of concurrent requests: bodies, results and temporary buffers.",
     )
     max_connections: int = Field(
-        4096, ge=1, description="Connections open at once, over all processes; the next one is answered 503."
+        4096, ge=1, description="Maximum number of open connections over all processes; more are answered with 503."
     )
     max_connections_per_address: int = Field(
         2048,
         ge=1,
-        description="Of those, from one IPv4 address, IPv6 /64 network or user of the Unix socket: as many as a "
-        "proxy needs, and not all.",
+        description="Maximum number of open connections from one IPv4 address, IPv6 /64 network or "
+        "user of the Unix socket.",
     )
     max_idle_slab_bytes: Size = Field(
-        2**30, ge=0, description="Bytes of memory kept for the bodies and results of requests to come."
+        2**30, ge=0, description="Memory kept for the bodies and results of later requests."
     )
-    max_layers: int = Field(10_000, ge=0, description="Registered layers at once.")
+    max_layers: int = Field(10_000, ge=0, description="Maximum number of registered layers.")
     max_layer_bytes: Size = Field(
-        2**28, ge=0, description="Bytes of registered layers' parameters at once, on the device."
+        2**28, ge=0, description="Maximum size of the parameters of all registered layers, on the device."
     )
     timeout_ms: float = Field(
-        30_000, gt=0, description="Deadline from a request's arrival to its start on the device, by default."
+        30_000, gt=0, description="Default deadline: time from a request's arrival to its start on the device."
     )
-    max_batch_requests: int = Field(64, ge=1, description="Requests that may share a launch; 1 turns batching off.")
+    max_batch_requests: int = Field(
+        64, ge=1, description="Maximum number of requests in one launch; 1 disables batching."
+    )
     max_batch_bytes: Size = Field(
-        4 * 2**20, ge=0, description="Bytes of tensors that may share a launch; a larger request runs alone."
+        4 * 2**20, ge=0, description="Maximum size of the tensors in one launch; a larger request runs alone."
     )
     warm_sizes: str = Field(
         "1024",
         pattern=r"^[1-9]\d{0,8}(,[1-9]\d{0,8})*$",
-        description="Lengths of rows whose kernels are there before the server is ready, as in 768,4096.",
+        description="Row lengths whose kernels are compiled before the server is ready, as in 768,4096.",
     )
     max_compiled_classes: int = Field(
         4096,
         ge=1,
-        description="Classes of requests (operation, types, row length, options) with kernels of their own.",
+        description="Maximum number of request classes (operation, types, row length, options) with"
+        " compiled kernels.",
     )
     max_compiles_per_minute: int = Field(
-        60, ge=1, description="Most classes of requests compiled in a minute, beyond those compiled at start."
+        60,
+        ge=1,
+        description="Maximum number of request classes compiled in a minute, not counting those compiled at start.",
     )
     cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
-    header_timeout_s: float = Field(10, gt=0, description="Longest wait for a request's complete header.")
-    body_timeout_s: float = Field(30, gt=0, description="Longest pause while a body is received.")
+    header_timeout_s: float = Field(10, gt=0, description="Maximum time until a request's header is complete.")
+    body_timeout_s: float = Field(30, gt=0, description="Maximum pause while a request body is received.")
     min_body_bytes_per_s: float = Field(
         4096,
         ge=0,
-        description="Least mean rate of a body, and of a response whose client reads slowly, once the first seconds"
-        " are over; 0 for none.",
+        description="Minimum mean rate of a request body, and of a response to a slow reader, after"
+        " --body-grace-s; 0 for none.",
     )
     body_grace_s: float = Field(
-        10, gt=0, description="After how long that rate counts; a fifth of it where others want a body's place."
+        10,
+        gt=0,
+        description="Time after which the minimum rate applies; a fifth of it if other requests "
+        "wait for the memory.",
     )
-    send_timeout_s: float = Field(30, gt=0, description="Longest pause of a client that reads its response.")
+    send_timeout_s: float = Field(30, gt=0, description="Maximum pause while a response is read by the client.")
     transfer_timeout_s: float = Field(
-        300, gt=0, description="Longest time that a body may take, or a response once its client reads slowly."
+        300, gt=0, description="Maximum time for a request body, and for a response to a slow reader."
     )
-    keep_alive_s: float = Field(75, gt=0, description="How long an idle connection stays open.")
-    drain_s: float = Field(30, gt=0, description="Longest wait for admitted work after SIGTERM.")
+    keep_alive_s: float = Field(75, gt=0, description="Time after which an idle connection is closed.")
+    drain_s: float = Field(30, gt=0, description="Maximum time to finish admitted requests after SIGTERM.")
     stall_s: float = Field(
-        60, gt=0, description="Not ready once work has waited for so long and none of it was finished."
+        60,
+        gt=0,
+        description="Time without a finished operation, while others wait, after which the server is not ready.",
     )
     hang_s: float = Field(
-        20, gt=0, description="A process of --devices that gives no sign for so long is killed and started again."
+        20,
+        gt=0,
+        description="A process of --devices or --frontends that does not respond for this long is "
+        "killed and restarted.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
-    log_format: Literal["text", "json"] = Field("text", description="How it is logged: lines to read, or JSON.")
-    access_log: bool = Field(False, description="Log each request at its end, whatever the level.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Minimum level of log events."
+    )
+    log_format: Literal["text", "json"] = Field("text", description="Format of log events: text or JSON.")
+    access_log: bool = Field(False, description="Log each completed request, at any log level.")
     trace_endpoint: str | None = Field(
         None,
         pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
-        description="Where to send OpenTelemetry traces by OTLP over HTTP, as http://localhost:4318; it takes the"
-        " extra `otel`.",
+        description="URL to which OpenTelemetry traces are sent by OTLP over HTTP, as "
+        "http://localhost:4318; needs the extra `otel`.",
     )
     trace_ratio: float = Field(
-        0.01, ge=0, le=1, description="Share of requests traced of those whose traceparent does not ask for it."
+        0.01, ge=0, le=1, description="Fraction of requests to trace, of those without a sampled traceparent."
     )
 
     @model_validator(mode="after")

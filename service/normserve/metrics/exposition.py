@@ -78,7 +78,7 @@ def open_metrics(text: bytes) -> bytes:
 
 def process_up() -> Family[Gauge]:
     """What only a fleet as a whole can say."""
-    doc = "1 for each process of a fleet that answers."
+    doc = "1 for each process of --devices that responds."
     return Family("normserve_process_up", doc, ("process",), Gauge)
 
 

@@ -14,11 +14,13 @@ class FrontEndProcesses:
         # Not "process", which says of each series of a fleet whose it is.
         label = ("frontend",)
         self._cpu_seconds = make.counter(
-            "frontend_cpu_seconds_total", "CPU time of each front end and of those before it in its place.", label
+            "frontend_cpu_seconds_total",
+            "CPU time of each front end, including earlier processes with the same index.",
+            label,
         )
         self._resident_bytes = make.gauge(
             "frontend_resident_memory_bytes",
-            "Resident memory of each front end, slabs that it maps included.",
+            "Resident memory of each front end, including mapped shared buffers.",
             label,
         )
         self._open_fds = make.gauge("frontend_open_fds", "Open file descriptors of each front end.", label)

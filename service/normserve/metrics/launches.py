@@ -30,32 +30,30 @@ class Launches:
 
     def __init__(self, make: Registrar) -> None:
         self._bytes = make.counter(
-            "kernel_bytes_total", "The fewest bytes that the launched operations had to move.", KERNEL_LABELS
+            "kernel_bytes_total", "Minimum of bytes that the launched operations have to move.", KERNEL_LABELS
         )
         self._seconds = make.counter("kernel_seconds_total", "Device time of the launches.", KERNEL_LABELS)
         self._bandwidth = make.histogram(
             "kernel_bandwidth_bytes_per_second",
-            "Bandwidth of each launch: the fewest bytes over device time.",
+            "Bandwidth of each launch: the minimum of bytes to move divided by device time.",
             KERNEL_LABELS,
             _BANDWIDTH_BUCKETS,
         )
         self._transfer_bytes = make.counter(
-            "transfer_bytes_total", "Bytes of tensors copied to the device and back.", ("direction",)
+            "transfer_bytes_total", "Bytes of tensors copied to and from the device.", ("direction",)
         )
-        self._transfer_seconds = make.counter(
-            "transfer_seconds_total", "Time that copying them took.", ("direction",)
-        )
+        self._transfer_seconds = make.counter("transfer_seconds_total", "Time of these copies.", ("direction",))
         self._compiles = make.counter(
             "compiles_total",
-            "Classes of requests whose kernels were compiled after the start, for their first request.",
+            "Request classes whose kernels were compiled after the start, at their first request.",
             (),
         )
-        self._compile_seconds = make.counter("compile_seconds_total", "Time that compiling those took.", ())
+        self._compile_seconds = make.counter("compile_seconds_total", "Time of these compilations.", ())
         batch_requests = make.histogram(
             "batch_requests", "Requests that shared a launch.", (), _BATCH_REQUESTS_BUCKETS
         )
         batch_bytes = make.histogram(
-            "batch_bytes", "Bytes of the tensors that came with a launch.", (), _BATCH_BYTES_BUCKETS
+            "batch_bytes", "Bytes of the input tensors of a launch.", (), _BATCH_BYTES_BUCKETS
         )
         self._batch_requests, self._batch_bytes = batch_requests(), batch_bytes()
         self._ended: list[tuple[tuple[Op, Pass, DType], _Launch]] = []

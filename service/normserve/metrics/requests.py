@@ -85,7 +85,7 @@ class Requests:
         labels = ("op", "pass", "transport")
         self._total = make.counter(
             "requests_total",
-            "Requests answered, by what they asked for and the status.",
+            "Requests answered, by operation and status.",
             (*KERNEL_LABELS, "transport", "code"),
         )
         self._duration = make.histogram(
@@ -103,22 +103,24 @@ class Requests:
             labels,
             _BANDWIDTH_BUCKETS,
         )
-        self._rejected = make.counter("rejected_total", "Requests turned away, by reason.", ("reason",))
+        self._rejected = make.counter("rejected_total", "Requests rejected, by reason.", ("reason",))
         self.revoked = make.counter(
-            "revoked_total", "Bodies cut off because others wanted their place, by reason.", ("reason",)
+            "revoked_total", "Request bodies aborted in favour of other requests, by reason.", ("reason",)
         )
         self.refused_connections = make.counter(
-            "connections_refused_total", "Connections refused as they were accepted, by the limit.", ("reason",)
+            "connections_refused_total", "Connections refused because a limit was reached, by limit.", ("reason",)
         )
         self._errors = make.counter("errors_total", "Requests answered with an error, by cause.", ("cause",))
         self.cancelled = make.counter(
-            "cancelled_total", "Requests whose client left, by the stage they were in.", ("stage",)
+            "cancelled_total", "Requests whose client disconnected, by the stage they were in.", ("stage",)
         )
         self._key_requests = make.counter(
-            "key_requests_total", "Requests that needed an API key and came with a known one.", ("key", "code")
+            "key_requests_total", "Authenticated requests, by the name of their API key.", ("key", "code")
         )
         self._key_bytes = make.counter(
-            "key_bytes_total", "Bytes of those requests' bodies and of their responses'.", ("key", "direction")
+            "key_bytes_total",
+            "Bytes of the request and response bodies of authenticated requests.",
+            ("key", "direction"),
         )
         self._ended: list[RequestRecord] = []
         # A rate sees the step from 0 to 1, and none from nothing to 1.

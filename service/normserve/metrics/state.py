@@ -14,47 +14,52 @@ class State:
 
     def __init__(self, make: Registrar) -> None:
         self.inflight_requests = make.gauge(
-            "inflight_requests", "Admitted operations whose last byte is not out yet."
+            "inflight_requests", "Admitted operations whose response is not complete."
         )
         self.inflight_bytes = make.gauge(
-            "inflight_bytes", "Bytes that those operations take: bodies, results, what computing needs."
+            "inflight_bytes", "Memory of these operations in bytes: bodies, results and temporary buffers."
         )
         self.layers = make.gauge("layers", "Registered layers.")
         self.layer_bytes = make.gauge(
-            "layer_bytes", "Parameters of registered layers, by where they are kept: host or device.", ("kind",)
+            "layer_bytes", "Bytes of the parameters of registered layers, in host and device memory.", ("kind",)
         )
         self.connections = make.gauge("connections", "Open connections of clients.")
         self.local_connections = make.gauge(
             "local_connections", "Open connections of clients that share memory with the server."
         )
-        self.local_bytes = make.gauge("local_bytes", "Memory shared with those clients.")
+        self.local_bytes = make.gauge("local_bytes", "Bytes of host memory shared with these clients.")
         self.local_device_bytes = make.gauge(
-            "local_device_bytes", "Memory of the device that those clients have, or had until their processes end."
+            "local_device_bytes",
+            "Bytes of device memory allocated for these clients; counted until the client's process ends.",
         )
         self.oip_regions = make.gauge(
-            "oip_regions", "Regions of shared memory that clients of /v2 have registered, or a request still uses."
+            "oip_regions", "Shared-memory regions of /v2 that are registered or still in use by a request."
         )
-        self.oip_region_bytes = make.gauge("oip_region_bytes", "Bytes of those regions.")
-        self.queue_requests = make.gauge("queue_requests", "Operations that wait for the device.")
+        self.oip_region_bytes = make.gauge("oip_region_bytes", "Bytes of these regions.")
+        self.queue_requests = make.gauge("queue_requests", "Operations in the queue for the device.")
         self.slab_bytes = make.gauge(
-            "slab_bytes", "Memory for bodies and results, lent to requests or kept for the next.", ("state",)
+            "slab_bytes",
+            "Bytes of buffers for bodies and results, in use by requests or kept for later ones.",
+            ("state",),
         )
         self.copy_bandwidth = make.gauge(
             "device_copy_bandwidth_bytes_per_second",
-            "Bytes read plus written a second by a copy on the device, measured at start: the roof.",
+            "Bytes read plus written per second by a copy in device memory, measured at start.",
             ("device",),
         )
         self.device_memory = make.gauge(
             "device_memory_bytes",
-            "Memory of the device, by kind of use; of the CPU, what the process has resident.",
+            "Device memory in bytes, by kind of use; for the CPU backend, the process's resident memory.",
             ("kind",),
         )
         self.build_info = make.gauge(
-            "build_info", "Always 1; the labels say what runs.", ("version", "backend", "device")
+            "build_info",
+            "Always 1; version, backend and device are in the labels.",
+            ("version", "backend", "device"),
         )
-        self.ready = make.gauge("ready", "1 while the server takes work.")
+        self.ready = make.gauge("ready", "1 while the server accepts work.")
         self.stall_seconds = make.gauge(
-            "stall_seconds", "Time since anything was finished, while work waits to be; 0 while none does."
+            "stall_seconds", "Time since the last operation finished, while others wait; 0 if none waits."
         )
         self._process = ProcessCollector(registry=None)
         self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}

@@ -36,6 +36,9 @@ _LAUNCH_OPEN_S = 1.0
 
 _NOT_TRACED = object()
 
+MakeStage = Callable[[SpanContext, str, int, int], None]
+"""Makes a span that is over: its parent, its name, and its begin and end in nanoseconds since 1970."""
+
 
 class _Traced(NamedTuple):
     """The span of a request that is traced, and when it began by the clock: nanoseconds since 1970."""
@@ -47,12 +50,16 @@ class _Traced(NamedTuple):
 class Traces:
     """Decides which requests are traced, and makes their spans."""
 
-    def __init__(self, tracer: Tracer, ratio: float, shut_down: Callable[[float], None]) -> None:
+    def __init__(
+        self, tracer: Tracer, make_stage: MakeStage, ratio: float, shut_down: Callable[[float], None]
+    ) -> None:
         """Args:
+        make_stage: makes the spans of stages; at eight of them for each request, a tracer takes too long for it.
         ratio: share of requests that are traced of those whose parent is not sampled.
         shut_down: has the spans that have ended exported, within so many seconds, and no more after them.
         """
         self._tracer = tracer
+        self._make_stage = make_stage
         self._ratio = ratio
         self._shut_down = shut_down
         # Spans by what names their launches, each with its end.
@@ -101,10 +108,9 @@ class Traces:
         if record.status >= 500:
             span.set_attribute("error.type", record.error or str(record.status))
             span.set_status(Status(StatusCode.ERROR))
-        context = set_span_in_context(span, Context())
+        parent = span.get_span_context()
         for stage in stages_of(record, ended):
-            child = self._tracer.start_span(stage.name, context, start_time=at(stage.began))
-            child.end(at(stage.ended))
+            self._make_stage(parent, stage.name, at(stage.began), at(stage.ended))
         if record.batch_size > 1:
             self._link(span, self._launch(record, at))
         span.end(at(ended))
