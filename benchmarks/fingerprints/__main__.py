@@ -1,12 +1,13 @@
 """Writes the fingerprints of this commit; `git diff` compares them with those of another.
 
-    python -m benchmarks.fingerprints [launches] [ttir] [sm_90 [--all]] [--out FOLDER]
+    python -m benchmarks.fingerprints [launches] [ttir] [sm_90] [--all] [--out FOLDER]
     python -m benchmarks.fingerprints show TEXT
 
-Without names, all three files, of specialisations that have every value that a kernel branches on.  `--all`
-compiles every one, into `sm_90_all.txt`: two hours of a core.  What the file knows already, made by the same
-version of Triton of the same IR, is not compiled again.  `show` prints the launches of the cases whose names
-contain a text, with arguments and options.
+Without names, all three files, of specialisations that have every value that a kernel branches on.  `--all` takes
+every specialisation, into files of their own: `ttir_all.txt` takes seven minutes of a core, `sm_90_all.txt` two
+hours.  Code that the file has already, made by the same version of Triton from the same IR, is not compiled again:
+where `ttir_all.txt` and the launches of two commits are equal, so is their code.  `show` prints the launches of the
+cases whose names contain a text, with arguments and options.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the files, or show launches."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fingerprints", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help="launches, ttir, sm_90; or show and a text")
-    parser.add_argument("--all", action="store_true", help="compile every specialisation, to a file of its own")
+    parser.add_argument("--all", action="store_true", help="take every specialisation, to files of their own")
     parser.add_argument("--out", type=Path, default=files.FOLDER, help="the folder of the files")
     options = parser.parse_args(arguments)
     if INTERPRETED:
@@ -65,8 +66,9 @@ def _write(parts: list[str] | tuple[str, ...], folder: Path, everything: bool) -
         print(f"launches: {len(plans)} cases, {sum(len(each.launches or ()) for each in plans)} launches")
     specialisations = distinct(plans)
     if "ttir" in parts:
-        chosen = of_every_branch(specialisations)
-        files.write(folder / files.TTIR, files.version(), dict(on_all_cores(ir_hash, chosen)))
+        chosen = specialisations if everything else of_every_branch(specialisations)
+        path = folder / (files.TTIR_ALL if everything else files.TTIR)
+        files.write(path, files.version(), dict(on_all_cores(ir_hash, chosen)))
         print(f"ttir: {len(chosen)} of {len(specialisations)} specialisations")
     if "sm_90" in parts:
         chosen = specialisations if everything else of_every_branch(specialisations)

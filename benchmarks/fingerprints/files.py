@@ -6,7 +6,9 @@ from pathlib import Path
 import triton
 
 FOLDER = Path(__file__).parents[1] / "results" / "fingerprints"
-LAUNCHES, TTIR, SM_90, SM_90_ALL = "launches.txt", "ttir.txt", "sm_90.txt", "sm_90_all.txt"
+LAUNCHES = "launches.txt"
+TTIR, TTIR_ALL = "ttir.txt", "ttir_all.txt"
+SM_90, SM_90_ALL = "sm_90.txt", "sm_90_all.txt"
 
 
 def version() -> str:
