@@ -1,16 +1,16 @@
 """Fused LayerNorm, RMSNorm and GroupNorm, forward and backward: Triton kernels, and torch's norms on a CPU.
 
-Launchers, on CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the same for `rms_norm` and
+Launchers for CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the same for `rms_norm` and
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
-applies several LayerNorms in one pass; `fusednorm.reference.chain` has it in plain torch.  Differentiable:
-`layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.  Modules:
-`LayerNorm`, `RMSNorm`, `GroupNorm`; `patch` brings the norms of a whole model to the kernels, `unpatch` takes it
-back.  `warmup` compiles ahead what rows of a length need, `warmup_group_norm` what samples of a shape need.
-`allow_waiting` switches off kernels whose programs wait for one another; `require_batch_invariance` keeps a
-sample's bits the same in any company.
+applies several LayerNorms in one pass; `fusednorm.reference.chain` has it in plain torch.  Differentiable
+functions: `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.
+Modules: `LayerNorm`, `RMSNorm`, `GroupNorm`; `patch` makes the norms of an existing model use the kernels, and
+`unpatch` undoes it.  `warmup` compiles the kernels for a row length in advance, `warmup_group_norm` those for a
+sample's shape.  `allow_waiting` disables kernels whose programs wait for one another; `require_batch_invariance`
+makes the bits of a sample's result independent of the other samples in the batch.
 
-Differentiable functions and modules take CPU tensors, too, with or without Triton.  Where Triton is not installed
-the launchers and warm-ups raise ModuleNotFoundError when they are called.
+Differentiable functions and modules also take CPU tensors, with or without Triton.  Without Triton, launchers and
+warm-up functions raise ModuleNotFoundError when they are called.
 """
 
 from importlib import metadata, util

@@ -1,4 +1,4 @@
-"""Division and powers of two on the host; Triton's own, made for kernels as well, take 2 us each."""
+"""Integer division and powers of two on the host; Triton's own, which also work in kernels, take 2 us each."""
 
 
 def cdiv(dividend: int, divisor: int) -> int:

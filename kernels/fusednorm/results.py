@@ -1,4 +1,4 @@
-"""What every forward and every backward launcher returns."""
+"""The results of all forward and all backward launchers."""
 
 from typing import NamedTuple
 

@@ -1,1 +1,1 @@
-"""What a caller holds: passes, differentiable functions, modules, operators, and what compiles ahead."""
+"""The public functions: passes, differentiable functions, modules, operators and warm-up."""

@@ -1,4 +1,4 @@
-"""What stands in the place of launchers and warm-ups where Triton is not installed: calls say so."""
+"""Replacements for launchers and warm-up functions without Triton: calling them raises an error that says so."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

@@ -1,8 +1,9 @@
 """Differentiable functions: `layer_norm`, `rms_norm`, `group_norm`, and the same after a residual addition.
 
-Whoever traces, transforms or watches torch's calls sees the operators of `operators`, which the package registers.
-Where nobody does, they would cost the host several times what the passes do: a call goes to its pass at once,
-through a `torch.autograd.Function` where it is differentiated.  A plain norm of CPU tensors is torch's own.
+If torch traces, transforms or observes the call, it sees the operators of `operators`, which the package
+registers.  Otherwise these operators would cost the host several times as much as the passes, so the call goes
+directly to its pass, through a `torch.autograd.Function` if it is differentiated.  A plain norm of CPU tensors is
+torch's own.
 """
 
 from collections.abc import Callable

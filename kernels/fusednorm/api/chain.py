@@ -1,4 +1,4 @@
-"""Several LayerNorms in a row in one pass over memory."""
+"""Several consecutive LayerNorms in one pass over memory."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""How an operator is differentiated, and taken over a batch by `torch.vmap`.
+"""Derivatives of the operators, and their batching by `torch.vmap`.
 
-Reverse mode has a formula of the operator's own.  Forward mode, `vmap` and the derivatives of backward passes are
-torch's, of the same operation in plain torch.
+Reverse mode has a formula for each operator.  Forward mode, `vmap` and derivatives of backward passes are computed
+by torch from the same operation in plain torch.
 """
 
 from collections.abc import Callable

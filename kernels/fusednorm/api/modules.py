@@ -1,4 +1,4 @@
-"""Drop-in modules: torch's constructors, state_dict and repr, with an activation fused behind the norm."""
+"""Drop-in modules: torch's constructors, state_dict and repr, with an activation fused after the norm."""
 
 from typing import Any
 

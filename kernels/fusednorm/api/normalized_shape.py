@@ -1,4 +1,4 @@
-"""torch's `normalized_shape` as the kernels have it, which normalise over one axis."""
+"""Conversion of torch's `normalized_shape` for the kernels, which normalise over one axis."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Who looks at a call besides its caller: tracers, transforms, modes, and what is to be differentiated."""
+"""Detection of tracers, transforms, modes and differentiation, which have to see a call."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""`torch.library` operators with fakes and derivatives: what torch.compile, export and others who trace torch see.
+"""`torch.library` operators with fake implementations and derivatives, for torch.compile, export and other tracers.
 
-`fusednorm::<op>` and `fusednorm::<op>_backward` for `layer_norm`, `rms_norm` and `group_norm` stay whole in a
-traced graph.  CUDA tensors go to the kernels, CPU tensors to `fusednorm.cpu`, float64 included, as they do in
-`autograd` where nobody watches.
+`fusednorm::<op>` and `fusednorm::<op>_backward` for `layer_norm`, `rms_norm` and `group_norm` are single nodes in
+a traced graph.  CUDA tensors are computed by the kernels, CPU tensors (including float64) by `fusednorm.cpu`, as
+in `autograd` without a tracer.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
-"""The passes of `layer_norm`, `rms_norm` and `group_norm` with one signature for all three.
+"""The passes of `layer_norm`, `rms_norm` and `group_norm` with one common signature.
 
-By a library: a module with `<op>_forward` and `<op>_backward` as the launchers have them, which `fusednorm.cpu` and
-`fusednorm.reference` are, too.  What the pass of an operation does not take of the arguments is ignored.
+The library is a module with `<op>_forward` and `<op>_backward` like the launchers; `fusednorm.cpu` and
+`fusednorm.reference` are such modules.  Arguments that the pass of an operation does not have are ignored.
 """
 
 from collections.abc import Callable

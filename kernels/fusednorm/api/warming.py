@@ -1,4 +1,4 @@
-"""Compiling kernels ahead of their first use."""
+"""Compilation of kernels before their first use."""
 
 import math
 from typing import Any

@@ -1,1 +1,1 @@
-"""What calls are handed, and where it is checked: layouts, activations, dropout, and tensors for the results."""
+"""Arguments of calls and their checks: layouts, activations, dropout, and tensors for the results."""

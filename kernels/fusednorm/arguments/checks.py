@@ -1,4 +1,4 @@
-"""The input contract, once: what every launcher checks before it allocates or launches anything."""
+"""The input contract: the checks of all launchers before they allocate or launch anything."""
 
 import math
 from collections.abc import Callable

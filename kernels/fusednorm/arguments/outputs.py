@@ -1,7 +1,7 @@
-"""Where results are written: new tensors, or those that the caller gives.
+"""The tensors that results are written to: new ones, or those passed by the caller.
 
-A pass says once what it returns, an `Output` for each field of its result; that specification allocates and checks
-the first call of a kind and, in `launch.replay`, the calls after it.
+Each pass declares its results once, as an `Output` for each field.  This declaration allocates and checks the
+results of the first call of a kind and, in `launch.replay`, of the following calls.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
-"""The operations on CPU tensors, quick: torch's own norms and their derivatives, other options around them.
+"""The operations on CPU tensors, fast: torch's own norms and their derivatives, with the other options around them.
 
-The functions of `fusednorm.reference` with the same arguments and results, less `out_dtype` and `precision`.  What
-torch's kernels do not take, or would not compute as well, the reference computes: float64, dropout, parameters of
-heads, scale and shift, rows of RMSNorm beyond 65536 columns, and channels-last groups whose mean lies far from
-zero.  So it does whatever its checks refuse.
+The functions of `fusednorm.reference` with the same arguments and results, except `out_dtype` and `precision`.
+The reference computes what torch's kernels do not support or compute less accurately: float64, dropout, parameters
+for each head, scale and shift, rows of RMSNorm with more than 65536 columns, and channels-last groups whose mean
+is far from zero.  It also handles all calls that the checks here reject.
 
-torch takes statistics of contiguous memory by Welford's algorithm, so that a mean far from zero does not cancel;
-of channels-last groups as E[x^2] - E[x]^2, where it does.  With 16-bit parameters it saves 16-bit statistics, and
-the gradients of LayerNorm's parameters it sums in x's dtype: here both are float32.
+torch computes statistics of contiguous memory by Welford's algorithm, which has no cancellation for a mean far
+from zero; for channels-last groups it computes E[x^2] - E[x]^2, which has.  With 16-bit parameters torch saves
+16-bit statistics, and it sums the gradients of LayerNorm's parameters in x's dtype; here both are float32.
 """
 
 from fusednorm.cpu.groups import group_norm_backward, group_norm_forward

@@ -1,4 +1,4 @@
-"""The activations and their derivatives by torch's kernels, in float32."""
+"""The activations and their derivatives with torch's kernels, in float32."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812

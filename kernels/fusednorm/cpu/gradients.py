@@ -1,4 +1,4 @@
-"""Gradients of rows, computed in float32 piece by piece."""
+"""Gradients of rows, computed in float32 in pieces."""
 
 from collections.abc import Iterator
 

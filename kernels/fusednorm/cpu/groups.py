@@ -1,4 +1,4 @@
-"""GroupNorm by torch's kernels, contiguous and channels-last."""
+"""GroupNorm with torch's kernels, contiguous and channels-last."""
 
 import math
 from typing import Any

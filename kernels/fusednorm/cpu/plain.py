@@ -1,4 +1,4 @@
-"""Norms without options, by torch's differentiable functions: its derivatives and no step of Python between."""
+"""Norms without options, as torch's differentiable functions: torch's derivatives without a Python step."""
 
 import math
 

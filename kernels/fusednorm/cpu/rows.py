@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of rows by torch's kernels."""
+"""LayerNorm and RMSNorm of rows with torch's kernels."""
 
 from functools import lru_cache
 from typing import Any

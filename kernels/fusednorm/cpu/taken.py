@@ -1,4 +1,4 @@
-"""Which calls torch's norms take; the others are for the reference, which also says what is wrong with them."""
+"""Decides which calls torch's norms can compute; the reference computes the others, or reports their errors."""
 
 import math
 

@@ -1,1 +1,1 @@
-"""The devices that kernels run on or are planned for: what is known of one, and a table of models."""
+"""The devices that kernels run on or are planned for: their properties, and a table of GPU models."""

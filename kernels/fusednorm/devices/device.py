@@ -1,4 +1,4 @@
-"""What plans ask of a device, of one that may be absent too; cached."""
+"""Properties of a device that plans use, also of a device that is not present; cached."""
 
 from functools import cache
 from statistics import median

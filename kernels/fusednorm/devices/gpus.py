@@ -1,4 +1,4 @@
-"""Models of GPUs that kernels are compiled ahead for."""
+"""GPU models for which kernels can be compiled in advance."""
 
 from fusednorm.devices.device import H200, Gpu
 

@@ -1,1 +1,1 @@
-"""Known calls without Python: an extension in C++, optional, which `python -m fusednorm.host` compiles."""
+"""Repeated calls without Python: an optional C++ extension, compiled by `python -m fusednorm.host`."""

@@ -1,4 +1,4 @@
-"""`python -m fusednorm.host` compiles the host extension and says where it lies."""
+"""`python -m fusednorm.host` compiles the host extension and prints its path."""
 
 from fusednorm.host.build import build
 from fusednorm.host.load import keep

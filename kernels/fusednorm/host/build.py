@@ -1,6 +1,6 @@
-"""Compiling the host extension, for the torch, Python and CUDA that are installed here.
+"""Compilation of the host extension for the installed versions of torch, Python and CUDA.
 
-It lies in Triton's cache beside the kernels, found by all that it was made of.
+The extension is stored in Triton's cache beside the kernels, under a hash of everything it was built from.
 """
 
 import hashlib

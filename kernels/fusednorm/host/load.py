@@ -1,4 +1,4 @@
-"""The host extension, where it was compiled."""
+"""Loading of the host extension, if it has been compiled."""
 
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader

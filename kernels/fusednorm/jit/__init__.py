@@ -1,1 +1,1 @@
-"""Device code that several algorithms use, of both operations."""
+"""Device code that several algorithms of both operations use."""

@@ -1,4 +1,4 @@
-"""Loads: which columns there are, values in float32, x with what is added to it, parameters as they are used."""
+"""Loads: masks of columns, values as float32, x plus what is added to it, parameters as they are used."""
 
 import triton
 import triton.language as tl

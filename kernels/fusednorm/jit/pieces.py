@@ -1,6 +1,6 @@
-"""Pieces of rows that stay in registers as they lie in memory: loading, moments, writing.
+"""Pieces of rows that stay in registers in the format of memory: loads, moments, stores.
 
-A 16-bit piece takes half the registers of its float32 values; it is converted anew wherever it is used.
+A 16-bit piece needs half the registers of its float32 values; it is converted again each time it is used.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Asking for memory before it is loaded."""
+"""Prefetching of memory into L2."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Reductions that several kernels share, and a product that they can rest on."""
+"""Reductions that several kernels use, and a product that they may use."""
 
 import triton
 import triton.language as tl

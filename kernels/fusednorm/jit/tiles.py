@@ -1,4 +1,4 @@
-"""Tiles of whole rows as float32, in blocks of columns: loading, and normalising what has its moments."""
+"""Tiles of whole rows as float32, in blocks of columns: loads, and normalisation with known moments."""
 
 import triton
 import triton.language as tl

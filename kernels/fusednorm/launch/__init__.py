@@ -1,1 +1,1 @@
-"""From a decision to the device: launches, how they are made, made again, and looked at."""
+"""From a plan to the device: how launches are made, repeated and inspected."""

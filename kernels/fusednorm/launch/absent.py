@@ -1,4 +1,4 @@
-"""Launches for a GPU that is absent: noted in the order in which they would be made."""
+"""Launches for a GPU that is not present: they are recorded in order instead of being made."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

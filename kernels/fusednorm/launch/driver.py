@@ -1,8 +1,9 @@
-"""The driver's own launch function, under Triton's launcher of a compiled kernel.
+"""The driver's launch function, called directly instead of through Triton's launcher of a compiled kernel.
 
-`CudaLauncher.__call__` allocates scratch memory where a kernel wants any, and otherwise passes on what it holds
-since it was made, in about as much Python as is left of a prepared launch.  What it passes differs between Triton
-3.6 and 3.7 to 3.9, so it is asked once, with a driver that only takes notes.
+`CudaLauncher.__call__` allocates scratch memory for kernels that need it, and otherwise passes on constants of the
+launcher, which takes about as much Python time as the rest of a prepared launch.  The constants differ between
+Triton 3.6 and 3.7 to 3.9, so they are determined once, by calling the launcher with a driver function that records
+its arguments.
 """
 
 from copy import copy

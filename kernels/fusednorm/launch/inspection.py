@@ -1,6 +1,6 @@
-"""What the compiler makes of a launch: registers, spills and access widths, for a GPU that may be absent.
+"""Results of compiling a launch: registers, spills and access widths, also for a GPU that is not present.
 
-Needs Triton's own compiler, so TRITON_INTERPRET must be unset.
+It needs Triton's compiler, so TRITON_INTERPRET must be unset.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""Keys of kernels in Triton's cache, the same in every process.
+"""Keys of kernels in Triton's cache that are the same in every process.
 
-Triton's key of a function has the constants that the functions which it calls use, as far as those were hashed
-before it: processes that compile the same kernels in another order do not find each other's (Triton 3.6 and 3.7).
-Here what is called is hashed first.
+Triton's key of a function includes the constants used by the functions it calls, but only of functions that were
+hashed before.  Processes that compile the same kernels in another order therefore do not find each other's kernels
+(Triton 3.6 and 3.7).  Here called functions are hashed first.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What tells calls of a pass apart: all that checks, plan and compiler look at; that is all but addresses."""
+"""The key that distinguishes calls of a pass: all that checks, plan and compiler depend on; not addresses."""
 
 from collections.abc import Hashable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Launches as plans decide them, and what several plans need for one; `launch.run` makes them."""
+"""Launches as plans describe them, and functions that several plans use; `launch.run` makes the launches."""
 
 import sys
 from collections.abc import Mapping

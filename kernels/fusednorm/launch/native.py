@@ -1,4 +1,4 @@
-"""Known calls in the host extension: what it is told of them, and whether it is there."""
+"""The connection to the host extension: registers repeated calls with it, if it is available."""
 
 import struct
 import warnings

@@ -1,8 +1,9 @@
-"""Compiled kernels at hand: what Triton has launched once is launched again without asking it which kernel to take.
+"""Launches of compiled kernels that avoid Triton's lookup.
 
-At every launch Triton binds all parameters by name and forms a text of every option to look its kernel up by, which
-costs the host several times what the driver's call does.  Here a kernel is found by what Triton would look at, and
-called as `triton.runtime.jit.JITFunction.run` of Triton 3.6 to 3.9 calls it, with addresses in place of tensors.
+For each launch Triton binds all parameters by name and builds a string of all options to look up the kernel, which
+costs the host several times as much as the driver call.  Here a kernel is found by the values that Triton's lookup
+depends on, and is called as `triton.runtime.jit.JITFunction.run` of Triton 3.6 to 3.9 calls it, with addresses
+instead of tensors.
 """
 
 from collections.abc import Iterable, Mapping

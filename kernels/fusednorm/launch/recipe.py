@@ -1,9 +1,9 @@
-"""Launches told apart from what they were made for: the same ones again, over tensors at other addresses.
+"""Launches separated from the tensors they were made for, so that they can be repeated with other addresses.
 
-Plans look at shapes, strides and types.  Over tensors that differ in nothing but their addresses they make the same
-launches, in which each argument is one of the tensors, a place in memory of the launches' own, a workspace of the
-stream, or the same value: which it is follows from the launches themselves.  Where all of them say how they follow
-from the number of rows (`Launch.by_rows`), that number may differ, too.
+Plans depend on shapes, strides and types.  For tensors that differ only in their addresses they make the same
+launches, in which each argument is one of the tensors, a position in temporary memory, a workspace of the stream,
+or a constant; which of these is determined from the launches themselves.  If all launches declare how they depend
+on the number of rows (`Launch.by_rows`), that number may differ as well.
 """
 
 from collections.abc import Callable, Iterable, Iterator

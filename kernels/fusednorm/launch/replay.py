@@ -1,11 +1,11 @@
-"""Calls with nothing new about them: no check and no plan, the launches of the first of their kind again.
+"""Repeated calls: without checks and planning, by repeating the launches of the first call of the same kind.
 
-A call is told by the pass, its options, the process's policy and all that checks, plan and compiler look at in its
-tensors, which is everything but addresses.  The first call of a kind goes the long way.  If its tensors are
-aligned, what is left to do for the next one is kept here: how its results are allocated, and the recipe of its
-launches.
+The kind of a call is the pass, its options, the process's policy and everything that checks, plan and compiler
+depend on in its tensors, which is all but their addresses.  The first call of a kind is checked and planned.  If
+its tensors are aligned, the remaining work for later calls is stored: how results are allocated, and the recipe of
+the launches.
 
-Where the launches say how they follow from the number of rows, calls with any number are of one kind.
+If the launches declare how they depend on the number of rows, calls with any number of rows are of one kind.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Launches made on a device."""
+"""Execution of launches on a device."""
 
 from collections.abc import Iterable
 

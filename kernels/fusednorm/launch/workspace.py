@@ -1,4 +1,4 @@
-"""Memory that the launches of a stream use one after another; each leaves it ready for the next."""
+"""Memory that consecutive launches of a stream share; each launch leaves it ready for the next."""
 
 from functools import cache
 

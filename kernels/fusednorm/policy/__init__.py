@@ -1,1 +1,1 @@
-"""What a process asks of every launch, whatever it computes."""
+"""Settings of a process that apply to all launches."""

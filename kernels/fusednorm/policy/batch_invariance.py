@@ -1,7 +1,7 @@
-"""Whether a sample's bits may depend on how many samples come with it.
+"""Whether the bits of a sample's result may depend on the number of samples in the batch.
 
-Rows and contiguous groups are computed in one way however many there are.  Channels-last samples that are too few
-to keep the device busy are cut finer than many, and sums of more parts round differently.
+Rows and contiguous groups are always computed in the same way.  If there are too few channels-last samples to use
+the whole device, they are split into more parts, and the sums of more parts round differently.
 """
 
 _required = False

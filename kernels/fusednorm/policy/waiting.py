@@ -1,8 +1,9 @@
 """Whether programs of one launch may wait for one another.
 
-Rows and groups that fill more than one program are fastest shared: each program tells the others its moments and
-waits for theirs.  Such a launch is cooperative, so the device starts all of its programs together or refuses it.
-Without, they are read twice, by kernels whose programs wait for nothing.
+Rows and groups that are too large for one program are processed fastest by several programs, which exchange their
+moments and wait for each other's.  Such a launch is cooperative: the device starts all programs together or
+reports an error.  If waiting is not allowed, such rows and groups are read twice, by kernels whose programs do not
+wait.
 """
 
 from fusednorm.devices.device import INTERPRETED

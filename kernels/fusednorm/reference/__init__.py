@@ -1,4 +1,4 @@
-"""The operations in plain torch, for any device: what the kernels are held against."""
+"""The operations in plain torch, for any device; the tests compare the kernels with them."""
 
 from fusednorm.reference.plain import (
     group_norm_backward,

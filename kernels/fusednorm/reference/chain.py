@@ -1,4 +1,4 @@
-"""The oracle of `layer_norm_chain`: `reference.layer_norm_forward` of its own result, nothing rounded between."""
+"""The reference of `layer_norm_chain`: repeated `reference.layer_norm_forward`, without rounding between."""
 
 from collections.abc import Sequence
 

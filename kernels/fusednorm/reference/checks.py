@@ -1,6 +1,6 @@
-"""What `reference` asks of its tensors: floats, float64 too, of any strides, and the shapes of the contract.
+"""The input contract of `reference`: floats (including float64) of any strides, in the shapes of the contract.
 
-Nothing is broadcast and nothing cast from integers, so that what the kernels refuse is not computed otherwise here.
+Nothing is broadcast and integers are not converted, so that calls which the kernels reject are rejected here too.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Dropout after the affine step, in plain torch: the kernels of `jit.epilogue` are tested against it."""
+"""Dropout after the affine step, in plain torch; the tests compare the kernels of `jit.epilogue` with it."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The oracle of float8 results: rows divided by their scale and rounded, in plain torch."""
+"""The reference of float8 results: rows divided by their scale and rounded, in plain torch."""
 
 import torch
 from torch import Tensor

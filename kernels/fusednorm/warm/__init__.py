@@ -1,1 +1,1 @@
-"""Compiling ahead of any launch, in parallel processes and with no GPU: `python -m fusednorm.warm`."""
+"""Compilation before any launch, in parallel processes and without a GPU: `python -m fusednorm.warm`."""

@@ -1,8 +1,8 @@
-"""Compile ahead what a server's warm-up needs, with no GPU: `python -m fusednorm.warm --arch 80,90`.
+"""Compile the kernels of a server's warm-up in advance, without a GPU: `python -m fusednorm.warm --arch 80,90`.
 
-Kernels go to Triton's cache, TRITON_CACHE_DIR, where a process on such a GPU finds them.  Those that are there
-already are left alone.  TRITON_STORE_BINARY_ONLY=1 leaves out what only people read.  Exits with 1 where a kernel
-was not compiled.
+Kernels are written to Triton's cache, TRITON_CACHE_DIR, where a process on such a GPU finds them; kernels that are
+in the cache already are kept.  With TRITON_STORE_BINARY_ONLY=1, files that are only for people are omitted.  The
+exit code is 1 if a kernel was not compiled.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Compiling the kernels of one call side by side, in threads of this process.
+"""Parallel compilation of the kernels of one call, in threads of this process.
 
-A call that runs several kernels would compile them one after another.  Triton's compiler holds Python's lock while
-it reads a kernel's source, a fifth to a half of its time, and not while it lowers that to machine code.
+A call with several kernels would otherwise compile them one after another.  Triton's compiler holds Python's lock
+while it processes a kernel's source, for a fifth to a half of its time, but not while it generates machine code.
 """
 
 from collections.abc import Callable

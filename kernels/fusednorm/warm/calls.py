@@ -1,4 +1,4 @@
-"""Which kernels are compiled ahead for rows of a length."""
+"""The calls whose kernels are compiled in advance for a row length."""
 
 import math
 from collections.abc import Hashable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Triton compiles for the GPU of its active driver; this one stands in for GPUs that are absent."""
+"""A replacement for Triton's active driver, so that Triton compiles for a GPU that is not present."""
 
 import contextlib
 import ctypes

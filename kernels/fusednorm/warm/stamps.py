@@ -1,8 +1,9 @@
-"""Notes in Triton's cache that all kernels of a length are there.
+"""Files in Triton's cache which record that all kernels of a row length have been compiled.
 
-To look for the kernels themselves, each would have to be planned and its sources hashed.  A note is of the
-library's sources, Triton's version and what of the environment Triton compiles by; where it is wrong, as when
-somebody took kernels out of the cache, they are compiled when they are needed.
+Looking for the kernels themselves would require planning each call and hashing its sources.  A record's key
+contains the library's sources, Triton's version and the environment variables that affect compilation.  If a
+record is wrong, for example because kernels were deleted from the cache, they are compiled when they are first
+used.
 """
 
 import functools

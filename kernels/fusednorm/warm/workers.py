@@ -1,9 +1,9 @@
-"""Compiling in parallel processes, which all write to Triton's cache.
+"""Compilation in parallel processes, which all write to Triton's cache.
 
 Triton's compiler holds Python's lock for much of its time, so threads would wait for one another.  The processes
-are forked, since kernels go to no other process.  Each takes the next ticket out of one pipe, so that tickets are
-taken in order whoever is busy, and says in another what became of it.  One that dies takes down the ticket that it
-has, and no other.
+are forked, because kernels cannot be sent to another process.  Each process takes the next ticket from a common
+pipe, so that tickets are processed in order, and reports the result through another pipe.  If a process dies, only
+its current ticket is lost.
 """
 
 import os

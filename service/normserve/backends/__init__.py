@@ -1,4 +1,4 @@
-"""The devices.  `cpu` and `cuda` each drive one kind; `base` says what the executor asks of them."""
+"""The devices: `cpu` and `cuda` each drive one kind; `base` is their interface for the executor."""
 
 import os
 

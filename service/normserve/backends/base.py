@@ -1,4 +1,4 @@
-"""What the executor asks of a device, whatever it is."""
+"""The interface between the executor and a device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping

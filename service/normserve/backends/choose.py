@@ -1,4 +1,4 @@
-"""Which backend this machine gets."""
+"""The choice of the backend on this machine."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""From a spec and its tensors to a call of the kernel library, whichever library that is."""
+"""From a spec and its tensors to a call of a kernel library."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""Between the host tensors of a batch and the torch tensors that one launch works on.
+"""Conversion between the host tensors of a batch and the torch tensors of one launch.
 
-A launch sees one tensor for each name: rows as [rows, N], samples as [B, C, *spatial], where channels-last is
-a permuted view of the same memory.
+A launch has one tensor for each name: rows as [rows, N], samples as [B, C, *spatial], where channels-last is a
+permuted view of the same memory.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a backend runs before the first request, so that no request pays for what is done once."""
+"""The calls that a backend runs before the first request, so that no request pays for one-time work."""
 
 import math
 from collections.abc import Collection, Iterator

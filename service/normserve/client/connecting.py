@@ -1,4 +1,4 @@
-"""Which transport takes a client's calls: its URL says which, and what its maker and the environment ask for."""
+"""The choice of a client's transport, by its URL, its arguments and the environment."""
 
 import ssl
 import sys

@@ -1,4 +1,4 @@
-"""When a call must be over, whatever it waits for: a connection, the sending, an answer, the next attempt."""
+"""The deadline of a call, for all its waits: for a connection, sending, the response, and the next attempt."""
 
 import asyncio
 import threading

@@ -1,6 +1,6 @@
 """Tensors as JSON arrays of numbers, nested by their shape or flat in row-major order.
 
-Numbers are parsed and written one by one, and everybody waits meanwhile; so there may be few.
+Numbers are parsed and written one by one, which blocks the event loop, so their number is limited.
 """
 
 import functools

@@ -1,1 +1,1 @@
-"""HTTP in, HTTP out: the application, its routes, and HTTP/1.1 between a socket and memory."""
+"""The HTTP side: the application, its routes, and HTTP/1.1 between a socket and memory."""

@@ -1,4 +1,4 @@
-"""The application, wired together."""
+"""Construction of the application."""
 
 import asyncio
 import contextlib

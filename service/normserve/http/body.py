@@ -1,4 +1,4 @@
-"""Admitting a request by its header, and having its body received into a slab."""
+"""Admission of a request by its header, and reception of its body into a slab."""
 
 import asyncio
 from dataclasses import dataclass

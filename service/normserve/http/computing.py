@@ -1,4 +1,4 @@
-"""What every protocol over HTTP does with an operation, once it knows what is asked: receive, compute, tell."""
+"""Steps of an operation that all protocols over HTTP share: receive the body, compute, report the result."""
 
 import functools
 import time

@@ -1,4 +1,4 @@
-"""How one tries the server with nothing but curl and a shell."""
+"""Examples and hints for users of curl."""
 
 
 def curl_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:

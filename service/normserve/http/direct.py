@@ -1,4 +1,4 @@
-"""Routes whose handlers take the request as it is."""
+"""Routes whose handlers receive the request object directly."""
 
 from collections.abc import Iterable
 

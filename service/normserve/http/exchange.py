@@ -1,4 +1,4 @@
-"""One request and its response, as they are accounted for from the first header to the last byte."""
+"""One request and its response, with everything recorded about them from the first header to the last byte."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Errors as responses of HTTP: problem documents (RFC 9457), and below `/v2` what its protocol says."""
+"""Errors as HTTP responses: problem documents (RFC 9457), and under `/v2` the error format of its protocol."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Responses made of buffers that are never joined."""
+"""Responses that consist of several buffers, which are sent without joining them."""
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send

@@ -1,4 +1,4 @@
-"""What lives as long as the server does."""
+"""The objects that exist as long as the server."""
 
 import functools
 import gc

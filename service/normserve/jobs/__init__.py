@@ -1,1 +1,1 @@
-"""What is to be computed, whether it can be, what it gives and what it takes; no device and no HTTP."""
+"""Jobs: what is to be computed, its validation, results and memory cost; without device and HTTP."""

@@ -1,4 +1,4 @@
-"""Registered layers in a row, as one layer of the chain's operation."""
+"""Several registered layers as one layer of the chain operation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

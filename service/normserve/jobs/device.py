@@ -1,4 +1,4 @@
-"""What a device says about itself."""
+"""The description of a device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What is to be computed: frozen descriptions that walk from the routes to the device and back."""
+"""The descriptions of work that are passed from the routes to the device and back."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
-"""How much of the host's memory an operation takes beside the tensors that came.
+"""The host memory that an operation needs in addition to its input tensors.
 
-Results are counted to the byte.  What is needed meanwhile is bounded for most shapes, since the CPU backend works
-in pieces; only of a row or a group that is longer than a piece do the float32 copies grow with it.  A test holds
-this model against measured peaks: they are never more than `SCRATCH_BYTES` above it.
+Results are counted exactly.  Temporary memory is bounded for most shapes, since the CPU backend computes in
+pieces; only for a row or a group that is longer than a piece do the float32 copies grow with it.  A test compares
+this model with measured peaks, which are never more than `SCRATCH_BYTES` above it.
 """
 
 from math import prod

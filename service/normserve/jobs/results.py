@@ -1,4 +1,4 @@
-"""Dtype and shape of what an operation gives back."""
+"""Dtypes and shapes of an operation's results."""
 
 from collections.abc import Mapping
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""The tensors of the operations, by their names in the API."""
+"""The names of the operations' tensors in the API."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The input contract of a job, once: which tensors, of which shapes and types, belong to which operation."""
+"""The input contract of a job: which tensors, of which shapes and types, an operation takes."""
 
 import functools
 from collections.abc import Collection, Mapping

@@ -1,1 +1,1 @@
-"""Lines on stderr: their format, and the events that somebody may have to account for."""
+"""Logging to stderr: the format of lines, and audit events."""

@@ -1,7 +1,7 @@
-"""The audit trail: one line, of the logger `normserve.audit`, for each event that somebody may have to account for.
+"""The audit trail: one line for each security-relevant event, with the logger `normserve.audit`.
 
-Layers that are changed, keys that are refused, keys that are read again, the start, the drain and the end of the
-process.  A line names the event and has fields; never a key, nor anything else that is secret.
+Events are changes of layers, refused keys, reloads of keys, and the start, drain and end of the process.  A line
+has the name of the event and fields, but never a key or another secret.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""Logging to stderr: one event a line, as text or as JSON.
+"""Logging to stderr: one event per line, as text or as JSON.
 
-A record may carry fields, `extra={"fields": {...}}`: text shows them as name=value after the message, JSON as
-members beside it.  With `extra=block({...})` text shows each on lines of its own below the message, indented.
-What a client sent cannot begin a line of its own, nor move a terminal's cursor: control characters are escaped in
-either format.
+A record may have fields, `extra={"fields": {...}}`: in text they follow the message as name=value, in JSON they
+are members of the object.  With `extra=block({...})`, text has each field on an indented line below the message.
+Control characters are escaped in both formats, so that text from clients can neither begin a new line nor control
+a terminal.
 """
 
 import json

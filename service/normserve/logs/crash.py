@@ -1,4 +1,4 @@
-"""The crash report: one event, of the logger `normserve.crash`, that has what a report of a bug needs.
+"""The crash report: one event of the logger `normserve.crash` with the information for a bug report.
 
 As text it is a block of indented lines, as JSON one object.
 """

@@ -1,4 +1,4 @@
-"""Requests that failed by the server's own fault: a line for each, with the id that its answer has."""
+"""Requests that failed because of an error in the server: one line each, with the id of the response."""
 
 import logging
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Memory of the host: what a tensor in it looks like, and who owns it."""
+"""Host memory: the description of a tensor in it, and its ownership."""

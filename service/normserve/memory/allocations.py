@@ -1,8 +1,8 @@
-"""Memory of a CUDA device that a process has allocated with the runtime and lets another use, by its handle.
+"""CUDA memory that a process has allocated with the runtime and shares with another process by handle.
 
-A handle is 64 bytes that whoever has them may open, for as long as the process that allocated lives.  What that
-process frees while another has it open is undefined behaviour: whoever lets another use memory must keep it.
-Memory of virtual mappings (expandable segments among them) and of the driver's pools has no handle.
+A handle has 64 bytes.  Any process that knows it may open it while the allocating process lives.  Freeing memory
+that another process has open is undefined behaviour, so a process that shares memory must keep it.  Virtual
+mappings (including expandable segments) and the driver's pools have no handles.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""Memory of a CUDA device that two processes share: one makes it and hands over a descriptor, both map it.
+"""CUDA memory that two processes share: one creates it and passes a file descriptor, and both map it.
 
-The driver's virtual memory management does it: unlike its older handles a descriptor is nothing that others could
-guess, needs no namespace in common, and what is mapped stays when either process ends.  What a process has mapped
-nobody can take back.
+It uses the driver's virtual memory management.  Unlike handles of the older API, a descriptor cannot be guessed
+and needs no common namespace, and mappings stay valid when the other process ends.  A mapping cannot be revoked.
 """
 
 import contextlib

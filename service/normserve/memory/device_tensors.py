@@ -1,4 +1,4 @@
-"""Tensors in the memory of a device."""
+"""Tensors in device memory."""
 
 from normserve.memory.host_tensors import HostTensor
 

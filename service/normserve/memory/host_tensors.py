@@ -1,6 +1,7 @@
-"""A tensor as the server passes it around: a description of memory that somebody else owns.
+"""A tensor as the server passes it around: a description of memory with another owner.
 
-No torch and no numpy: the codec makes these from a request body, and the executor gives them back as results.
+It uses neither torch nor numpy: the codec creates these from a request body, and the executor returns them as
+results.
 """
 
 from dataclasses import dataclass

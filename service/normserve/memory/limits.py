@@ -1,4 +1,4 @@
-"""How much memory may be taken before the system ends a process for it: the host's, and the container's limit."""
+"""The memory limits at which the system would kill a process: the host's and the container's."""
 
 import os
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""Memory that two processes share: a sealed file without a name, whose descriptor is handed over.
+"""Memory that two processes share: a sealed anonymous file (memfd), whose descriptor is passed on.
 
-Nobody can shrink it, so that no access to what was mapped ever faults.  Its pages are there from the beginning, so
-that none waits for one, unless it is to be as lazy as other memory.  What a process has mapped nobody can take
-back, but `Segment.discard` takes back the content.
+It cannot be shrunk, so accesses to a mapping never fault.  Its pages are allocated in advance unless the segment
+is created as lazy.  A mapping cannot be revoked, but `Segment.discard` removes the content.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""Slabs that other processes of the server map: each is a segment of its own, known by a number.
+"""Slabs that other processes of the server map: each is a segment, identified by a number.
 
-The processes that speak HTTP receive bodies straight into them and send results straight from them.
+Front ends receive bodies directly into them and send results directly from them.
 """
 
 import bisect

@@ -1,4 +1,4 @@
-"""The memory that bodies are received into and results are written to."""
+"""The memory for request bodies and results."""
 
 import queue
 import threading

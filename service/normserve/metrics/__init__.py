@@ -1,1 +1,1 @@
-"""Counting: instruments, the metrics that are made of them, and the text that Prometheus reads."""
+"""Metrics: instruments, the metrics made of them, and their Prometheus text."""

@@ -1,10 +1,10 @@
-"""From what is counted to what Prometheus reads, of one process or of a fleet.
+"""Conversion of metrics to the Prometheus text format, for one process or several.
 
-A scrape runs on the event loop and holds up every request: prometheus_client's writer takes some 20 ms for a server
-that has seen every operation, this one takes one.
+A scrape runs on the event loop and delays all requests: prometheus_client's writer takes some 20 ms for a server
+that has seen every operation, this one takes 1 ms.
 
-What is rendered and merged is Prometheus' text with exemplars behind buckets, which that text has no place for;
-`plain` and `open_metrics` make of it what a scraper asked for.
+Metrics are rendered and merged as Prometheus text with exemplars after the buckets, which that format does not
+have; `plain` and `open_metrics` convert it to the format that a scraper accepts.
 """
 
 import re

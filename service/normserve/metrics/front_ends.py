@@ -1,4 +1,4 @@
-"""What Linux tells of the processes that speak HTTP for this one."""
+"""Measurements of the operating system for the front ends of this process."""
 
 from collections.abc import Iterable
 

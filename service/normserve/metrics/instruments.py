@@ -1,7 +1,7 @@
-"""Counters, gauges and histograms that cost next to nothing to count in.
+"""Counters, gauges and histograms with minimal cost per update.
 
-A request counts in some twenty of them.  prometheus_client's take a lock for each and look the child up each time,
-a tenth of a small request's time; these belong to one thread, the event loop's, on which they are read as well.
+A request updates about twenty of them.  Those of prometheus_client take a lock and look up the child each time,
+which costs a tenth of a small request's time; these belong to one thread, the event loop's, which also reads them.
 """
 
 from bisect import bisect_left

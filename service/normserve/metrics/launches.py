@@ -1,4 +1,4 @@
-"""What is counted of a launch."""
+"""The metrics of a launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Every metric of the server, and the one place that increments them.
+"""All metrics of the server, and the only place that updates them.
 
-Units are base units, label sets are closed: never a shape, an id, a layer's name, a raw path or anything else
-that a client chose.
+Units are base units.  Label values are limited: never a shape, an id, a layer's name, a raw path or anything else
+that a client chooses.
 """
 
 from collections.abc import Callable, Iterable, Mapping

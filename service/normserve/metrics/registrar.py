@@ -1,4 +1,4 @@
-"""The families of metrics, under the server's prefix and in the order in which they were made."""
+"""The metric families, with the server's prefix and in the order of their creation."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is counted of a request at its end."""
+"""The metrics of a request, which are updated at its end."""
 
 import time
 from collections.abc import Hashable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What holds at the moment of a scrape."""
+"""The state of the server at the time of a scrape."""
 
 from collections.abc import Callable, Iterable, Mapping
 

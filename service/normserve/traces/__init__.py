@@ -1,1 +1,1 @@
-"""Traces by OpenTelemetry: a span for each sampled request, its stages, and the launches that requests share."""
+"""Traces with OpenTelemetry: a span for each sampled request, its stages, and the launches that requests share."""

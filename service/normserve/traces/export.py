@@ -1,4 +1,4 @@
-"""Where spans go: a collector that speaks OTLP over HTTP, whether it is there or not."""
+"""Export of spans to a collector by OTLP over HTTP, whether it is available or not."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Whether the extra `otel` is installed, without which nothing can be exported."""
+"""Whether the extra `otel`, which the export needs, is installed."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What a request says of the trace that it belongs to: the header `traceparent` of W3C Trace Context."""
+"""The parent span of a request, from the header `traceparent` of W3C Trace Context."""
 
 import re
 from collections.abc import Mapping

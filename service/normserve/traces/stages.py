@@ -1,4 +1,4 @@
-"""When each stage of a request began and ended, from what its record has of their durations."""
+"""Begin and end of each stage of a request, computed from the durations in its record."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

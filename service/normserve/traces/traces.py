@@ -1,7 +1,7 @@
 """Spans of requests and launches.
 
-A request costs nothing before its end: its record has all times, and spans are made from these then.  Belongs to
-the event loop's thread; exporting is for the processors behind the tracer, on threads of their own.
+Nothing is done for a request before its end: its record has all times, from which the spans are created then.  The
+objects belong to the event loop's thread; processors behind the tracer export spans on their own threads.
 """
 
 import asyncio

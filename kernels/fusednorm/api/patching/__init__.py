@@ -1,1 +1,1 @@
-"""The norms of a model that is there already, on these kernels: `patch`, `unpatch`."""
+"""Use of the kernels in an existing model: `patch`, `unpatch`."""

@@ -1,4 +1,4 @@
-"""What autocast makes of norms."""
+"""The dtypes of norms under autocast."""
 
 import torch
 from torch import Tensor

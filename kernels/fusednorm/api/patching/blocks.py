@@ -1,7 +1,7 @@
-"""A GroupNorm and the activation behind it as one, in modules whose own code says that one follows the other.
+"""Fusion of a GroupNorm and the activation after it, in modules whose own code applies one after the other.
 
-The norm and the activation stay what they are to everyone else who calls them: it is the forward of the module
-around them that takes both at once.
+The norm and the activation stay unchanged for all other callers: the forward of the surrounding module computes
+both in one call.
 """
 
 from itertools import pairwise

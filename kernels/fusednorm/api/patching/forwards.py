@@ -1,4 +1,4 @@
-"""What stands for the forward of a norm: the kernels' functions, called as its class's forward is."""
+"""Replacements for the forward of a norm: functions of the kernels with the signature of its class's forward."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: a whole model in one line."""
+"""`patch` and `unpatch` for a whole model."""
 
 from collections.abc import Callable
 

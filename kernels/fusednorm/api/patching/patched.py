@@ -1,8 +1,9 @@
-"""What `patch` puts in the place of a norm's `forward`.
+"""The object that `patch` assigns to a norm's `forward`.
 
-An attribute of the instance is not bound to it, so each holds its module: weakly, for with a cycle of references a
-model's memory would wait for the garbage collector.  A deep copy holds the copied module, an unpickled one the
-unpickled.  A call that the kernels do not take goes to the forward of the module's class.
+An attribute of the instance is not bound to it, so each object refers to its module.  The reference is weak: with
+a reference cycle a model's memory would be freed only by the garbage collector.  After a deep copy it refers to
+the copied module, after unpickling to the unpickled one.  A call that the kernels do not support goes to the
+forward of the module's class.
 """
 
 from types import CodeType, MethodType

@@ -1,6 +1,6 @@
-"""What a norm computes, seen by calling its class's forward on a little random data on the CPU.
+"""Determines what a norm computes by calling its class's forward on a little random data on the CPU.
 
-The module itself is not called: a shallow copy of it is, with random parameters, without its hooks.
+The module itself is not called, but a shallow copy with random parameters and without its hooks.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which norm a module is, by its class or by what it computes; or why it is left alone."""
+"""Decides which norm a module is, by its class or by what it computes, or why it is not replaced."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What `patch` tells of a model."""
+"""The result of `patch`: what it replaced and what not."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""How GroupNorm's backward pass is planned: a configuration chosen from the tables, and its launches.
+"""Planning of GroupNorm's backward pass: the choice of a configuration from the tables, and its launches.
 
-A choice depends on what one sample looks like and on the width of an element, never on the number of samples: but
-for what streams cut finer (`stream_partition`), a sample's bits are the same whatever came with it, and their
-number causes no compile.
+The choice depends on the shape of a sample and the size of an element, but not on the number of samples.
+Therefore (except for streams that are split into more parts, `stream_partition`) the bits of a sample's result do
+not depend on the other samples, and a new number of samples causes no compilation.
 """
 
 from dataclasses import replace

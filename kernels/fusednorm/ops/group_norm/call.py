@@ -1,4 +1,4 @@
-"""The checked arguments of GroupNorm's passes, and what the configurations of all algorithms share."""
+"""The checked arguments of GroupNorm's passes, and functions that the configurations of all algorithms use."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace

@@ -1,12 +1,12 @@
-"""How GroupNorm's forward pass is planned: a configuration chosen from the tables, and its launches.
+"""Planning of GroupNorm's forward pass: the choice of a configuration from the tables, and its launches.
 
-A choice depends on what one sample looks like, on the width of an element and on the device, never on the number
-of samples: but for what streams cut finer (`stream_partition`), a sample's bits are the same whatever came with it,
-and their number causes no compile.  Constexprs are tiles, warps, vector widths and numbers of chunks, all bounded;
-lengths stay run-time arguments.
+The choice depends on the shape of a sample, the size of an element and the device, but not on the number of
+samples.  Therefore (except for streams that are split into more parts, `stream_partition`) the bits of a sample's
+result do not depend on the other samples, and a new number of samples causes no compilation.  Constexprs are
+tiles, warps, vector widths and numbers of chunks, all bounded; lengths are run-time arguments.
 
-The forms that never wait for other programs are what a residual too large for the registers, or a group too large
-for the device, gets, and everything that would be shared where `waits` is False.
+The algorithms without waiting are used if a residual is too large for the registers, if a group is too large for
+the device, and for all groups of several programs if `waits` is False.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the passes of GroupNorm return."""
+"""The results of GroupNorm's passes."""
 
 import torch
 from torch import Tensor

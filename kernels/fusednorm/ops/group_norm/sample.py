@@ -1,4 +1,4 @@
-"""What configurations of both GroupNorm passes rest on: a sample's shape, a few bounds, and room for sums."""
+"""Values that configurations of both GroupNorm passes depend on: a sample's shape, bounds, memory for sums."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Mean and rstd alone, and the forward pass that starts with them: programs split groups and wait for nothing."""
+"""Mean and rstd alone, and the forward pass that starts with them: programs split groups and do not wait."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""The checked arguments of LayerNorm's and RMSNorm's passes, and what their launches share."""
+"""The checked arguments of LayerNorm's and RMSNorm's passes, and functions that their launches use."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

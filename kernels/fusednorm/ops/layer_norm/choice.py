@@ -1,8 +1,8 @@
-"""How a pass of LayerNorm or RMSNorm is planned: a configuration chosen from the tables, and its launches.
+"""Planning of a pass of LayerNorm or RMSNorm: the choice of a configuration from the tables, and its launches.
 
-A choice depends on the row length and the width of an element, never on the number of rows: a row's bits are
-the same whatever came with it, and rows never cause a compile.  All row lengths up to a table entry's limit
-share its configuration, so the number of compiled kernels is bounded.
+The choice depends on the row length and the size of an element, but not on the number of rows: the bits of a row's
+result do not depend on the other rows, and a new number of rows causes no compilation.  All row lengths up to the
+limit of a table entry share its configuration, so the number of compiled kernels is bounded.
 """
 
 from collections.abc import Iterator

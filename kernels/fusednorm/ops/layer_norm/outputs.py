@@ -1,4 +1,4 @@
-"""What the passes of LayerNorm and RMSNorm return."""
+"""The results of LayerNorm's and RMSNorm's passes."""
 
 import torch
 from torch import Tensor

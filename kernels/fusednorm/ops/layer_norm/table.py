@@ -1,7 +1,7 @@
-"""Launch tables of LayerNorm and RMSNorm: for a row length, the configuration that was fastest.
+"""Launch tables of LayerNorm and RMSNorm: for each row length, the configuration that was fastest.
 
-By bytes of an element of x.  An entry serves every row up to its number of columns, so the number of compiled
-kernels is bounded.
+They are indexed by the bytes of an element of x.  An entry is used for all rows up to its number of columns, so
+the number of compiled kernels is bounded.
 """
 
 from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative

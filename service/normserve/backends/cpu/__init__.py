@@ -1,8 +1,8 @@
-"""The library's forward and backward functions on the CPU, quick: torch's fused kernels, fed in float32.
+"""The library's forward and backward functions on the CPU, fast: torch's fused kernels in float32.
 
-The same functions with the same arguments as `fusednorm.reference`, which stays the truth and does what is rare.
-16-bit tensors are widened piece by piece, so that what is computed several times over stays in the cache, and
-every row is computed by itself, so that its bits do not depend on its company.
+The functions have the same arguments as those of `fusednorm.reference`, which computes the rare cases.  16-bit
+tensors are converted in pieces, so that intermediates stay in the cache.  Every row is computed separately, so
+that its bits do not depend on the other rows.
 """
 
 from normserve.backends.cpu.chain import layer_norm_chain

@@ -1,4 +1,4 @@
-"""Several LayerNorms in a row on the CPU."""
+"""Several consecutive LayerNorms on the CPU."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Dropout's mask of any piece of a tensor: it counts by row and position, and is the same however work is cut."""
+"""The dropout mask of any piece of a tensor: it depends on row and position only, not on how work is divided."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

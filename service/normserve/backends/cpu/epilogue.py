@@ -1,7 +1,7 @@
-"""Activations with their derivatives, and dropout, in float32: the same bits wherever in a tensor an element lies.
+"""Activations with their derivatives, and dropout, in float32; an element's bits do not depend on its position.
 
-torch's fused ones take the last elements of a tensor, or of a thread's share, by other instructions than the rest,
-so that a row's bits would depend on its company; exp, erf, tanh and plain arithmetic do not.
+torch's fused functions use other instructions for the last elements of a tensor, or of a thread's share, so the
+bits of a row would depend on the other rows; those of exp, erf, tanh and plain arithmetic do not.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Rows that fit float8_e4m3fn, each by a scale of its own."""
+"""Rows in float8_e4m3fn, each with its own scale."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What a forward pass over rows gives back, and where it is kept."""
+"""The results of a forward pass over rows, and the memory they are written to."""
 
 from collections.abc import Callable
 

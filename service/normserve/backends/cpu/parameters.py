@@ -1,4 +1,4 @@
-"""Weight and bias of rows: one vector for all of them, or one for each head."""
+"""Weight and bias of rows: one vector for all rows, or one for each head."""
 
 from torch import Tensor
 

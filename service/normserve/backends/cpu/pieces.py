@@ -1,7 +1,7 @@
-"""How work is cut so that its float32 intermediates are a few MiB, whatever the shape.
+"""Division of work into pieces whose float32 intermediates are a few MiB, whatever the shape.
 
-What is normalised by itself, a row or a group, is never cut: of one that is longer than a piece, the intermediates
-are as long as it is.  `normserve.jobs.memory_cost` counts them.
+A unit of normalisation, a row or a group, is never divided: if it is longer than a piece, the intermediates are as
+long as the unit.  `normserve.jobs.memory_cost` counts them.
 """
 
 from collections.abc import Iterator

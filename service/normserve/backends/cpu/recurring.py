@@ -1,4 +1,4 @@
-"""A job that comes again in the same memory: what is computed from where to where is found out once."""
+"""Repeated jobs in the same memory: the tensors are prepared once."""
 
 import time
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""CUDA through fusednorm: streams, graphs, and where tensors lie while a batch is computed."""
+"""CUDA with fusednorm: streams, graphs, and the memory of tensors while a batch is computed."""

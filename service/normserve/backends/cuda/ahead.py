@@ -1,7 +1,7 @@
-"""Compiling the warm-up's kernels in processes of their own, beside the rest of the start.
+"""Compilation of the warm-up's kernels in separate processes, in parallel with the rest of the start.
 
-Imports neither torch nor fusednorm before `finish`: with nothing compiled yet, those processes load them at the
-same time as this one.
+It imports neither torch nor fusednorm before `finish`: if nothing is compiled yet, those processes load them at
+the same time as this one.
 """
 
 import contextlib

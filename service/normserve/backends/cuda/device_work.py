@@ -1,4 +1,4 @@
-"""Jobs whose tensors lie in the device's memory already, and whose results go there."""
+"""Jobs whose tensors and results are in device memory."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Batches that are on the device, as the engine waits for them."""
+"""Batches in progress on the device, in the form in which the engine waits for them."""
 
 from collections.abc import Callable
 

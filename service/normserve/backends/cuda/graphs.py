@@ -1,4 +1,4 @@
-"""CUDA graphs: what a call launches, recorded once and launched again as one."""
+"""CUDA graphs: the launches of a call, captured once and replayed as one launch."""
 
 import contextlib
 import weakref

@@ -1,7 +1,7 @@
-"""Small batches in pinned memory: one launch reads what came and writes what goes where it lies; nothing is copied.
+"""Small batches in pinned memory: one launch reads the inputs and writes the results directly, without copies.
 
-A copy to the device or back takes several microseconds before its first byte moves, and the kernel as many to begin
-after it.  A kernel that reads host memory waits for the bus itself, once.
+A copy to or from the device takes several microseconds before its first byte is transferred, and the kernel as
+many to start after it.  A kernel that reads host memory waits for the bus only once.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

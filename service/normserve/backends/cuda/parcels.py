@@ -1,4 +1,4 @@
-"""A batch's tensors as few pieces of host memory, so that as few copies bring them to a device."""
+"""The tensors of a batch in few pieces of host memory, so that few copies transfer them to a device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

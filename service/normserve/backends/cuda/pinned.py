@@ -1,7 +1,7 @@
-"""Pinned host memory that kernels read and write where it lies, over the bus.
+"""Pinned host memory that kernels access directly over the bus.
 
-All pinned memory has the same address on the device as on the host (CUDA's unified virtual addressing), so a tensor
-of the device may be made of it, and a kernel takes it like any other.
+Pinned memory has the same address on the device as on the host (CUDA's unified virtual addressing), so it can be
+used as a device tensor in any kernel.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""Calls that come again and again: captured once as a graph, and replayed from then on.
+"""Repeated calls: captured once as a graph, then replayed.
 
-The host says once what a call launches; a replay says no more than "that again".  What graphs are and how they are
-captured is the caller's; which calls are worth one, and for how long, is kept here.
+This module decides which calls are captured and how long a graph is kept.  What a graph is and how it is captured
+is up to the caller.
 """
 
 import functools

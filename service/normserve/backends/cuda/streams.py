@@ -1,6 +1,6 @@
-"""Three stages on three streams: while one batch is computed, the next comes in and the one before goes out.
+"""Three stages on three streams: while one batch is computed, the next is copied in and the previous one out.
 
-What a stage does, and what streams and events are, is the caller's; the order of things is kept here.
+This module keeps the order.  The stages, streams and events themselves belong to the caller.
 """
 
 import contextlib

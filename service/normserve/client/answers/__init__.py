@@ -1,1 +1,1 @@
-"""What a server sends back, trusted no further than it was checked."""
+"""Responses of a server, which are validated before use."""

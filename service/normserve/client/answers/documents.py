@@ -1,4 +1,4 @@
-"""JSON that a server sent."""
+"""JSON documents from a server."""
 
 import json
 from typing import Any, NoReturn

@@ -1,7 +1,7 @@
-"""What the answer to an operation holds, which follows from the request.
+"""The expected results of an operation, derived from the request.
 
-A request that the server must refuse, say with an x of the wrong rank, has an expectation as well: nothing is
-refused here before it is sent.
+Invalid requests, for example with an x of the wrong rank, have an expectation as well: the client does not
+validate requests, the server does.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Answers that say what went wrong, as errors."""
+"""Error responses as exceptions."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""An answer on its way: no more of it is taken than was asked for."""
+"""Reception of a response, up to its expected size."""
 
 from collections.abc import Mapping
 from types import TracebackType

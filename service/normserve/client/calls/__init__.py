@@ -1,1 +1,1 @@
-"""What callers ask for, as calls of the API: arguments in, the request and how to read its answer out."""
+"""Calls of the API: from arguments to a request, and from the response to a result."""

@@ -1,4 +1,4 @@
-"""Registered layers and the server itself, in the form of `operations`."""
+"""Calls for registered layers and for the server itself, in the form of `operations`."""
 
 from typing import Any
 from urllib.parse import quote

@@ -1,6 +1,6 @@
-"""numpy arrays and torch tensors to and from the codec's description of memory; that itself passes as it is.
+"""Conversion of numpy arrays and torch tensors to and from descriptions of memory, which are accepted as well.
 
-torch is imported only for a tensor on a device that is asked for: who hands over one has imported it already.
+torch is imported only for results on a device: a caller that passes torch tensors has imported it already.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""A call of the API without any input or output: what is sent, and how the answer is read."""
+"""A call of the API without input or output: the request, and how the response is read."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""A CUDA tensor of torch's among the tensors of a call: as host memory only where a transport wants it so."""
+"""CUDA tensors of torch as arguments: copied to host memory only for transports that need it."""
 
 import sys
 from typing import Any

@@ -1,1 +1,1 @@
-"""What every request goes through, whatever its route: identity, origin, key, errors and the log of it."""
+"""Processing of all requests, whatever their route: identity, origin, key, errors and logging."""

@@ -1,4 +1,4 @@
-"""The access log: one line, of the logger `normserve.access`, for each request at its end."""
+"""The access log: one line for each completed request, with the logger `normserve.access`."""
 
 import logging
 

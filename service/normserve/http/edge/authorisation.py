@@ -1,4 +1,4 @@
-"""Whether a request may be served at all, by the API key that it brings and the route that it is for."""
+"""Whether a request is allowed, by its API key and its route."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Errors that a route or the framework raises, as FastAPI has them answered."""
+"""Handlers that FastAPI calls for errors of routes and of the framework."""
 
 import difflib
 

@@ -1,4 +1,4 @@
-"""Changes of registered layers as the audit trail tells of them."""
+"""Audit events for changes of registered layers."""
 
 from starlette.types import Scope
 

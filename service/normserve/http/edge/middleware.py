@@ -1,7 +1,7 @@
-"""The outermost layer of the application: what holds for every request, whatever its route.
+"""The outermost layer of the application, which processes every request.
 
-It names requests, asks for the API key, turns whatever goes wrong into a problem document, closes connections
-whose body nobody will read, gives permits back and tells the metrics.
+It assigns request ids, checks the API key, turns errors into problem documents, closes connections whose body will
+not be read, releases permits and updates the metrics.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""Which hosts a request may name, and which origins a web page may send requests from.
+"""The hosts that a request may name, and the origins whose web pages may send requests.
 
-A browser lets a page of any origin send simple requests to any server, and anybody's host name may resolve to the
-loopback address (DNS rebinding).  So a request must name a host that the server answers for; and one that names the
-origin of a page must come from the server's own, or from one that the settings allow (CORS).  Browsers send both
-headers and no page can change them.  Requests over a Unix domain socket come from no browser.
+A browser lets a page of any origin send simple requests to any server, and any host name may resolve to the
+loopback address (DNS rebinding).  Therefore a request must name a host of this server, and if it has an `Origin`,
+that must be the server's own or one allowed by the settings (CORS).  Browsers send both headers and pages cannot
+change them.  Requests over a Unix domain socket do not come from browsers.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""Spans of requests over HTTP, by OpenTelemetry's semantic conventions for them."""
+"""Spans of HTTP requests, with the attributes of OpenTelemetry's semantic conventions."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

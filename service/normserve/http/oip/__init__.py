@@ -1,6 +1,6 @@
 """`/v2`: the Open Inference Protocol, version 2, with extensions of NVIDIA Triton Inference Server.
 
-Operations and registered layers are models.  A request is a JSON header, and behind it the tensors as they are:
+Operations and registered layers are models.  A request is a JSON header, followed by the tensors in binary:
 
     bytes → header → asked → sources → NormJob → computing → answer → bytes
 

@@ -1,4 +1,4 @@
-"""What an inference request gets back: which results, and each of them in the JSON or behind it."""
+"""The response to an inference request: its results, each in the JSON or in binary after it."""
 
 from collections.abc import Mapping, Sequence
 from math import prod

@@ -1,4 +1,4 @@
-"""What an inference request asks for: its header, checked against its model before any tensor is read."""
+"""The content of an inference request: its header, checked against the model before any tensor is read."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The server and its models as the protocol shows them: metadata, health, configuration, statistics."""
+"""The server and its models in the protocol: metadata, health, configuration, statistics."""
 
 import json
 from contextlib import AsyncExitStack

@@ -1,4 +1,4 @@
-"""Element types by their names in the protocol."""
+"""The protocol's names of element types."""
 
 from normserve.errors import UnsupportedDtypeError
 from normserve.memory.host_tensors import DType

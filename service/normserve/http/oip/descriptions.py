@@ -1,4 +1,4 @@
-"""What a model takes and gives, as the protocol's metadata and Triton's model configuration say it."""
+"""Inputs and outputs of a model, for the protocol's metadata and Triton's model configuration."""
 
 from typing import Any
 

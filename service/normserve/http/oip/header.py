@@ -1,6 +1,6 @@
-"""The JSON at the front of an inference request: what may be said there, and no more.
+"""The JSON header of an inference request, with strict validation of its fields.
 
-Nothing here knows what the tensors are for; that is for `asked`.
+This module does not know the meaning of tensors, which is in `asked`.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""What a request below `/v2` is counted as."""
+"""The labels under which requests of `/v2` are counted."""
 
 from fastapi import Request
 

@@ -1,4 +1,4 @@
-"""`/v2/repository`: the models that there are.  Layers are registered at `/v1/layers`; here they can be removed."""
+"""`/v2/repository`: lists the models, and removes layers.  Layers are registered with `/v1/layers`."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""`/v2/systemsharedmemory` and `/v2/cudasharedmemory`: regions are registered, forgotten and told."""
+"""`/v2/systemsharedmemory` and `/v2/cudasharedmemory`: register, unregister and list regions."""
 
 import asyncio
 import base64

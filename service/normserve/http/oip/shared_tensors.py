@@ -1,4 +1,4 @@
-"""The tensors of one inference request that lie in regions, or are to be written there."""
+"""The tensors of an inference request that are read from or written to regions."""
 
 import itertools
 from collections.abc import Mapping

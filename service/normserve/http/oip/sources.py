@@ -1,4 +1,4 @@
-"""Where the bytes of an inference request's tensors come from: the JSON, the body, or a region of shared memory."""
+"""The source of a tensor's bytes in an inference request: the JSON, the body, or a region of shared memory."""
 
 from collections.abc import Mapping
 

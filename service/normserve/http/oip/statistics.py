@@ -1,4 +1,4 @@
-"""What has been inferred with each model, as the protocol's statistics extension tells it."""
+"""Counts and times of each model's inferences, for the protocol's statistics extension."""
 
 import time
 from collections.abc import Iterable, Mapping

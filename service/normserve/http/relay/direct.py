@@ -1,8 +1,8 @@
-"""Operations are answered from the engine's own callback, without a task of their own.
+"""Relayed operations that are answered from a callback of the engine, without a task.
 
-They are most of what a busy front end relays.  What the application's layers do for one, each with objects of its
-own, takes longer than everything else that is done for it here; what is decided by the header alone is decided
-once.  Whatever is not as plain as that goes the application's way.
+Most relayed requests are plain operations.  The application's layers, with their objects for each request, take
+longer than the rest of the work for it in this process.  Here, everything that depends only on the header is
+computed once per header.  All other requests are handled by the application.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One relayed request as the application sees it, in the process that owns the device."""
+"""A relayed request as seen by the application, in the process that owns the device."""
 
 import asyncio
 from collections.abc import Callable

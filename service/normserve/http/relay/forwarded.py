@@ -1,4 +1,4 @@
-"""One request that a front end relays, from the side of its connection."""
+"""A request that a front end relays, on the side of its connection."""
 
 import asyncio
 import functools

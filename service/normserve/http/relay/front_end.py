@@ -1,4 +1,4 @@
-"""The end of a front end: an ASGI application that relays every request to a process that owns a device."""
+"""The front end's ASGI application, which relays every request to a process that owns a device."""
 
 import asyncio
 import functools

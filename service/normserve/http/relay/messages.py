@@ -1,6 +1,6 @@
-"""What a front end and the process that owns a device say to each other, in MessagePack.
+"""Messages between a front end and the process that owns a device, in MessagePack.
 
-Both are processes of one server, of the same code: what comes is what the other meant.
+Both are processes of one server with the same code, so messages are trusted.
 """
 
 import struct

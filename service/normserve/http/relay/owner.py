@@ -1,4 +1,4 @@
-"""The end of the process that owns the device: relayed requests are answered by the application as any others."""
+"""The owner's side of the relay: relayed requests are answered by the application like any others."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""Operations whose body a front end receives into memory of this process, and that are answered directly."""
+"""Operations whose body a front end receives into the owner's memory, and that are answered directly."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""One relayed request, from the side of the process that owns the device."""
+"""One relayed request, in the process that owns the device."""
 
 import asyncio
 from typing import Any

@@ -1,1 +1,1 @@
-"""HTTP in, HTTP out; nothing else.  Each module makes a router from what it is handed."""
+"""The routes: they translate between HTTP and the engine.  Each module creates a router from its arguments."""

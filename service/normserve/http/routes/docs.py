@@ -1,4 +1,4 @@
-"""The OpenAPI description of the application, as Swagger UI 4 reads it."""
+"""The OpenAPI description of the application, in the form that Swagger UI 4 supports."""
 
 import copy
 import re

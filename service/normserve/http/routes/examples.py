@@ -1,6 +1,6 @@
-"""Examples of requests and answers, for the API's description: by method and path template.
+"""Examples of requests and responses for the API's description, by method and path template.
 
-Tests send the requests to a server, and compare what it answers with the answers here.
+Tests send the requests to a server and compare its responses with those given here.
 """
 
 from collections.abc import Mapping

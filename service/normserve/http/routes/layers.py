@@ -1,4 +1,4 @@
-"""`/v1/layers`: parameters that stay on the server under a name."""
+"""`/v1/layers`: parameters that are stored on the server under a name."""
 
 from dataclasses import dataclass
 

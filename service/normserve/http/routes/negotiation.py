@@ -1,4 +1,4 @@
-"""Which of our two formats a request carries, and which one its answer should have."""
+"""The format of a request and of its response: npy or safetensors."""
 
 from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, guess, sniff
 from normserve.errors import (

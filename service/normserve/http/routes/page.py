@@ -1,7 +1,7 @@
-"""`GET /`: a page that shows the server at work, for whoever has no Grafana at hand; and `GET /docs`: its HTTP API.
+"""`GET /`: a live page of the server, for users without Grafana; and `GET /docs`: its HTTP API.
 
-They are made of the files in normserve/http/page and of Swagger UI's, read `/metrics` and `/openapi.json`, and need
-nothing from anywhere else; their Content-Security-Policy sees to that.
+The pages consist of the files in normserve/http/page and of Swagger UI's.  They read `/metrics` and
+`/openapi.json` and load nothing from other hosts, which their Content-Security-Policy enforces.
 """
 
 import hashlib

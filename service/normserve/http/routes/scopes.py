@@ -1,7 +1,6 @@
-"""What a key must be allowed to do for each route, in one table.
+"""The scope that a key needs for each route, in one table.
 
-What the table does not name nobody may use once keys are asked for: a route that is added without a row here is
-refused, and so is one that is mounted.
+If keys are required, routes that are not in the table are refused, including mounted ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

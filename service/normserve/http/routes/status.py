@@ -1,4 +1,4 @@
-"""Around the operations: is the process alive, can it work, what is it, and how does one try it."""
+"""Routes beside the operations: liveness, readiness, information, and a sample tensor."""
 
 import json
 import os

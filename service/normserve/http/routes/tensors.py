@@ -1,4 +1,4 @@
-"""The tensors of a request as OpenAPI describes them."""
+"""The OpenAPI description of a request's tensors."""
 
 from normserve.jobs.job import Op, Pass
 from normserve.jobs.tensor_names import CHAIN_PARAMETERS

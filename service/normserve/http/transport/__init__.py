@@ -1,8 +1,8 @@
-"""HTTP/1.1 between a socket and the application: bodies arrive in slabs, responses leave as views.
+"""HTTP/1.1 between a socket and the application: bodies are received into slabs, responses are sent from views.
 
-`listen` makes uvicorn's `http` argument: a factory of `Connection`.  What a request's body and response did on
-the wire lies in the request's ASGI state, as `reception` and `sending`; `PlainAsgi` puts the like there under any
-other server.
+`listen` creates uvicorn's `http` argument, a factory of `Connection`.  The ASGI state of a request has objects for
+the transfer of its body and of its response, as `reception` and `sending`; `PlainAsgi` provides them under other
+servers.
 """
 
 from normserve.http.transport.asgi import PlainAsgi

@@ -1,7 +1,7 @@
-"""The same from any ASGI server: what `connection` knows of a body and a response, over `receive` and `send`.
+"""The transport for any other ASGI server, over `receive` and `send`.
 
-It costs a copy of each byte in either direction, and the server below it reads bodies before anyone has admitted
-them; so it is for servers that somebody else chose.
+It copies each byte once more in either direction, and the server below it reads bodies before they are admitted.
+It is for deployments in which another program chooses the server.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Chunked bodies, taken apart as they arrive: their framing is bounded, and their trailers are dropped."""
+"""Decoding of chunked bodies: their framing is limited, and trailers are ignored."""
 
 import re
 

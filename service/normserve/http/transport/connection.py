@@ -1,4 +1,4 @@
-"""A connection: whose memory the next bytes belong to."""
+"""A connection: selects the memory that the next bytes are received into."""
 
 import asyncio
 from collections.abc import Callable

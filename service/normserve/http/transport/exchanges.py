@@ -1,6 +1,7 @@
-"""Requests of one connection and their answers: from the end of a header until the last byte has left.
+"""The requests of a connection and their responses, from the end of a header to the last byte sent.
 
-uvicorn's httptools protocol, with the limits that it lacks.  Where headers and bodies begin and end is for `http`.
+It extends uvicorn's httptools protocol with limits.  The boundaries of headers and bodies are determined by
+`http`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Clients that have ended their side of a connection: most wait for their answers, others have gone."""
+"""Clients that have closed their sending side: most wait for their response, others have disconnected."""
 
 import asyncio
 import select

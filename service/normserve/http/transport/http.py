@@ -1,7 +1,7 @@
-"""Bytes become requests: where headers and bodies begin and end.
+"""The boundaries of headers and bodies in the received bytes.
 
-The parser sees headers and nothing else, each exactly to its end: what lies between headers is found by the length
-or the chunks that the header announced, whatever else it says (`Upgrade`, say).
+The parser receives only headers, each exactly to its end.  The bytes between headers are determined by the length
+or the chunks that the header announces, whatever its other fields are (for example `Upgrade`).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""How long a connection waits for its client."""
+"""Timeouts of a connection."""
 
 import asyncio
 import time

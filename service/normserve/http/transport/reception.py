@@ -1,4 +1,4 @@
-"""One request's body on its way into memory."""
+"""The reception of a request's body into memory."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""What the fields of a request's header must say before anybody may act on it."""
+"""Validation of a request's header fields before anything else uses them."""
 
 from collections.abc import Mapping
 

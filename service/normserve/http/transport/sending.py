@@ -1,4 +1,4 @@
-"""One response on its way out."""
+"""The transmission of a response."""
 
 import asyncio
 import fcntl

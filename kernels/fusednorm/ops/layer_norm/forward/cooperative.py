@@ -1,4 +1,4 @@
-"""Forward pass of LayerNorm and RMSNorm over rows that several programs share."""
+"""Forward pass of LayerNorm and RMSNorm in which several programs share a row."""
 
 from dataclasses import dataclass
 

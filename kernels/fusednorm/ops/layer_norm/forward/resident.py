@@ -1,4 +1,4 @@
-"""Forward pass of LayerNorm and RMSNorm over rows that one program holds as they lie in memory."""
+"""Forward pass of LayerNorm and RMSNorm in which a program keeps a row in registers in the format of memory."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
-"""Forward pass of LayerNorm and RMSNorm over rows that resident programs cannot share with all their parameters.
+"""Forward pass of LayerNorm and RMSNorm for rows too long, with their parameters, for cooperative programs.
 
-One kernel takes the moments of parts of rows, the next one writes slabs of them; no program waits for another.
-The second kernel is launched while the first one runs (programmatic dependent launch, compute capability 9.0): it
-has its parameters by the time that the moments are there, and finds as much of x as L2 keeps.
+The first kernel computes the moments of parts of rows, the second writes blocks of columns; no program waits for
+another.  The second kernel is launched while the first runs (programmatic dependent launch, compute capability
+9.0): it has loaded its parameters when the moments are complete, and reads as much of x from L2 as L2 still holds.
 """
 
 from dataclasses import dataclass

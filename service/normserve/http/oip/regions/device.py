@@ -1,4 +1,4 @@
-"""Regions of CUDA shared memory: allocations of other processes on this host, opened by their handles."""
+"""Regions of CUDA shared memory: allocations of other processes on this host, opened by handle."""
 
 import ipaddress
 import queue

@@ -1,4 +1,4 @@
-"""One region of system shared memory: a part of an open file that its client may change at any moment."""
+"""One region of system shared memory: a part of an open file that its client may change at any time."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Which files clients may register as system shared memory, and how such a file is opened."""
+"""The files that clients may register as system shared memory, and how they are opened."""
 
 import os
 import re

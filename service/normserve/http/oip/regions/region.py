@@ -1,4 +1,4 @@
-"""What every region of shared memory has, of whichever kind it is."""
+"""The interface of all kinds of shared memory regions."""
 
 import queue
 from typing import Any, Literal, Protocol

@@ -1,4 +1,4 @@
-"""The regions that clients have registered, by name."""
+"""The registered regions, by name."""
 
 import queue
 from dataclasses import dataclass

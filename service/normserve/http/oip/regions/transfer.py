@@ -1,4 +1,4 @@
-"""Tensors come from system shared memory into slabs, and results go from slabs there."""
+"""Copies between system shared memory and slabs."""
 
 import asyncio
 from collections.abc import Sequence
