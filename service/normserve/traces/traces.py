@@ -34,7 +34,7 @@ Attributes = dict[str, str | int | float | bool]
 # Requests of one launch end soon after one another; one that ends later links to the launch, and is not linked to.
 _LAUNCH_OPEN_S = 1.0
 
-_NOT_TRACED = object()
+_NOT_TRACED, _CHOSEN = object(), object()
 
 MakeStage = Callable[[SpanContext, str, int, int], None]
 """Makes a span that is over: its parent, its name, and its begin and end in nanoseconds since 1970."""
@@ -65,15 +65,22 @@ class Traces:
         # Spans by what names their launches, each with its end.
         self._launches: dict[tuple[float, int], tuple[Span, int]] = {}
 
+    def passes_over(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request is not traced, as far as that is known without its parent: quick, for most are not."""
+        if record.span is None and b"traceparent" not in headers:
+            record.span = _NOT_TRACED if random.random() >= self._ratio else _CHOSEN
+        return record.span is _NOT_TRACED
+
     def decide(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
         """Begin the span of a request that is to be traced, unless that was decided before.
 
         Args: headers: the request's, by their lower-case names.
         """
-        if record.span is not None:
+        if self.passes_over(record, headers) or isinstance(record.span, _Traced):
             return
         parent = read_parent(headers)
-        if not (parent is not None and parent.is_sampled) and random.random() >= self._ratio:
+        is_chosen = record.span is _CHOSEN or (parent is not None and parent.is_sampled)
+        if not is_chosen and random.random() >= self._ratio:
             record.span = _NOT_TRACED
             return
         # Of the clock only this is read: however it is set meanwhile, no stage begins before its request.

@@ -33,6 +33,8 @@ class HttpSpans:
 
         Args: address: the client's.
         """
+        if self._traces.passes_over(record, headers):
+            return
         self._traces.end(record, headers, lambda: self._describe(record, headers, scope, request_id, address))
 
     def _describe(
