@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     configure_logging(settings.log_level, settings.log_format)
     for name, closest in unknown_in_environment().items():
-        log.warning("%r is no setting%s", name[:100], f"; {closest} is one" if closest else "")
+        log.warning("%r is not a setting%s", name[:100], f"; {closest} is one" if closest else "")
     if settings.api_keys_file is not None:
         try:
             KeysFile(settings.api_keys_file).read()

@@ -82,7 +82,7 @@ def test_strides_that_no_kernel_handles_are_refused(x):
 
 def test_statistics_come_in_pairs_and_in_float32(x):
     mean = torch.zeros(4, device=x.device)
-    with pytest.raises(KernelInputError, match="mean and rstd must come together"):
+    with pytest.raises(KernelInputError, match="mean and rstd must be passed together"):
         layer_norm_backward(x, x, mean=mean)
     with pytest.raises(KernelInputError, match=r"rstd must be float32 \[4\]"):
         layer_norm_backward(x, x, mean=mean, rstd=mean.half())

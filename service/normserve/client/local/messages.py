@@ -180,7 +180,7 @@ class LocalAnswer(Answer):
     def _tensor(self, name: str, located: Located) -> HostTensor:
         dtype, block = DTYPES.get(located.dtype), self.blocks.get(name)
         if dtype is None or block is None:
-            raise UnexpectedAnswerError("the answer's results must be those that were asked for, they are not")
+            raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
         nbytes = prod(located.shape) * dtype.itemsize
         if nbytes > block.place.nbytes:
             raise UnexpectedAnswerError(f"the answer's {name} must fit into its place, it does not")

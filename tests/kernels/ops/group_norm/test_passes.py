@@ -282,7 +282,7 @@ def test_what_means_nothing_is_refused(device):
         ours.group_norm_forward(x[..., :0], 3)
     with pytest.raises(KernelInputError, match=r"x \[2, 6, 4\] needs weight \[6\], got \[4\]"):
         ours.group_norm_forward(x, 3, x[0, :4, 0].contiguous())
-    with pytest.raises(KernelInputError, match="must come together"):
+    with pytest.raises(KernelInputError, match="must be passed together"):
         ours.group_norm_backward(x, x, 3, mean=torch.zeros(2, 3, device=device))
     with pytest.raises(KernelInputError, match=r"mean must be float32 \[2, 3\]"):
         ours.group_norm_backward(x, x, 3, mean=x, rstd=x)
