@@ -65,9 +65,12 @@ operators.register()
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`: that of the installed distribution, looked up when it is asked for."""
+    """`__version__`: that of the installed distribution, "0+unknown" in a tree that is not installed."""
     if name == "__version__":
-        return metadata.version("normserve")
+        try:
+            return metadata.version("normserve")
+        except metadata.PackageNotFoundError:
+            return "0+unknown"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

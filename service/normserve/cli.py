@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import util
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,7 +36,11 @@ _ENVIRONMENT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit code."""
+    """Run a command; the process's exit code.
+
+    Raises:
+        ModuleNotFoundError: torch, which the server needs, is not installed.
+    """
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     if given.pop("command") == "version":
@@ -61,13 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     configure_logging(settings.log_level, settings.log_format)
     for name, closest in unknown_in_environment().items():
-        log.warning("%r is no setting%s", name[:100], f"; {closest} is one" if closest else "")
+        log.warning("%r is not a setting%s", name[:100], f"; {closest} is one" if closest else "")
     if settings.api_keys_file is not None:
         try:
             KeysFile(settings.api_keys_file).read()
         except KeysFileError as error:
             _complain("api_keys_file", str(error))
             return 2
+    # Before the processes of a fleet start, each of which would fail by itself.
+    if util.find_spec("torch") is None:
+        raise ModuleNotFoundError("the server needs torch", name="torch")
     # Until the server handles it: as a container's first process this one has no default for SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     if settings.devices or settings.frontend_count:

@@ -77,7 +77,7 @@ def unexpected(error: BaseException) -> NormserveError:
     """What a client hears of an error that nobody expected: nothing but whether it may pass."""
     if isinstance(error, MemoryError):
         return DeviceOutOfMemoryError("there is not enough memory for this request now")
-    return NormserveError("an error of the server's own")
+    return NormserveError("internal error in the server")
 
 
 def title_of(status: int) -> str:

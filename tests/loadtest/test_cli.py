@@ -182,7 +182,7 @@ duration_s = 0.2
     ("said", "code", "outcome"),
     [
         (None, cli.NO_ANSWERS, "timeout: "),
-        (says(b"hello", b"Server-Timing: kernel;dur=nan"), cli.WRONG_ANSWERS, "the answer is none of KServe's"),
+        (says(b"hello", b"Server-Timing: kernel;dur=nan"), cli.WRONG_ANSWERS, "the answer is not one of KServe's"),
     ],
     ids=["silent", "no-tensor"],
 )

@@ -74,7 +74,7 @@ class TestOversizedPayload:
         assert_problem(answer, 413, "too_large")
         asked = int(re.search(r"takes (\d+) bytes", answer.json()["detail"])[1])
         assert asked == pytest.approx(28 * MIB, abs=1024)
-        assert f"no more than {GRANTED}" in answer.json()["detail"]
+        assert f"at most {GRANTED}" in answer.json()["detail"]
         assert growth() < 16 * MIB
 
     def test_temporaries_that_never_fit_are_refused_before_the_work(self, small, growth):

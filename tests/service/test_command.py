@@ -21,6 +21,8 @@ def without(module: str, program: str) -> subprocess.CompletedProcess[str]:
     [
         ("normserve", "pydantic", ["serve"]),
         ("normserve", "uvicorn", ["serve", "--port", "0"]),
+        ("normserve", "torch", ["serve", "--port", "0"]),
+        ("normserve", "torch", ["serve", "--port", "0", "--frontends", "2"]),
         ("normload", "rich", ["scenarios"]),
     ],
 )

@@ -188,7 +188,7 @@ def group_norm_backward(
     if repeated is not None:
         return repeated
     if (mean is None) != (rstd is None):
-        raise KernelInputError("mean and rstd must come together, got one of them")
+        raise KernelInputError("mean and rstd must be passed together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
     eps = checked_eps(eps)
     sample = _checked_sample(x, num_groups, weight, bias)

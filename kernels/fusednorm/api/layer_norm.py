@@ -254,7 +254,7 @@ def _backward(
     x, dy, residual, dresidual_out, mean, rstd, weight, bias = inputs
     is_rms, eps, weight_offset, activation, parameter_gradients = options
     if not is_rms and (mean is None) != (rstd is None):
-        raise KernelInputError("mean and rstd must come together, got one of them")
+        raise KernelInputError("mean and rstd must be passed together, got one of them")
     epilogue = Epilogue(activation, dropout, seed)
     eps = checked_eps(eps)
     check_tensor("x", x)

@@ -130,10 +130,10 @@ def has_heads(weight: Tensor | None, bias: Tensor | None) -> bool:
     return (weight is not None and weight.ndim == 2) or (bias is not None and bias.ndim == 2)
 
 
-def check_shape(name: str, parameter: Tensor, shape: torch.Size) -> None:
-    """Raises KernelInputError unless the parameter has that shape."""
+def check_shape(name: str, parameter: Tensor, shape: torch.Size | tuple[int, ...], x: Tensor) -> None:
+    """Raises KernelInputError unless the parameter has the shape that x needs; the message names both shapes."""
     if parameter.shape != shape:
-        raise KernelInputError(f"{name} must be {list(shape)}, got {list(parameter.shape)}")
+        raise KernelInputError(f"x {list(x.shape)} needs {name} {list(shape)}, got {list(parameter.shape)}")
 
 
 def check_parameter(name: str, parameter: Tensor | None, shape: torch.Size, x: Tensor) -> None:
@@ -148,7 +148,7 @@ def check_parameter(name: str, parameter: Tensor | None, shape: torch.Size, x: T
     check_tensor(name, parameter)
     if parameter.device != x.device:
         raise KernelInputError(f"{name} must be on x's device {x.device}, got {parameter.device}")
-    check_shape(name, parameter, shape)
+    check_shape(name, parameter, shape, x)
     if not parameter.is_contiguous():
         raise UnsupportedShapeError(f"{name} must be contiguous, got strides {list(parameter.stride())}")
 
@@ -281,7 +281,7 @@ def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor)
         check_tensor(name, tensor)
         if tensor.device != x.device:
             raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
-        check_shape(name, tensor, x.shape[:2])
+        check_shape(name, tensor, x.shape[:2], x)
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise UnsupportedShapeError(
                 f"the channels of {name} must be contiguous, got strides {list(tensor.stride())}"

@@ -6,7 +6,7 @@ Nothing is broadcast and integers are not converted, so that calls which the ker
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import FLOAT8, FLOAT_DTYPES
+from fusednorm.arguments.checks import FLOAT8, FLOAT_DTYPES, check_shape
 from fusednorm.errors import KernelInputError
 
 DTYPES = (*FLOAT_DTYPES, torch.float64)
@@ -30,9 +30,9 @@ def check_companion(name: str, tensor: Tensor | None, x: Tensor, shape: tuple[in
     check_float(name, tensor)
     if tensor.device != x.device:
         raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
-    if shape is not None and tensor.shape != shape:
-        raise KernelInputError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-    if shape is None and tensor.shape != x.shape:
+    if shape is not None:
+        check_shape(name, tensor, shape, x)
+    elif tensor.shape != x.shape:
         raise KernelInputError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}")
 
 

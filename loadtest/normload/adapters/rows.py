@@ -62,7 +62,7 @@ class Npy:
         try:
             return {"y": npy.decode(answer.body)}
         except NormserveError as error:
-            raise UnexpectedAnswerError(f"the answer is no npy: {error.detail}") from error
+            raise UnexpectedAnswerError(f"the answer is not npy: {error.detail}") from error
 
 
 class KServe:
@@ -99,7 +99,7 @@ class KServe:
             tensor = HostTensor(dtype, _shape(output["shape"]), data)
         # What they say repeats what the server sent.
         except (KeyError, ValueError, TypeError):
-            raise UnexpectedAnswerError("the answer is none of KServe's with binary tensors") from None
+            raise UnexpectedAnswerError("the answer is not one of KServe's with binary tensors") from None
         if tensor.nbytes != data.nbytes:
             raise UnexpectedAnswerError(f"y must have the bytes that its shape asks for, got {data.nbytes}")
         return {"y": tensor}

@@ -141,5 +141,5 @@ def meaning(failure: BaseException) -> ClientError:
     if isinstance(failure, ClientError):
         return failure
     if isinstance(failure, httpx.RemoteProtocolError) and not isinstance(failure, EndedEarlyError):
-        return UnexpectedAnswerError("what came is no HTTP")
+        return UnexpectedAnswerError("the answer is not HTTP")
     return ConnectionFailedError(str(failure) or type(failure).__name__)

@@ -136,7 +136,7 @@ def read_workload(table: Table) -> Workload:
     if cases := tuple(_read_case(each) for each in table.tables("cases")):
         for key in ("mix", "min_kib", "max_mib", "pool"):
             if table.has(key):
-                raise ScenarioError(f"{table.where}: {key} has no meaning beside [[workload.cases]]")
+                raise ScenarioError(f"{table.where}: {key} has no effect with [[workload.cases]]")
         workload = Workload(cases=cases)
     else:
         mix = table.table("mix")

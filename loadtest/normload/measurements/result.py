@@ -226,7 +226,7 @@ class Result:
             ValueError: it is something else.
         """
         if not isinstance(document, Mapping) or document.get("format") != FORMAT:
-            raise ValueError(f"this is no result of normload: its format must be {FORMAT}")
+            raise ValueError(f"this is not a result of normload: its format must be {FORMAT}")
         return cls(
             **{name: document[name] for name in _PLAIN},
             cpu=document["cpu"],
@@ -259,7 +259,7 @@ def read_result(file: Path) -> Result:
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{file}: {error}") from None
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        raise ValueError(f"{file}: this is no whole result of normload") from None
+        raise ValueError(f"{file}: this is not a complete result of normload") from None
 
 
 def _summary(part: Part) -> dict[str, Any]:

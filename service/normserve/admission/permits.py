@@ -229,10 +229,10 @@ class Limits:
         self._on_revoked(reason)
         error: NormserveError
         if reason is STALLED:
-            error = RequestTimeoutError("the body came too slowly while others waited for its place")
+            error = RequestTimeoutError("the body arrived too slowly while other requests waited for its memory")
         else:
             error = OverloadedError(
-                "the body was cut off for a client with less than its share of the server",
+                "the body was cut off in favour of a client below its share of the server",
                 _wait(self._out.seconds_for_bytes(self.bytes)),
             )
         inflow.body.fail(error)

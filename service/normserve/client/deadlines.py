@@ -36,7 +36,7 @@ class Deadline:
 
     def error(self) -> RequestTimeoutError:
         """What to raise when it is over."""
-        return RequestTimeoutError(f"there was no whole answer within {self._timeout_s or 0:g} s")
+        return RequestTimeoutError(f"there was no complete answer within {self._timeout_s or 0:g} s")
 
     def check(self) -> None:
         """Raises: RequestTimeoutError: it is over."""

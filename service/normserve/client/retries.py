@@ -20,8 +20,8 @@ class RetryPolicy:
     than `longest_pause_s`, or a pause that the client's timeout leaves no time for, ends the attempts at once.
 
     Attributes:
-        tries: attempts in all; 1 never repeats.  A server that is still starting is asked again as long as the call
-            may take.
+        tries: attempts in all; 1 never repeats.  Requests to a server that is still starting (503 `not_ready`) are
+            repeated until the call's timeout, about as often as its Retry-After says.
         first_pause_s: before the second attempt.
         longest_pause_s: the most that is waited before any attempt.
     """
@@ -49,19 +49,25 @@ class Attempts:
 
     def pause_after(self, failure: ClientError) -> float | None:
         """Return the seconds to wait before the next attempt, or None when this failure is the last."""
-        self._made += 1
-        if not failure.retryable or (self._made >= self._policy.tries and not self._is_starting(failure)):
+        if not failure.retryable:
             return None
-        pause_s = self._pause_s(failure.retry_after_s)
+        is_starting = self._is_starting(failure)
+        if is_starting and failure.retry_after_s is not None:
+            pause_s = self._pause_s(failure.retry_after_s, doublings=0)
+        else:
+            self._made += 1
+            if self._made >= self._policy.tries and not is_starting:
+                return None
+            pause_s = self._pause_s(failure.retry_after_s, doublings=self._made - 1)
         return None if pause_s is None or self._deadline.is_over(pause_s) else pause_s
 
     def _is_starting(self, failure: ClientError) -> bool:
-        """Whether the server only has to warm up, which is waited for as long as the call may take."""
+        """Whether the server is still starting, which is waited for until the call's timeout."""
         return self._policy.tries > 1 and getattr(failure, "code", "") == "not_ready"
 
-    def _pause_s(self, retry_after_s: float | None) -> float | None:
+    def _pause_s(self, retry_after_s: float | None, *, doublings: int) -> float | None:
         longest = self._policy.longest_pause_s
-        backoff = min(self._policy.first_pause_s * 2.0 ** min(self._made - 1, _MOST_DOUBLINGS), longest)
+        backoff = min(self._policy.first_pause_s * 2.0 ** min(doublings, _MOST_DOUBLINGS), longest)
         jitter = backoff / 2 * self._jitter()
         if retry_after_s is None:
             return backoff / 2 + jitter

@@ -65,7 +65,7 @@ def encode(name: str, tensor: HostTensor) -> list[float]:
     require_few(name, prod(tensor.shape))
     values = _widened(np.frombuffer(tensor.data, _STORED[tensor.dtype]), tensor.dtype)
     if not np.isfinite(values).all():
-        raise NotAcceptableError(f"{name} holds NaN or infinity, which JSON cannot say: ask for binary data")
+        raise NotAcceptableError(f"{name} holds NaN or infinity, which JSON cannot represent: request binary data")
     numbers: list[float] = values.tolist()
     return numbers
 
@@ -74,7 +74,7 @@ def require_few(name: str, count: int) -> None:
     """Raises: TooLargeError: so many elements are not written as JSON."""
     if count > MAX_ELEMENTS:
         raise TooLargeError(
-            f"{name} has {count} elements, as JSON at most {MAX_ELEMENTS} are sent: ask for binary data"
+            f"{name} has {count} elements, at most {MAX_ELEMENTS} are sent as JSON: request binary data"
         )
 
 

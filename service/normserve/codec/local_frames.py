@@ -230,7 +230,7 @@ def read_messages(content: bytes) -> Sequence[Message]:
     try:
         said = _messages.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedPayloadError(f"the frame is no message: {_quoted(str(error))}") from None
+        raise MalformedPayloadError(f"the frame is not a valid message: {_quoted(str(error))}") from None
     return said if isinstance(said, list) else (said,)
 
 
@@ -243,7 +243,7 @@ def read_answer(content: bytes) -> Answer:
     try:
         return _answers.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedPayloadError(f"the frame is no answer: {_quoted(str(error))}") from None
+        raise MalformedPayloadError(f"the frame is not a valid answer: {_quoted(str(error))}") from None
 
 
 def write(tag: int, message: Message | Answer | Done | msgspec.Raw | Sequence[Message]) -> bytes:

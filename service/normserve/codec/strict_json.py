@@ -36,7 +36,7 @@ def parse_object(text: str, max_depth: int) -> dict[str, object]:
             parse_constant=_refuse_number,
         )
     except json.JSONDecodeError as error:
-        raise MalformedPayloadError(f"the header is no JSON: {error.msg} at character {error.pos}") from None
+        raise MalformedPayloadError(f"the header is not JSON: {error.msg} at character {error.pos}") from None
     if not isinstance(result, dict):
         raise MalformedPayloadError("the header must be a JSON object")
     return result

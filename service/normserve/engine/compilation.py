@@ -83,7 +83,7 @@ class Compilation:
         self._counted = now
         if self._allowance < 1:
             raise OverloadedError(
-                "this needs kernels that are not compiled, and too many of those were asked for of late",
+                "this needs kernels that are not compiled, and too many requests needed new kernels recently",
                 (1 - self._allowance) / self._per_second,
             )
         self._allowance -= 1

@@ -293,7 +293,7 @@ class Engine:
         self._failure = copy.copy(error)
         self.failed_work = None if batch is None else described(batch)
         self._enter(State.FAILED)
-        log.critical("the device failed, the server gives up: %s", error.detail)
+        log.critical("the device failed, the server ends: %s", error.detail)
         queued = (*self._batcher, *self._compilation.jobs())
         for job in queued:
             self._withdraw(job)

@@ -218,8 +218,8 @@ class Executor:
             return error
         meaning = None if self._backend is None else self._backend.translate(error)
         if meaning is None:
-            log.exception("the executor met an error that it does not know", exc_info=error)
-            return NormserveError("the server met an error of its own; its log says more")
+            log.exception("unexpected error in the executor", exc_info=error)
+            return NormserveError("internal error in the server; its log has details")
         log.error("%s: %s", meaning.code, error)
         return meaning
 

@@ -23,7 +23,7 @@ _SLOWEST = 1.0
 def require_identity(content_encoding: str) -> None:
     """Raises: UnsupportedMediaTypeError: a body is compressed."""
     if content_encoding.strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaTypeError("the body must come as it is, without a Content-Encoding")
+        raise UnsupportedMediaTypeError("the body must be uncompressed, without a Content-Encoding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class BodyReader:
         """Raises: TooLargeError: no body may have so many bytes."""
         if nbytes > self.max_body_bytes:
             raise TooLargeError(
-                f"a body must be at most {self.max_body_bytes} bytes, {nbytes} came or are announced"
+                f"a body must be at most {self.max_body_bytes} bytes, {nbytes} were received or announced"
             )
 
 

@@ -1,4 +1,12 @@
-"""Examples and hints for users of curl."""
+"""Examples for users of curl, and recognition of bodies that its option -d changed."""
+
+from normserve.errors import NormserveError
+
+_FORM = "application/x-www-form-urlencoded"
+# What `curl -d @FILE` leaves out.
+_LEFT_OUT = (b"\0", b"\r", b"\n")
+# A file in either format has one of them in its first bytes.
+_EXAMINED_BYTES = 4096
 
 
 def curl_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
@@ -13,3 +21,24 @@ def curl_command(url: str, *, with_certificate: bool) -> str:
     if not url.startswith("https:"):
         return "curl -s"
     return "curl -s --cacert ca.pem" + (" --cert client.pem" if with_certificate else "")
+
+
+def is_form(content_type: str) -> bool:
+    """Whether a Content-Type is curl's for a body that it is told nothing about."""
+    return content_type.partition(";")[0].strip().lower() == _FORM
+
+
+def with_curl_hint(error: NormserveError, body: memoryview) -> NormserveError:
+    """An error about a body that was sent as a form, with advice where `curl -d` seems to have changed the body."""
+    if not _is_changed(body):
+        return error
+    return type(error)(f"{error.detail}; curl leaves out line breaks and zeros with -d, not with --data-binary")
+
+
+def _is_changed(body: memoryview) -> bool:
+    """Whether a body may be a file that `curl -d @FILE` sent, which leaves out zero bytes and line breaks.
+
+    Args: body: of a file that has such bytes near its beginning: npy, safetensors or another binary format.
+    """
+    beginning = bytes(body[:_EXAMINED_BYTES])
+    return bool(beginning) and not any(byte in beginning for byte in _LEFT_OUT)

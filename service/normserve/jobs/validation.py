@@ -104,7 +104,7 @@ def _checked(
     for name in filter(is_parameter, tensors):
         _check_parameter(name, tensors[name][1], x_shape, x_shape[-2:] if heads else (size,))
     if spec.weight_offset and layer is None and "weight" not in tensors:
-        raise MissingTensorError("weight_offset needs a weight, it did not come")
+        raise MissingTensorError("weight_offset needs a weight, none was sent")
     for name in ("scale", "shift"):
         _check_shape(name, tensors, (x_shape[0], size))
     for name in ("mean", "rstd"):
@@ -134,7 +134,7 @@ def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTen
     known = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
     _check_known(tensors, known, f"a layer of {op.value}")
     if "weight" not in tensors:
-        raise MissingTensorError("a layer must have a weight, none came")
+        raise MissingTensorError("a layer must have a weight, none was sent")
     weight, bias = tensors["weight"], tensors.get("bias")
     ranks = (1,) if op is Op.GROUP_NORM else (1, 2)
     if len(weight.shape) not in ranks or min(weight.shape) < 1:
@@ -178,9 +178,9 @@ def _check_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> Non
         if name not in tensors:
             raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
     if spec.op is Op.LAYER_NORM_CHAIN and not with_layer and not norm_count(tensors):
-        raise MissingTensorError("layer_norm_chain needs weight.0 or another parameter of a norm, none came")
+        raise MissingTensorError("layer_norm_chain needs weight.0 or another parameter of a norm, none was sent")
     if backward and spec.op is not Op.RMS_NORM and ("mean" in tensors) != ("rstd" in tensors):
-        raise MissingTensorError("mean and rstd must come together or not at all")
+        raise MissingTensorError("mean and rstd must be sent together or not at all")
 
 
 def _check_known(tensors: Collection[str], known: tuple[str, ...], what: str) -> None:

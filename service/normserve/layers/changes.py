@@ -216,7 +216,7 @@ class FleetLayerChanges(LayerChanges):
         try:
             await self._ask_all(links, {"do": "apply", "name": name}, _APPLY_S)
         except ChangeFailedError as error:
-            log.warning("a change of a layer holds, but not yet everywhere: %s", error.detail)
+            log.warning("a change of a layer is in effect, but not yet in every process: %s", error.detail)
 
     async def _made(self, name: str, query: bytes, body: memoryview) -> Layer:
         """A layer that can be registered: within a time, so that nobody waits for a device that hangs.
@@ -243,7 +243,7 @@ class FleetLayerChanges(LayerChanges):
         async with self._applying:
             entry = await self._journal.staged()
             if entry is None or entry.change != change or entry.query is None:
-                raise ChangeFailedError("the change was given up meanwhile")
+                raise ChangeFailedError("the change was abandoned meanwhile")
             self._prepared = change, await self._made(name, entry.query, entry.body)
         return b""
 

@@ -105,7 +105,7 @@ class Journal:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except OSError as error:
-            raise StorageError(f"the registered layers could not be written down: {error.strerror}") from error
+            raise StorageError(f"the registered layers could not be written to disk: {error.strerror}") from error
 
 
 def _read(file: Path) -> Entry | None:

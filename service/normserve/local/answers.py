@@ -70,7 +70,7 @@ class Answers:
     def refuse_unexpected(self, tag: int, error: BaseException, record: RequestRecord, request_id: str) -> None:
         """As `refuse`, of an error that is the server's own; the log says which."""
         fields = self._log_fields(record, request_id)
-        log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
+        log.error("unexpected error in a request", exc_info=error, extra={"fields": fields})
         self.refuse(tag, unexpected(error), record, request_id)
 
     def account(self, record: RequestRecord, request_id: str) -> None:

@@ -109,7 +109,7 @@ def check_together(tensors: Mapping[str, HostTensor], places: Mapping[str, memor
     are_on_device += [isinstance(place, DeviceBytes) for place in places.values()]
     if len(set(are_on_device)) > 1:
         raise InvalidParameterError(
-            "tensors and places of a request must all lie in the host's memory or all in the device's, they do not"
+            "tensors and places of a request must all be in host memory or all in device memory, they are not"
         )
 
 

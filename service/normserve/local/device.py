@@ -85,7 +85,7 @@ class DeviceArenas:
         """
         device = self.device
         if device is None:
-            raise InvalidParameterError("memory must be host: this server lends none of a device")
+            raise InvalidParameterError("memory must be host: this server does not share device memory")
         nbytes = device.rounded(nbytes)
         known = _reused(peer, nbytes, spent, leftovers)
         if known is None:
@@ -102,7 +102,7 @@ class DeviceArenas:
                 raise
             if not isinstance(error, DeviceMemoryFullError):
                 # The text alone: an error's frames hold the segment.
-                log.error("device memory cannot be lent: %s", str(error))
+                log.error("device memory cannot be shared: %s", str(error))
             raise self._accounts.exhausted(nbytes) from None
         segment.uid, segment.home = peer.uid, self._accounts.returned
         return descriptor, segment

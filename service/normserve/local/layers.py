@@ -132,5 +132,5 @@ def _tensors(arena: Arena, located: Mapping[str, Located]) -> dict[str, HostTens
     """
     tensors = {name: arena.tensor(name, each)[0] for name, each in located.items()}
     if any(isinstance(tensor, DeviceTensor) for tensor in tensors.values()):
-        raise InvalidParameterError("a layer's parameters must lie in the host's memory, they do not")
+        raise InvalidParameterError("a layer's parameters must be in host memory, they are not")
     return tensors

@@ -97,10 +97,10 @@ def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) 
             base, extent = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
             ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
             if int(call(driver.cuPointerGetAttribute, ordinal, address)) != device.ordinal:
-                raise ValueError("the memory must be the server's device's, it is another's")
+                raise ValueError("the memory must be on the server's device, it is on another")
             # Python's numbers do not wrap.
             if not 0 < nbytes <= base + extent - address:
-                raise ValueError(f"the memory must have the {nbytes} bytes that are said, it has not")
+                raise ValueError(f"the memory must have the {nbytes} bytes that are stated, it has fewer")
             return kind(device, address, nbytes)
         except BaseException:
             with contextlib.suppress(DeviceMemoryError):

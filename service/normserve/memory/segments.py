@@ -80,7 +80,7 @@ def map_segment(descriptor: int, *, is_there_at_once: bool = True) -> Segment:
         if seals & fcntl.F_SEAL_SHRINK and nbytes:
             return _mapped(descriptor, nbytes, Segment, is_there_at_once=is_there_at_once)
     except OSError as error:
-        raise ValueError(f"the descriptor is of no shared memory: {error.strerror}") from None
+        raise ValueError(f"the descriptor is not of shared memory: {error.strerror}") from None
     raise ValueError("shared memory must be sealed against shrinking, this is not")
 
 

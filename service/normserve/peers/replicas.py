@@ -142,7 +142,7 @@ class Replicas(Siblings):
     def require_changeable(self) -> NoReturn:
         """Raises: MethodNotAllowedError: a replica that is started later would not know of the change."""
         raise MethodNotAllowedError(
-            "layers are those of the checkpoint here: replicas come and go, and one registered by a request "
+            "layers come from the checkpoint here: replicas come and go, and one registered by a request "
             "would be known to one of them only",
             ("GET", "HEAD", "OPTIONS"),
         )

@@ -89,13 +89,13 @@ class Link:
             await _send(self._writer, json.dumps(question).encode())
             answer = await _receive(self._reader, _ANSWER_BYTES)
         if answer is None:
-            raise ConnectionResetError("the sibling is gone")
+            raise ConnectionResetError("the other process has ended")
         if answer[:1] == _GOOD:
             return answer[1:]
         if answer[:1] == _BAD:
             raise RefusedError(answer[1:].decode(errors="replace"))
         # It is there, and must not count as gone.
-        raise RefusedError("its answer is none")
+        raise RefusedError("its answer is malformed")
 
     def close(self) -> None:
         """End the connection."""
@@ -185,7 +185,7 @@ class Siblings:
         """Answer one connection's questions until it ends."""
         try:
             if not _is_of_this_user(writer):
-                log.warning("somebody else's process tried to pass for one of the fleet")
+                log.warning("a process of another user tried to connect as one of the fleet")
                 return
             async with contextlib.AsyncExitStack() as at_end:
                 with contextlib.suppress(ConnectionError):
@@ -201,7 +201,7 @@ class Siblings:
         except NormserveError as error:
             return _BAD + error.detail.encode()
         except Exception:
-            log.exception("a sibling's question met an error that nobody expected")
+            log.exception("unexpected error in a message of another process")
             return _BAD + b"an error of its own"
 
 
@@ -218,7 +218,7 @@ async def _send(writer: asyncio.StreamWriter, content: bytes) -> None:
         writer.write(_LENGTH.pack(len(content)) + content)
     except RuntimeError as error:
         # What uvloop says of a connection that has ended meanwhile.
-        raise ConnectionResetError("the sibling is gone") from error
+        raise ConnectionResetError("the other process has ended") from error
     await writer.drain()
 
 

@@ -76,9 +76,9 @@ class HttpServer(uvicorn.Server):
         try:
             self._tls.reload()
         except TlsFileError as error:
-            log.error("the TLS files stay as they were read before: %s", error)
+            log.error("the new TLS files cannot be used, the old ones stay in use: %s", error)
         else:
-            log.info("the TLS files are read again: new connections use them")
+            log.info("reloaded the TLS files: new connections use them")
 
     async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
         factory: Any = self.config.http_protocol_class

@@ -92,14 +92,14 @@ class Server(HttpServer):
         if not isinstance(context.get("exception"), MemoryError):
             loop.default_exception_handler(context)
         elif not self._is_failing:
-            log.critical("there is no memory left to go on with: the server ends")
+            log.critical("out of memory: the server ends")
             self._service.tell_crash("there is no memory left to go on with", context["exception"])
             self._fail()
 
     def _begin_drain(self) -> None:
         self._tell(ready=False)
         audit.draining()
-        log.info("draining: admitted work is finished, new work refused")
+        log.info("draining: admitted requests are finished, new ones are refused")
         self._service.engine.close()
 
     async def _drain(self) -> None:

@@ -43,7 +43,7 @@ class Admission:
         if body_bytes + nbytes > self.max_bytes:
             raise TooLargeError(
                 f"this request takes {body_bytes + nbytes} bytes of memory, {body_bytes} of its body and {nbytes} "
-                f"of results and temporaries; no more than {self.max_bytes} are granted"
+                f"of results and temporaries; at most {self.max_bytes} are allowed"
             )
         if permit is not None:
             permit.grow(nbytes)
@@ -58,7 +58,7 @@ class Admission:
         if 2 * body_bytes > self.max_bytes:
             raise TooLargeError(
                 f"this request takes {2 * body_bytes} bytes of memory, its body and a copy; "
-                f"no more than {self.max_bytes} are granted"
+                f"at most {self.max_bytes} are allowed"
             )
         if permit is not None:
             permit.grow(body_bytes)

@@ -211,7 +211,7 @@ def parse_values(pairs: Iterable[tuple[str, str]], parameters: Sequence[Paramete
         if parameter is None:
             raise InvalidParameterError(_unknown(name, list(known)))
         if name in values:
-            raise InvalidParameterError(f"{name} must be given once, came again")
+            raise InvalidParameterError(f"{name} must be given once, got it again")
         try:
             values[name] = parameter.parse(text)
         except ValueError as error:
@@ -230,7 +230,7 @@ def _fields(raw: bytes) -> list[tuple[str, str]]:
 
 def _unknown(name: str, known: list[str]) -> str:
     closest = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)
-    return f"{name[:64]!r} is no parameter of this operation; the closest is {closest[0]!r}"
+    return f"{name[:64]!r} is not a parameter of this operation; the closest is {closest[0]!r}"
 
 
 def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
@@ -242,7 +242,7 @@ def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
     if named_layer(values) is not None:
         given = [name for name in FIXED_BY_LAYER if name in values]
         if given:
-            raise InvalidParameterError(f"{given[0]} is the layer's and must not be given beside layer")
+            raise InvalidParameterError(f"{given[0]} belongs to the layer and must not be given with layer")
     elif op is Op.GROUP_NORM and "num_groups" not in values:
         raise InvalidParameterError("num_groups must be given")
     if values.get("dropout") and "seed" not in values:

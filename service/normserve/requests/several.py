@@ -69,7 +69,7 @@ def joined(
         elif is_parameter(name):
             whole[name] = tensor
         else:
-            raise UnexpectedTensorError(f"beside x.0 come parameters and numbered tensors, got {name[:64]!r}")
+            raise UnexpectedTensorError(f"with x.0, all tensors but parameters must be numbered, got {name[:64]!r}")
     numbers = range(len(groups["x"]))
     counts = _check_x(groups["x"], numbers)
     for base, group in groups.items():
@@ -80,7 +80,7 @@ def joined(
 
 def _number(name: str, digits: str) -> int:
     if not (len(digits) <= 3 and digits.isascii() and digits.isdigit() and str(int(digits)) == digits):
-        raise UnexpectedTensorError(f"beside x.0 tensors are numbered from 0 on, as x.1, got {name[:64]!r}")
+        raise UnexpectedTensorError(f"with x.0, tensors are numbered from 0 on, as x.1, got {name[:64]!r}")
     return int(digits)
 
 
@@ -88,7 +88,7 @@ def _check_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]
     """The lengths along the first axis."""
     for number in numbers:
         if number not in group:
-            raise MissingTensorError(f"x.{number} must come, as x.{max(group)} does")
+            raise MissingTensorError(f"x.{number} is missing, although x.{max(group)} was sent")
         if len(group[number].shape) < 2:
             raise InvalidShapeError(
                 f"x.{number} must have at least two axes, the first of rows or samples, "
@@ -99,10 +99,10 @@ def _check_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]
 
 def _check_group(base: str, group: Mapping[int, HostTensor], numbers: range, counts: Sequence[int]) -> None:
     if extra := group.keys() - set(numbers):
-        raise UnexpectedTensorError(f"{base}.{min(extra)} has no x.{min(extra)} beside it")
+        raise UnexpectedTensorError(f"{base}.{min(extra)} was sent without x.{min(extra)}")
     for number, count in zip(numbers, counts, strict=True):
         if number not in group:
-            raise MissingTensorError(f"{base}.{number} must come, as {base}.{min(group)} does")
+            raise MissingTensorError(f"{base}.{number} is missing, although {base}.{min(group)} was sent")
         tensor, first = group[number], group[numbers[0]]
         if tensor.dtype is not first.dtype:
             raise UnsupportedDtypeError(

@@ -111,10 +111,10 @@ class _Telling(SpanExporter):
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
             if not self._lost:
-                log.warning("%s takes no traces: they are dropped until it does", self._endpoint)
+                log.warning("%s accepts no traces: they are dropped until it does", self._endpoint)
             self._lost += len(spans)
         elif self._lost:
-            log.info("%s takes traces again: %d spans were dropped", self._endpoint, self._lost)
+            log.info("%s accepts traces again: %d spans were dropped", self._endpoint, self._lost)
             self._lost = 0
         return result
 

@@ -90,14 +90,14 @@ def _twice(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (("x", "weight."), {}, 422, "unexpected_tensor", "got 'weight.'"),
         (("x", "weight"), {}, 422, "unexpected_tensor", "got 'weight'"),
         (("x", "weight.0", "residual"), {}, 422, "unexpected_tensor", "got 'residual'"),
-        (("x", "weight.0"), {"activation": "silu"}, 422, "invalid_parameter", "'activation' is no parameter"),
-        (("x", "weight.0"), {"stats": 1}, 422, "invalid_parameter", "'stats' is no parameter"),
+        (("x", "weight.0"), {"activation": "silu"}, 422, "invalid_parameter", "'activation' is not a parameter"),
+        (("x", "weight.0"), {"stats": 1}, 422, "invalid_parameter", "'stats' is not a parameter"),
         (("x", "weight.0"), {"layer": "a"}, 422, "invalid_parameter", "the closest is 'layers'"),
         (("x", "weight.0"), {"out_dtype": "float8_e4m3fn"}, 422, "invalid_parameter", "out_dtype must be one of"),
         (("x",), {"layers": "nobody.1,nobody.2"}, 404, "unknown_layer", "no layer of that name"),
         (("x",), {"layers": "a,,b"}, 422, "invalid_parameter", "names of layers, joined by commas"),
         (("x",), {"layers": ",".join("abcdefghi")}, 422, "invalid_parameter", "1 to 8 names"),
-        (("x",), {"layers": "a", "eps": 1}, 422, "invalid_parameter", "eps is the layer's"),
+        (("x",), {"layers": "a", "eps": 1}, 422, "invalid_parameter", "eps belongs to the layer"),
     ],
 )
 def test_what_is_no_chain_is_refused(api, names, query, status, code, message):

@@ -1,6 +1,7 @@
 """What a newcomer gets wrong, and what the answer says about it."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ X = np.ones((2, 4), np.float32)
         ("/v1/rmsnorm/backward", "/v1/rms_norm/backward"),
         ("/metric", "/metrics"),
         ("/v1/layer", "/v1/layers"),
+        ("/v1/layer/encoder.norm", "/v1/layers/{name}"),
+        ("/v1/layer/layer_norm", "/v1/layers/{name}"),
     ],
 )
 def test_the_closest_path_is_named(api, path, closest):
@@ -28,7 +31,14 @@ def test_the_closest_path_is_named(api, path, closest):
     assert f"; the closest path is {closest};" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("path", ["/" + "z" * 200, "/%00%ff", "/wp-login.php"])
+@pytest.mark.parametrize("path", ["/v2/model/layer_norm/infer", "/v2/models/layer_norm/inferr"])
+def test_the_closest_path_is_named_over_v2(api, path):
+    answer = api.post(path)
+    assert answer.status_code == 404
+    assert "; the closest path is /v2/models/{name}/infer;" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/" + "z" * 200, "/%00%ff", "/wp-login.php", "/shop/encoder.norm"])
 def test_of_what_is_like_nothing_no_path_is_named(api, path):
     answer = api.get(path)
     assert_problem(answer, 404, "not_found")
@@ -47,10 +57,73 @@ def test_what_curl_leaves_out_is_said(api, body):
     assert api.post("/v1/layer_norm", content=body, headers={"content-type": FORM}).status_code == 200
 
 
+def infer_body() -> tuple[bytes, dict[str, str]]:
+    """Of /v2, with x as bytes behind the JSON, and the header that says so."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [2, 4], "parameters": {"binary_data_size": X.nbytes}}
+    said = json.dumps({"inputs": [tensor]}).encode()
+    return said + X.tobytes(), {"inference-header-content-length": str(len(said))}
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize("path", ["/v1/layers/a?op=layer_norm", "/v2/models/layer_norm/infer"])
+def test_what_curl_leaves_out_is_said_of_layers_and_over_v2(api, path, keeps_all):
+    body, headers = infer_body() if "infer" in path else (packed(weight=torch.ones(4)), {})
+    sent = body[:-1] if keeps_all else body.translate(None, b"\0\r\n")
+    method = "POST" if "infer" in path else "PUT"
+    answer = api.request(method, path, content=sent, headers={"content-type": FORM, **headers})
+    assert answer.status_code in (400, 415)
+    assert ("--data-binary" in answer.text) == (not keeps_all)
+
+
+@pytest.mark.parametrize("text", [b"{}", b'{"inputs": [{"name": "x", "datatype": "FP32",'])
+def test_json_loses_nothing_with_curl(api, text):
+    answer = api.post("/v2/models/layer_norm/infer", content=text, headers={"content-type": FORM})
+    assert answer.status_code == 400
+    assert "curl" not in answer.json()["error"]
+
+
+def checkpoint() -> bytes:
+    file = io.BytesIO()
+    torch.save({"weight": torch.ones(4)}, file)
+    return file.getvalue()
+
+
 def archive() -> bytes:
     file = io.BytesIO()
     np.savez(file, X)
     return file.getvalue()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (archive(), "an .npz archive"),
+        (checkpoint(), "a .pt file"),
+        (b'{"x": [1, 2, 3]}', "JSON"),
+        (b'{"xxxx":{"a": 1}}', "JSON"),
+        (npy(X)[:-1], ""),
+    ],
+    ids=["npz", "pt", "json", "nested json", "npy"],
+)
+def test_of_a_whole_file_curl_is_not_blamed(api, method, body, said):
+    """As `curl --data-binary @FILE` sends it."""
+    path = "/v1/layer_norm" if method == "POST" else "/v1/layers/a?op=layer_norm"
+    answer = api.request(method, path, content=body, headers={"content-type": FORM})
+    assert answer.status_code in (400, 415)
+    assert said in answer.json()["detail"]
+    assert "curl" not in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "declared", "shown"),
+    [(npy(X), SAFETENSORS, NPY), (packed(x=torch.ones(2, 4)), NPY, SAFETENSORS)],
+    ids=["npy", "safetensors"],
+)
+def test_one_format_announced_as_the_other_is_named(api, body, declared, shown):
+    answer = api.post("/v1/layer_norm", content=body, headers={"content-type": declared})
+    assert_problem(answer, 400, "malformed_payload")
+    assert answer.json()["detail"].endswith(f"; its first bytes show {shown}, Content-Type says {declared}")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_npy_holds_one_tensor(api):
 @pytest.mark.parametrize(
     ("tensors", "code", "message"),
     [
-        ({"x.0": (2, 4), "x.2": (2, 4)}, "missing_tensor", "x.1 must come, as x.2 does"),
+        ({"x.0": (2, 4), "x.2": (2, 4)}, "missing_tensor", "x.1 is missing, although x.2 was sent"),
         ({"x": (2, 4), "x.0": (2, 4)}, "unexpected_tensor", "got 'x.0'"),
         ({"x.1": (2, 4)}, "unexpected_tensor", "got 'x.1'"),
         ({"x.0": (2, 4), "x.1": (2, 5)}, "invalid_shape", "x.1 must be [2, 4], got [2, 5]"),

@@ -183,7 +183,7 @@ def test_the_file_is_read_again(locked, path, until):
         assert_problem(old.get("/v1/info"), 401, "unauthorized")
         assert lines(locked, "normserve.audit: keys_loaded", "count=1", "newcomer")
         path.write_text("[[keys]]\nname = 'half")
-        until(lambda: lines(locked, "ERROR", "the API keys stay as they were"))
+        until(lambda: lines(locked, "ERROR", "the old keys stay in use"))
         assert new.get("/v1/info").status_code == 200
         path.write_text(KEYS)
         until(lambda: old.get("/v1/info").status_code == 200)

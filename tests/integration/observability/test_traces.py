@@ -227,10 +227,10 @@ def test_it_says_when_a_collector_begins_to_fail_and_when_it_is_back(start_serve
         server = start_server("--trace-endpoint", collector.url, "--trace-ratio", "1", env=SOON)
         with server.client() as http:
             post(http)
-            until(lambda: "takes no traces" in server.log)
+            until(lambda: "accepts no traces" in server.log)
             collector.status = 200
-            until(lambda: post(http).status_code == 200 and "takes traces again" in server.log)
-        assert server.log.count("takes no traces") == 1
+            until(lambda: post(http).status_code == 200 and "accepts traces again" in server.log)
+        assert server.log.count("accepts no traces") == 1
 
 
 def test_a_scrape_of_openmetrics_names_the_trace(traced, span_of):

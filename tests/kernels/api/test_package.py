@@ -16,3 +16,11 @@ def test_it_has_the_version_of_the_distribution():
     assert fusednorm.__version__ == metadata.version("normserve")
     with pytest.raises(AttributeError, match="has no attribute 'version'"):
         fusednorm.version  # noqa: B018
+
+
+def test_a_tree_that_is_not_installed_has_no_known_version(monkeypatch):
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert fusednorm.__version__ == "0+unknown"

@@ -34,7 +34,7 @@ def x(device):
         ({"weight_offset": 1.0}, "weight_offset needs a weight, got None"),
         ({"weight_offset": 0.5, "weight": torch.ones(8)}, "weight_offset must be 0 or 1, got 0.5"),
         ({"dropout": 0.5, "seed": 2**63}, "seed must be an int64, got 9223372036854775808"),
-        ({"weight": torch.ones(7)}, r"weight must be \[8\], got \[7\]"),
+        ({"weight": torch.ones(7)}, r"x \[4, 8\] needs weight \[8\], got \[7\]"),
         ({"weight": torch.ones(8, dtype=torch.int32)}, "weight must be float32, float16 or bfloat16"),
         ({"residual": torch.ones(8)}, r"residual must have x's shape \[4, 8\], got \[8\]"),
         (
@@ -82,7 +82,7 @@ def test_strides_that_no_kernel_handles_are_refused(x):
 
 def test_statistics_come_in_pairs_and_in_float32(x):
     mean = torch.zeros(4, device=x.device)
-    with pytest.raises(KernelInputError, match="mean and rstd must come together"):
+    with pytest.raises(KernelInputError, match="mean and rstd must be passed together"):
         layer_norm_backward(x, x, mean=mean)
     with pytest.raises(KernelInputError, match=r"rstd must be float32 \[4\]"):
         layer_norm_backward(x, x, mean=mean, rstd=mean.half())

@@ -54,4 +54,4 @@ try:
 except KernelInputError as error:
     print(json.dumps(str(error)))
 """
-    assert "weight must be [32]" in compile_elsewhere(BEGIN + script)
+    assert " needs weight [32], got [31]" in compile_elsewhere(BEGIN + script)

@@ -66,5 +66,5 @@ def test_what_cases_of_ones_own_make_needless_is_said_to_be(key):
     text = f'[workload]\n{key}\n[[workload.cases]]\noperation = "rms_norm"\nshape = [4, 8]\n'
     table = Table("file", tomllib.loads(text)).table("workload")
     name = key.partition(" ")[0]
-    with pytest.raises(ScenarioError, match=rf"{name} has no meaning beside \[\[workload.cases\]\]"):
+    with pytest.raises(ScenarioError, match=rf"{name} has no effect with \[\[workload.cases\]\]"):
         read_workload(table)

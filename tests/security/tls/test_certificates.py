@@ -43,21 +43,19 @@ def test_certificates_change_under_load_and_no_request_fails(start_server, tmp_p
             for change in range(3):
                 files.renew()
                 server.process.send_signal(signal.SIGHUP)
-                until(lambda count=change + 1: server.log.count("read again") == count * HTTP_PROCESSES)
+                until(lambda count=change + 1: server.log.count("reloaded the TLS files") == count * HTTP_PROCESSES)
                 with wrapped(server, trust) as new:
                     assert new.getpeercert()["serialNumber"] == files.serial()
             key = files.key.read_bytes()
             last = files.serial()
             files.key.write_text("nothing")
             server.process.send_signal(signal.SIGHUP)
-            until(
-                lambda: "the TLS files stay as they were read before: tls_key: holds no private key" in server.log
-            )
+            until(lambda: "the old ones stay in use: tls_key: holds no private key" in server.log)
             with wrapped(server, trust) as new:
                 assert new.getpeercert()["serialNumber"] == last
             files.key.write_bytes(key)
             server.process.send_signal(signal.SIGHUP)
-            until(lambda: server.log.count("read again") == 4 * HTTP_PROCESSES)
+            until(lambda: server.log.count("reloaded the TLS files") == 4 * HTTP_PROCESSES)
         finally:
             ending.set()
         assert all(each.result(60) > 0 for each in loads)
@@ -87,7 +85,7 @@ def test_a_fleet_speaks_tls_and_changes_its_certificates(start_server, tmp_path,
         assert serials() == {files.serial()}
         files.renew()
         fleet.process.send_signal(signal.SIGHUP)
-        until(lambda: fleet.log.count("read again") == 2)
+        until(lambda: fleet.log.count("reloaded the TLS files") == 2)
         assert serials() == {files.serial()}
         assert ended(silent)
         old.sendall(WHOLE)

@@ -184,3 +184,14 @@ def test_a_server_that_starts_is_waited_for_no_longer_than_that_nor_where_nothin
     failure = api_error(503, {"content-type": "application/problem+json"}, b'{"code": "not_ready"}')
     policy = RetryPolicy(tries=2, first_pause_s=100, longest_pause_s=300)
     assert pauses(policy, failure, timeout_s=250) == [100, 200]
+
+
+def test_a_server_that_starts_is_asked_about_as_often_as_it_says():
+    starting = api_error(503, {"retry-after": "2"}, b'{"code": "not_ready"}')
+    attempts = Attempts(RetryPolicy(tries=4, first_pause_s=1), Deadline(1000), lambda: 1.0)
+    assert attempts.pause_after(overloaded()) == 1
+    assert [attempts.pause_after(starting) for _ in range(50)] == [2.5] * 50
+    # Other failures are counted as if the server had been ready all the time.
+    assert [attempts.pause_after(overloaded()) for _ in range(3)] == [2, 4, None]
+    ending = Attempts(RetryPolicy(first_pause_s=0), Deadline(1.5), lambda: 1.0)
+    assert ending.pause_after(starting) is None

@@ -76,7 +76,7 @@ def test_every_route_answers_with_a_problem(app, caplog):
         caplog.clear()
         answer = asked(app, method, route.path.replace("{name}", "a").replace("{version}", "1"))
         if route.path.startswith("/v2"):
-            assert (answer.status_code, answer.json()) == (500, {"error": "an error of the server's own"})
+            assert (answer.status_code, answer.json()) == (500, {"error": "internal error in the server"})
         else:
             assert_internal(answer)
         (logged,) = [each for each in caplog.records if each.name.startswith("normserve")]

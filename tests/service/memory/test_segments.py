@@ -60,7 +60,7 @@ def test_what_could_shrink_is_not_mapped(tmp_path):
             map_segment(descriptor)
     finally:
         os.close(descriptor)
-    with (tmp_path / "file").open("wb+") as file, pytest.raises(ValueError, match="no shared memory"):
+    with (tmp_path / "file").open("wb+") as file, pytest.raises(ValueError, match="not of shared memory"):
         map_segment(file.fileno())
 
 

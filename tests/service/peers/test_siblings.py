@@ -213,7 +213,7 @@ def test_a_question_that_means_nothing_is_refused(place, question):
 
 @pytest.mark.parametrize(
     ("said", "reason"),
-    [(b"", "its answer is none"), (b"text", "its answer is none"), (b"-\xffno", "\ufffdno")],
+    [(b"", "its answer is malformed"), (b"text", "its answer is malformed"), (b"-\xffno", "\ufffdno")],
     ids=["nothing", "no-sign", "no-text"],
 )
 def test_what_is_no_answer_is_no_success(place, said, reason):

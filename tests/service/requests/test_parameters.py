@@ -84,7 +84,7 @@ def test_values_beyond_their_bounds_are_refused_by_name(query):
 
 def test_as_many_fields_as_anybody_could_need_are_read_and_no_more():
     many = "&".join(f"eps{index}=1" for index in range(64))
-    with pytest.raises(InvalidParameterError, match="is no parameter"):
+    with pytest.raises(InvalidParameterError, match="is not a parameter"):
         parsed(many)
     with pytest.raises(InvalidParameterError, match="at most 64 name=value pairs"):
         parsed(many + "&eps64=1")
@@ -164,9 +164,9 @@ def test_a_seed_without_dropout_draws_nothing():
     [
         (Op.LAYER_NORM, {"dropout": 0.5}, "seed must be given"),
         (Op.GROUP_NORM, {}, "num_groups must be given"),
-        (Op.LAYER_NORM, {"layer": "a", "eps": 1e-5}, "eps is the layer's"),
-        (Op.GROUP_NORM, {"layer": "a", "num_groups": 2}, "num_groups is the layer's"),
-        (Op.LAYER_NORM, {"layer": "a", "activation": "none"}, "activation is the layer's"),
+        (Op.LAYER_NORM, {"layer": "a", "eps": 1e-5}, "eps belongs to the layer"),
+        (Op.GROUP_NORM, {"layer": "a", "num_groups": 2}, "num_groups belongs to the layer"),
+        (Op.LAYER_NORM, {"layer": "a", "activation": "none"}, "activation belongs to the layer"),
     ],
 )
 def test_what_does_not_go_together_is_refused(op, values, words):
@@ -182,7 +182,7 @@ def test_with_a_layer_group_norm_needs_no_groups():
     ("name", "closest"), [("epsilon", "eps"), ("activaton", "activation"), ("groups", "num_groups")]
 )
 def test_an_unknown_name_is_refused_with_the_closest(name, closest):
-    with pytest.raises(InvalidParameterError, match=f"'{name}' is no parameter.*'{closest}'"):
+    with pytest.raises(InvalidParameterError, match=f"'{name}' is not a parameter.*'{closest}'"):
         parsed(f"{name}=1")
 
 

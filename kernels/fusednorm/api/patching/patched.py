@@ -76,7 +76,7 @@ class PatchedForward:
         """
         module = self._module()
         if module is None:
-            raise ReferenceError("the module that was patched is gone: copy patched modules by copy.deepcopy")
+            raise ReferenceError("the patched module no longer exists: copy patched modules by copy.deepcopy")
         return module
 
     @property

@@ -164,7 +164,7 @@ def _by_behaviour(module: Any) -> Norm:
         raise NotRecognisedError(f"no kernel for {name}")
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE and not isinstance(value, _PLAIN):
-            raise NotRecognisedError(f"{name} keeps {key}, of which nothing is known")
+            raise NotRecognisedError(f"{name} has {key}, which is unknown")
     eps = getattr(module, eps_name)
     _check_eps(eps)
     _check_parameter("weight", weight, tuple(weight.shape))

@@ -104,7 +104,7 @@ def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
         tables = tomllib.loads(content.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError, ValueError):
         # Errors of the parser quote the file, in which somebody may have written a key.
-        raise KeysFileError("it is no well-formed TOML in UTF-8") from None
+        raise KeysFileError("it is not well-formed TOML in UTF-8") from None
     try:
         keys = tuple(entry.key() for entry in _File.model_validate(tables).keys)
     except ValidationError as error:

@@ -62,7 +62,7 @@ class KeysFile:
                 # Whatever it is: a server that stopped looking would never hear of a key that was revoked.
                 said = str(error) if isinstance(error, KeysFileError) else f"{self._path}: {type(error).__name__}"
                 if said != complaint:
-                    log.error("the API keys stay as they were: %s", said)
+                    log.error("the new file of API keys cannot be used, the old keys stay in use: %s", said)
                 complaint = said
                 continue
             if keys is not None:

@@ -79,7 +79,7 @@ class Answer:
         try:
             return {entry.name: entry.result(self.body) for entry in _entries(self.body)}
         except NormserveError as error:
-            raise UnexpectedAnswerError(f"the answer is no safetensors: {error.detail}") from error
+            raise UnexpectedAnswerError(f"the answer is not well-formed safetensors: {error.detail}") from error
 
     def timing(self) -> Timing:
         """What the headers say about how the request was served; what means nothing is taken as left out."""

@@ -15,9 +15,9 @@ def read_json(body: bytes) -> Any:
         value = json.loads(body, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError("it nests too deep") from None
+        raise ValueError("it is nested too deeply") from None
     return value
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -111,4 +111,4 @@ class TransportErrors:
             raise ConnectionFailedError(quoted(str(error), 200) or type(error).__name__) from error
         # What these say repeats what the server sent, so it stays out of the message and the chain of causes.
         if isinstance(error, httpx.HTTPError):
-            raise ConnectionFailedError("the connection ended early, or what came is no HTTP") from None
+            raise ConnectionFailedError("the connection ended early, or the answer is not HTTP") from None

@@ -78,7 +78,7 @@ class Connection(Receiver):
 
         Raises:
             UnexpectedAnswerError: the answer is longer than that, or compressed.
-            httpx.TransportError: there is none, or what came is no HTTP.
+            httpx.TransportError: there is none, or the answer is not HTTP.
         """
         sent = yield from self.send([head, *parts])
         answer = yield from self.head(fill=fill)
@@ -155,7 +155,7 @@ class Connection(Receiver):
                 yield from self._receive_more(fill)
                 raw = self._next_head()
             if raw is None or len(raw) > HEAD_BYTES:
-                raise httpx.RemoteProtocolError(f"an answer's head must be at most {HEAD_BYTES} bytes")
+                raise httpx.RemoteProtocolError(f"an answer's header must be at most {HEAD_BYTES} bytes")
             head = read_head(raw, has_body=has_body)
             if head.status >= 200:
                 return head

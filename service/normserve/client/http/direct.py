@@ -17,6 +17,7 @@ from normserve.client.http.blocking import Sockets, drive, filling
 from normserve.client.http.connection import Connection
 from normserve.client.http.heads import request_head
 from normserve.client.http.waits import WholeCall
+from normserve.client.trace_context import current_headers
 from normserve.codec.media_types import SAFETENSORS
 
 _CONTENT_TYPE = SAFETENSORS.encode()
@@ -50,7 +51,12 @@ class Requests:
         """A call's head and the parts of its body."""
         parts = call.parts()
         length = None if parts is None else sum(map(len, parts))
-        return self._head(call.method, call.target, length), parts or []
+        head = self._head(call.method, call.target, length)
+        if headers := current_headers():
+            own = [b"%b: %b\r\n" % (name.encode("ascii"), value.encode("ascii")) for name, value in headers]
+            # Before the empty line that ends the head.
+            head = b"".join([head[:-2], *own, b"\r\n"])
+        return head, parts or []
 
     def _made(self, method: str, target: str, length: int | None) -> bytes:
         own = [] if length is None else [(b"Content-Type", _CONTENT_TYPE), (b"Content-Length", b"%d" % length)]

@@ -96,7 +96,7 @@ def read_head(raw: bytes, *, has_body: bool = True) -> AnswerHead:
             headers[key] = f"{headers[key]}, {text}" if key in headers else text
     status: int = quick.parser.get_status_code()
     if not quick.is_complete or status < 100:
-        raise httpx.RemoteProtocolError("the head of the answer is no HTTP")
+        raise httpx.RemoteProtocolError("the header of the answer is not HTTP")
     length: int | None = None
     chunks = None
     if not has_body or status < 200 or status in _NO_CONTENT:
@@ -154,9 +154,9 @@ def _feed(protocol: "_Quick | _Found", raw: bytes) -> None:
     try:
         protocol.parser.feed_data(raw)
     except httptools.HttpParserUpgrade as error:
-        raise httpx.RemoteProtocolError("nobody asked for another protocol") from error
+        raise httpx.RemoteProtocolError("the answer switches to a protocol that was not requested") from error
     except httptools.HttpParserError as error:
-        raise httpx.RemoteProtocolError("the head of the answer is no HTTP") from error
+        raise httpx.RemoteProtocolError("the header of the answer is not HTTP") from error
 
 
 class _Quick:
@@ -232,7 +232,7 @@ class Chunks:
             found.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not found.ended:
-                raise httpx.RemoteProtocolError("the answer's chunks are none") from error
+                raise httpx.RemoteProtocolError("the answer's chunks are malformed") from error
             self.has_more = True
         self.is_complete = found.ended > 0
         self.has_more = self.has_more or found.messages > 1
@@ -240,5 +240,5 @@ class Chunks:
         # Extensions and trailers are kept by the parser while they come.
         self._without_body = 0 if piece else self._without_body + len(data)
         if self._without_body > HEAD_BYTES:
-            raise httpx.RemoteProtocolError("there is too much between the answer's chunks")
+            raise httpx.RemoteProtocolError("there are too many bytes between the answer's chunks")
         return piece

@@ -166,7 +166,7 @@ class Receiver:
     def _ended(self) -> httpx.TransportError:
         if self._failure is not None and not self.has_answered:
             return httpx.WriteError(str(self._failure))
-        return EndedEarlyError("the server closed the connection before its answer was whole")
+        return EndedEarlyError("the server closed the connection before its answer was complete")
 
     def _broken(self, error: OSError) -> httpx.TransportError:
         if self._failure is not None and not self.has_answered:

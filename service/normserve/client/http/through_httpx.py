@@ -11,6 +11,7 @@ from normserve.client.answers.reception import Reception, TransportErrors, refus
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.http.waiting import keep_deadlines
+from normserve.client.trace_context import current_headers
 from normserve.codec.media_types import SAFETENSORS
 
 # Large enough for its overhead to be nothing, small enough for the transport's copy of it to stay in cache.
@@ -110,9 +111,10 @@ def _as_ever(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _headers(parts: Sequence[bytes | memoryview] | None) -> dict[str, str]:
-    if parts is None:
-        return {}
-    return {"content-type": SAFETENSORS, "content-length": str(sum(map(len, parts)))}
+    headers = dict(current_headers())
+    if parts is not None:
+        headers |= {"content-type": SAFETENSORS, "content-length": str(sum(map(len, parts)))}
+    return headers
 
 
 def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from normserve.client.local.device_messages import (
     DeviceNeeds,
     growth_on_device,
 )
-from normserve.client.local.messages import Needs, growth, refusal_of, required
+from normserve.client.local.messages import Needs, growth, in_current_span, refusal_of, required
 from normserve.client.local.offers import Offers
 from normserve.client.local.own_memory import Offer
 from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
@@ -115,7 +115,7 @@ class AsyncLink:
         if self._offers.has_withdrawals:
             for number in self._offers.withdrawn():
                 self._send(frames.write(0, frames.Free(number)))
-        self._send(frames.write(tag, message))
+        self._send(frames.write(tag, in_current_span(message)))
         try:
             if meanwhile is not None:
                 meanwhile()

@@ -226,5 +226,5 @@ def arena_on(offer: Any) -> DeviceArena | None:
     try:
         return DeviceArena(Device.find(offer["uuid"]), is_own_opened=offer.get("own") is True)
     except DeviceMemoryError as error:
-        log.warning("tensors on the device are sent by way of the host's memory: %s", error)
+        log.warning("tensors on the device are copied through host memory: %s", error)
         return None

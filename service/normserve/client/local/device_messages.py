@@ -121,7 +121,7 @@ class DeviceAnswer(LocalAnswer):
     def _tensor(self, name: str, located: Located) -> HostTensor:
         dtype, block = DTYPES.get(located.dtype), self.blocks_on_device.get(name)
         if dtype is None or block is None or self.arena is None:
-            raise UnexpectedAnswerError("the answer's results must be those that were asked for, they are not")
+            raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
         if prod(located.shape) * dtype.itemsize > block.place.nbytes:
             raise UnexpectedAnswerError(f"the answer's {quoted(name, 64)} must fit into its place, it does not")
         return OnDevice(dtype, self.arena.tensor(block, dtype, located.shape))

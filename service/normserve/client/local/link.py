@@ -17,7 +17,7 @@ from normserve.client.errors import ClientError, ConnectionFailedError
 from normserve.client.local.arena import Arena
 from normserve.client.local.device import Busy, DeviceArena
 from normserve.client.local.device_messages import DeviceNeeds, growth_on_device
-from normserve.client.local.messages import Needs, growth, refusal_of, required
+from normserve.client.local.messages import Needs, growth, in_current_span, refusal_of, required
 from normserve.client.local.offers import Offers
 from normserve.client.local.own_memory import Offer
 from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
@@ -114,7 +114,7 @@ class Link:
                 self._send(frames.write(0, frames.Free(number)), deadline)
         self._used[tag] = used
         try:
-            self._send(frames.write(tag, message), deadline)
+            self._send(frames.write(tag, in_current_span(message)), deadline)
             if meanwhile is not None:
                 self._do(meanwhile, tag)
             return self._wait_for(tag, deadline)

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+import msgspec
 import numpy as np
 
 from normserve.client.answers.answer import Answer
@@ -17,6 +18,7 @@ from normserve.client.errors import ApiError, UnexpectedAnswerError
 from normserve.client.local.arena import Arena, Block
 from normserve.client.quoting import quoted
 from normserve.client.results import Timing
+from normserve.client.trace_context import current_traceparent
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import ALIGNMENT, Located, Message, Place
 from normserve.memory.host_tensors import DType, HostTensor
@@ -82,6 +84,21 @@ def compute(call: Call[Any], located: dict[str, Located], places: dict[str, Plac
     """The message of an operation."""
     op, direction = _operation(call.path)
     return frames.Compute(op, located, places, direction, call.query)
+
+
+def in_current_span(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
+    """The message of an operation with the caller's current span, if there is one; any other as it is.
+
+    Args: message: a `msgspec.Raw` is an encoded operation.
+    """
+    traceparent = current_traceparent()
+    if traceparent is None:
+        return message
+    if isinstance(message, msgspec.Raw):
+        return msgspec.Raw(b'%b,"traceparent":"%b"}' % (bytes(message)[:-1], traceparent.encode("ascii")))
+    if isinstance(message, frames.Compute):
+        return msgspec.structs.replace(message, traceparent=traceparent)
+    return message
 
 
 @functools.lru_cache(maxsize=64)
@@ -163,7 +180,7 @@ class LocalAnswer(Answer):
     def _tensor(self, name: str, located: Located) -> HostTensor:
         dtype, block = DTYPES.get(located.dtype), self.blocks.get(name)
         if dtype is None or block is None:
-            raise UnexpectedAnswerError("the answer's results must be those that were asked for, they are not")
+            raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
         nbytes = prod(located.shape) * dtype.itemsize
         if nbytes > block.place.nbytes:
             raise UnexpectedAnswerError(f"the answer's {name} must fit into its place, it does not")

@@ -51,7 +51,7 @@ class Incoming:
         try:
             return [self._answer(*frame) for frame in self._frames.feed(data)]
         except (NormserveError, ValueError) as error:
-            raise UnexpectedAnswerError(f"what came is no answer: {error}") from None
+            raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
         finally:
             if self._descriptors and (flags & _WERE_CUT or not self._frames.is_within):
                 self.close()
@@ -65,7 +65,7 @@ class Incoming:
         answer = frames.read_answer(content)
         if answer.segment is not None:
             if not self._descriptors:
-                raise ValueError("a segment came without its descriptor")
+                raise ValueError("a segment arrived without its descriptor")
             descriptor = self._descriptors.popleft()
             try:
                 if answer.device:
@@ -78,4 +78,4 @@ class Incoming:
 
 
 def _unasked(number: int, descriptor: int, nbytes: int) -> None:
-    raise ValueError("memory of a device came, which nobody asked for")
+    raise ValueError("the server sent device memory that was not requested")

@@ -1,6 +1,7 @@
 """Handlers that FastAPI calls for errors of routes and of the framework."""
 
 import difflib
+import itertools
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -79,11 +80,25 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _nothing_there(request: Request) -> str:
-    """What to say of a path that has no route: the closest one that has."""
-    paths = {getattr(route, "path", "") for route in request.app.state.routes}
-    near = difflib.get_close_matches(request.url.path[:_LONGEST_COMPARED], paths, n=1, cutoff=_CLOSE)
-    closest = f"; the closest path is {near[0]}" if near else ""
+    """The message for a path that has no route, with the closest one that has."""
+    closest, similarity = "", _CLOSE
+    for template in {getattr(route, "path", "") for route in request.app.state.routes}:
+        asked, known = _without_parameters(request.url.path[:_LONGEST_COMPARED], template)
+        compared = difflib.SequenceMatcher(None, asked, known)
+        if compared.quick_ratio() > similarity and (ratio := compared.ratio()) > similarity:
+            closest, similarity = f"; the closest path is {template}", ratio
     return f"nothing is at this path{closest}; GET /docs shows what there is"
+
+
+def _without_parameters(path: str, template: str) -> tuple[str, str]:
+    """A request's path and a route's, both without the segments in which the route has a parameter."""
+    known = template.split("/")
+    is_parameter = [segment.startswith("{") for segment in known]
+    asked = itertools.zip_longest(path.split("/"), is_parameter)
+    return (
+        "/".join("" if parameter else segment for segment, parameter in asked if segment is not None),
+        "/".join("" if parameter else segment for segment, parameter in zip(known, is_parameter, strict=True)),
+    )
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -100,7 +100,7 @@ class Edge:
             await outgoing.respond_problem(error)
         except Exception as error:
             fields = self._log_fields(exchange)
-            log.exception("a request met an error that nobody expected", extra={"fields": fields})
+            log.exception("unexpected error in a request", extra={"fields": fields})
             await outgoing.respond_problem(unexpected(error))
         finally:
             self._close(scope, exchange, outgoing)

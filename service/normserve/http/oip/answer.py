@@ -37,7 +37,7 @@ def require_possible(model: Model, asked: Asked, job: NormJob, several: Several 
         results = several.described(results)
     wanted = _wanted(model, asked, results)
     if not wanted:
-        raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is asked for")
+        raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is requested")
     for each in wanted:
         if not each.is_binary and each.region is None:
             json_tensors.require_few(each.name, prod(results[each.name][1]))

@@ -208,7 +208,9 @@ def _read_parameters(model: Model, given: dict[str, Value]) -> dict[str, Any]:
             raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
         if name not in names:
             near = closest(name, [*names, "timeout", "binary_data_output"])
-            raise InvalidParameterError(f"{name[:64]!r} is no parameter of {model.name}; the closest is {near!r}")
+            raise InvalidParameterError(
+                f"{name[:64]!r} is not a parameter of {model.name}; the closest is {near!r}"
+            )
     return parse_values([(name, _text(value)) for name, value in given.items()], known)
 
 
@@ -231,14 +233,16 @@ def _output(model: Model, header: OutputHeader, all_binary: bool) -> Output:
     base, _, number = header.name.partition(".")
     if header.name not in known and not (base in known and number.isdigit()):
         near = closest(header.name, known)
-        raise UnexpectedTensorError(f"{header.name[:64]!r} is no output of {model.name}; the closest is {near!r}")
+        raise UnexpectedTensorError(
+            f"{header.name[:64]!r} is not an output of {model.name}; the closest is {near!r}"
+        )
     said = header.parameters or OutputParameters()
     if said.classification:
         raise InvalidParameterError("classification is not supported: outputs are tensors")
     is_binary = all_binary if said.binary_data is None else said.binary_data
     region = _region(header.name, said)
     if region is not None and is_binary and said.binary_data:
-        raise MalformedPayloadError(f"{header.name} must be wanted as binary data or in a region, not both")
+        raise MalformedPayloadError(f"{header.name} must be requested as binary data or in a region, not both")
     return Output(header.name, is_binary, region)
 
 

@@ -131,7 +131,7 @@ def read_header(text: bytes | memoryview) -> Header:
     except msgspec.ValidationError as error:
         raise _fault(str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        told = "it nests too deep" if isinstance(error, RecursionError) else str(error)[:200]
+        told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise MalformedPayloadError(f"the request's JSON cannot be read: {told}") from None
     _require_distinct("inputs", [each.name for each in header.inputs])
     _require_distinct("outputs", [each.name for each in header.outputs or ()])
@@ -148,15 +148,15 @@ def _fault(told: str) -> MalformedPayloadError | InvalidParameterError:
     _, unknown, rest = told.partition("unknown field `")
     where = told.rpartition(" - at `")[2].rstrip("`") if " - at `" in told else "$"
     if not unknown:
-        return MalformedPayloadError(f"the request's JSON means nothing: {told[:300]}")
+        return MalformedPayloadError(f"the request's JSON is not valid: {told[:300]}")
     name = rest.partition("`")[0]
     of_input, of_output = where.startswith("$.inputs"), where.startswith("$.outputs")
     if where.endswith(".parameters") and where != "$.parameters":
         near = closest(name, (InputParameters if of_input else OutputParameters).__struct_fields__)
-        return InvalidParameterError(f"{name[:64]!r} is no parameter of a tensor; the closest is {near!r}")
+        return InvalidParameterError(f"{name[:64]!r} is not a parameter of a tensor; the closest is {near!r}")
     said = InputHeader if of_input else OutputHeader if of_output else Header
     near = closest(name, said.__struct_fields__)
-    return MalformedPayloadError(f"{name[:64]!r} is no field there; the closest is {near!r}")
+    return MalformedPayloadError(f"{name[:64]!r} is not a known field; the closest is {near!r}")
 
 
 def _require_distinct(what: str, names: list[str]) -> None:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from normserve.errors import MalformedPayloadError, NormserveError
 from normserve.http.body import require_identity
 from normserve.http.computing import Computing, note_operation, note_result
+from normserve.http.curl import is_form, with_curl_hint
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
 from normserve.http.oip.answer import answer, require_possible
@@ -70,7 +71,13 @@ class Infer:
         # One that is removed while the body comes is still there for this request.
         layer = self.layers.get(model.name) if model.is_layer else None
         body = await self.computing.receive(exchange)
-        asked = _read(model, None if layer is None else layer.row, of_json, body)
+        try:
+            asked = _read(model, None if layer is None else layer.row, of_json, body)
+        except MalformedPayloadError as error:
+            # JSON alone loses nothing that matters.
+            if of_json is None or not is_form(exchange.headers.get(b"content-type", b"").decode("latin-1")):
+                raise
+            raise with_curl_hint(error, body) from None
         if layer is None and asked.layer is not None:
             layer = self.layers.named(model.op, asked.layer)
         shared = NONE

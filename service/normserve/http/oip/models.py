@@ -50,9 +50,7 @@ class Models:
             try:
                 model = _of_layer(self._layers.get(name))
             except UnknownLayerError:
-                raise NotFoundError(
-                    "no model has this name; POST /v2/repository/index lists those that there are"
-                ) from None
+                raise NotFoundError("no model has this name; POST /v2/repository/index lists all models") from None
         if version not in (None, VERSION):
             raise NotFoundError(f"every model has the version {VERSION} and no other")
         return model

@@ -100,6 +100,4 @@ def _require_known(said: dict[str, Any], known: tuple[str, ...]) -> None:
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> NormserveError:
-    return InvalidParameterError(
-        f"{name[:64]!r} is nothing that can be said here; the closest is {closest(name, known)!r}"
-    )
+    return InvalidParameterError(f"{name[:64]!r} is not a known field; the closest is {closest(name, known)!r}")

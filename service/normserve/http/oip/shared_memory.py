@@ -132,7 +132,7 @@ class SharedMemory:
         try:
             return decoder.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            told = "it nests too deep" if isinstance(error, RecursionError) else str(error)[:200]
+            told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
             raise MalformedPayloadError(f"the region's JSON cannot be read: {told}") from None
 
 
@@ -145,7 +145,7 @@ def _begun(request: Request, transport: str) -> tuple[Exchange, str | None]:
 
 def _require_short(nbytes: int) -> None:
     if nbytes > _MAX_BODY_BYTES:
-        raise TooLargeError(f"what registers a region must be at most {_MAX_BODY_BYTES} bytes, got {nbytes}")
+        raise TooLargeError(f"a region's registration must be at most {_MAX_BODY_BYTES} bytes, got {nbytes}")
 
 
 def _handle(b64: str) -> bytes:

@@ -230,7 +230,7 @@ class DirectRequest:
                 failures.note(error.detail, self._log_fields())
         else:
             fields = self._log_fields()
-            log.error("a request met an error that nobody expected", exc_info=error, extra={"fields": fields})
+            log.error("unexpected error in a request", exc_info=error, extra={"fields": fields})
             known = unexpected(error)
         status, headers, body = problem(known, self._request_id)
         self._record.status, self._record.error, self._record.sent = status, known.code, len(body)

@@ -270,7 +270,7 @@ class _FrontEnd:
 
     def _refuse(self, number: int, error: Exception) -> None:
         """Answer a request that met an error of this server's own before it began."""
-        log.error("a relayed request met an error that nobody expected", exc_info=error)
+        log.error("unexpected error in a relayed request", exc_info=error)
         known = unexpected(error)
         status, headers, body = problem(known, request_id_of({}))
         self._metrics.observe_request(RequestRecord(status=status, error=known.code))

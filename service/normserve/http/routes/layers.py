@@ -7,10 +7,11 @@ from fastapi.responses import JSONResponse
 
 from normserve.codec.media_types import SAFETENSORS
 from normserve.engine.engine import Engine
-from normserve.errors import InvalidParameterError, UnsupportedMediaTypeError
+from normserve.errors import InvalidParameterError, MalformedPayloadError, UnsupportedMediaTypeError
 from normserve.http.body import BodyReader
+from normserve.http.curl import is_form
 from normserve.http.exchange import Exchange
-from normserve.http.routes.negotiation import declared_format, sniffed_format
+from normserve.http.routes.negotiation import declared_format, sniffed_format, with_hints
 from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
 from normserve.requests.admission import Admission
@@ -72,20 +73,22 @@ class Layers:
         query = request.scope["query_string"]
         require_layer_query(query)
         self.engine.require_ready()
-        body = await self._read(request)
-        _exchange(request).begin_work()
-        layer, replaced = await self.changes.register(name, query, body)
+        headers = request.headers
+        content_type = headers.get("content-type", "")
+        declared = declared_format(content_type, headers.get("content-encoding", ""))
+        body = await self.bodies.read(_exchange(request))
+        try:
+            self._admit(request, declared or sniffed_format(body), len(body))
+            _exchange(request).begin_work()
+            layer, replaced = await self.changes.register(name, query, body)
+        except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
+            raise with_hints(error, body, declared, is_form=is_form(content_type)) from None
         return JSONResponse(layer_document(layer), status_code=200 if replaced else 201)
 
-    async def _read(self, request: Request) -> memoryview:
-        headers = request.headers
-        declared = declared_format(headers.get("content-type", ""), headers.get("content-encoding", ""))
-        exchange = _exchange(request)
-        body = await self.bodies.read(exchange)
-        if (declared or sniffed_format(body)) != SAFETENSORS:
-            raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}")
-        self.admission.charge_copy(exchange.permit, len(body))
-        return body
+    def _admit(self, request: Request, body_format: str, nbytes: int) -> None:
+        if body_format != SAFETENSORS:
+            raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}, got {body_format}")
+        self.admission.charge_copy(_exchange(request).permit, nbytes)
 
 
 def _exchange(request: Request) -> Exchange:

@@ -8,8 +8,10 @@ from normserve.errors import (
     UnsupportedMediaTypeError,
 )
 from normserve.http.body import require_identity
+from normserve.http.curl import with_curl_hint
 
-_FORM = "application/x-www-form-urlencoded"
+# A safetensors file begins with the length of its header in 8 bytes, the most significant last.
+_LENGTH_END = 8
 
 
 def declared_format(content_type: str, content_encoding: str) -> str | None:
@@ -43,21 +45,25 @@ def sniffed_format(body: memoryview) -> str:
     return media_type
 
 
-def with_hints(error: NormserveError, body: memoryview, *, is_form: bool) -> NormserveError:
-    """An error of a body that cannot be read, and what may have gone wrong before it came.
+def with_hints(error: NormserveError, body: memoryview, declared: str | None, *, is_form: bool) -> NormserveError:
+    """An error about a body that cannot be read, with what its bytes show about the cause.
 
-    Args: is_form: whether it came as a form, as curl sends it unless told otherwise.
+    Args:
+        declared: the format that Content-Type names; None where it names none.
+        is_form: whether Content-Type is that of a form, as curl sends it unless told otherwise.
     """
-    what = guess(body) if isinstance(error, MalformedPayloadError) else ""
-    hints = [f"; its first bytes show {what}"] if what else []
-    if is_form:
-        hints.append("; curl leaves out line breaks and zeros with -d, not with --data-binary")
-    return type(error)("".join([error.detail, *hints]))
-
-
-def is_form(content_type: str) -> bool:
-    """Whether a Content-Type is curl's for a body that it is told nothing about."""
-    return content_type.partition(";")[0].strip().lower() == _FORM
+    found = sniff(body)
+    if found == SAFETENSORS and body[_LENGTH_END - 1]:
+        # Text: as the length of a header these bytes would be more than 2^56.
+        found = None
+    what = "" if found else guess(body)
+    detail = error.detail
+    # The other error names it already.
+    if what and isinstance(error, MalformedPayloadError):
+        detail += f"; its first bytes show {what}"
+    if declared and found and found != declared:
+        detail += f"; its first bytes show {found}, Content-Type says {declared}"
+    return with_curl_hint(type(error)(detail), body) if is_form and not what else type(error)(detail)
 
 
 class Accepted:

@@ -12,11 +12,12 @@ from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
 from normserve.http.computing import Computing, note_operation, note_result
+from normserve.http.curl import is_form
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
 from normserve.http.responses import BuffersResponse
 from normserve.http.routes.examples import lines_of
-from normserve.http.routes.negotiation import Accepted, declared_format, is_form, sniffed_format, with_hints
+from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format, with_hints
 from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
@@ -147,7 +148,7 @@ class Head:
             answer_format = self.accepted.choose(body_format)
             decoded = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
-            raise with_hints(error, body, is_form=self.is_form) from None
+            raise with_hints(error, body, self.body_format, is_form=self.is_form) from None
         tensors, several = joined(decoded, body, charge_copy)
         job, cost = costed_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
         told = Told(answer_format, several)

@@ -80,7 +80,7 @@ class Page:
         """Style, scripts and libraries."""
         _note(request, "asset")
         if name.endswith(".html") or name not in _FILES:
-            raise NotFoundError("the page has no such part")
+            raise NotFoundError("there is no such file")
         return _answer(request, name.rpartition(".")[2], *_FILES[name])
 
 

@@ -92,7 +92,7 @@ class ChunkedBody:
         self._framing_bytes += len(line) + 2
         self._data_bytes += self.remaining
         if self._framing_bytes > _FREE_FRAMING_BYTES + _FRAMING_BYTES_PER_BYTE * self._data_bytes:
-            raise MalformedHttpError("the body's chunks take too many bytes beside their data")
+            raise MalformedHttpError("the body has too many bytes around the data of its chunks")
         if self.remaining:
             self._line_end = b"\r\n"
         else:

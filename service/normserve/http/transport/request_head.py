@@ -23,12 +23,12 @@ def fault_in(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | 
     if coding is None:
         return None
     if version == "1.0" or b"content-length" in singular:
-        return MalformedHttpError("Transfer-Encoding must come in HTTP/1.1 and without Content-Length")
+        return MalformedHttpError("Transfer-Encoding is allowed in HTTP/1.1 only, and not with Content-Length")
     coding = coding.lower()
     if coding.rpartition(b",")[2].strip(b" \t") != b"chunked":
-        return MalformedHttpError("the last transfer coding must be chunked: where else would the body end")
+        return MalformedHttpError("the last transfer coding must be chunked, which marks the end of the body")
     if coding != b"chunked":
-        return UnsupportedTransferEncodingError("a body must come as it is or chunked, in no other transfer coding")
+        return UnsupportedTransferEncodingError("the only supported transfer coding is chunked")
     return None
 
 

@@ -74,7 +74,7 @@ def test_references_that_lie(wire, changes, text):
 def test_memories_do_not_mix_and_segments_are_a_connections_own(wire, path):
     number, _ = wire.grow_device()
     of_host = wire.ask(frames.Grow(MIB)).segment
-    assert "all in the device's" in wire.ask(forward(number, of_y=of_host)).problem["detail"]
+    assert "all in device memory" in wire.ask(forward(number, of_y=of_host)).problem["detail"]
     assert wire.ask(forward(number)).status == 200
     with Wire(path) as other:
         assert other.ask(forward(number)).status == 422

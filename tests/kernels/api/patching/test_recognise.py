@@ -95,7 +95,7 @@ NONE = {
     MultiplyingNorm: "MultiplyingNorm computes nothing that a kernel does",
     HalvingNorm: "HalvingNorm computes nothing that a kernel does",
     RaisingNorm: "its forward of a few random samples raised ValueError",
-    RememberingNorm: "RememberingNorm keeps seen, of which nothing is known",
+    RememberingNorm: "RememberingNorm has seen, which is unknown",
     BiasedNorm: "no kernel for BiasedNorm",
 }
 

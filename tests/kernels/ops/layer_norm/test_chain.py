@@ -150,7 +150,7 @@ def test_leading_axes_are_kept(device):
         ([], {}, "weights must hold 1 to 8 norms, got 0"),
         ([None] * 9, {}, "weights must hold 1 to 8 norms, got 9"),
         ([None] * 2, {"biases": [None]}, "biases must be as many as weights, 2, got 1"),
-        ([None, torch.ones(7)], {}, r"weights\[1\] must be \[8\], got \[7\]"),
+        ([None, torch.ones(7)], {}, r"x \[\d+, 8\] needs weights\[1\] \[8\], got \[7\]"),
         ([None], {"biases": [torch.ones(8).int()]}, r"biases\[0\] must be float32, float16 or bfloat16"),
         ([None], {"eps": 0.0}, "eps must be positive and finite"),
         ([None], {"out_dtype": torch.float8_e4m3fn}, "out_dtype must be float32, float16 or bfloat16, got"),

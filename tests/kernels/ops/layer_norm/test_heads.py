@@ -109,11 +109,11 @@ def test_what_cannot_be_heads_is_refused(device):
     x = torch.randn(2, 4, HEADS, 8, device=device)
     weight = torch.ones(HEADS, 8, device=device)
     for library in (fusednorm, reference):
-        with pytest.raises(KernelInputError, match=r"weight must be \[3, 8\], got \[8, 3\]"):
+        with pytest.raises(KernelInputError, match=r" needs weight \[3, 8\], got \[8, 3\]"):
             library.rms_norm_forward(x, weight.t().contiguous())
-        with pytest.raises(KernelInputError, match=r"bias must be \[3, 8\], got \[8\]"):
+        with pytest.raises(KernelInputError, match=r" needs bias \[3, 8\], got \[8\]"):
             library.layer_norm_forward(x, weight, weight[0])
-        with pytest.raises(KernelInputError, match=r"weight must be \[8\], got \[3, 8\]"):
+        with pytest.raises(KernelInputError, match=r" needs weight \[8\], got \[3, 8\]"):
             library.rms_norm_forward(x[0, 0, 0], weight)
     with pytest.raises(UnsupportedShapeError, match="one constant stride apart"):
         fusednorm.rms_norm_forward(torch.randn(2, HEADS, 4, 8, device=device).transpose(1, 2), weight)

@@ -79,7 +79,7 @@ def test_a_broken_file_changes_nothing_and_is_told_of_once(path, caplog):
 
     assert asyncio.run(run()) == [["two"]]
     broken, missing = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert "the API keys stay as they were" in broken
+    assert "the old keys stay in use" in broken
     assert "keys[0]" in broken
     assert "No such file" in missing
 
@@ -98,7 +98,7 @@ def test_an_unforeseen_error_does_not_end_the_watch(path, monkeypatch, caplog):
         return watched.applied
 
     assert asyncio.run(run()) == [["two"]]
-    assert "the API keys stay as they were" in caplog.text
+    assert "the old keys stay in use" in caplog.text
 
 
 def test_a_file_that_is_being_written_is_read_once_it_rests(path, monkeypatch):

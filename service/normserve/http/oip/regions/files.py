@@ -61,7 +61,7 @@ class RegionFile:
         while position < end:
             count = os.preadv(self._descriptor, [into[len(into) - (end - position) :]], position)
             if not count:
-                raise UnusableRegionError("the region's file has become shorter than what was to be read of it")
+                raise UnusableRegionError("the region's file has become shorter than the part to be read")
             position += count
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -82,7 +82,7 @@ class RegionFile:
                 position += os.pwrite(self._descriptor, data[len(data) - (end - position) :], position)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                raise StorageError("there is no memory for the pages of the region that a result was for") from None
+                raise StorageError("there is no memory for the pages of the region to write to") from None
             # Sealed against writing or the like: its client's own doing.
             raise UnusableRegionError(f"the region's file cannot be written: {error.strerror}") from None
 

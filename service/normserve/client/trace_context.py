@@ -1,0 +1,38 @@
+"""W3C Trace Context of the caller's current OpenTelemetry span, which requests carry to the server.
+
+OpenTelemetry is never imported here: unless the program has done so, no span can be current.
+"""
+
+import sys
+from typing import Any
+
+
+def current_headers() -> list[tuple[str, str]]:
+    """The headers `traceparent` and, where it is not empty, `tracestate`; none where no valid span is current."""
+    context = _current_span_context()
+    if context is None:
+        return []
+    headers = [("traceparent", _traceparent(context))]
+    if state := context.trace_state.to_header():
+        headers.append(("tracestate", state))
+    return headers
+
+
+def current_traceparent() -> str | None:
+    """The value of the header `traceparent`; None where no valid span is current."""
+    context = _current_span_context()
+    return None if context is None else _traceparent(context)
+
+
+def _current_span_context() -> Any:
+    trace = sys.modules.get("opentelemetry.trace")
+    # Another thread may be importing the module, which lacks its functions until then.
+    get_current_span = None if trace is None else getattr(trace, "get_current_span", None)
+    if get_current_span is None:
+        return None
+    context = get_current_span().get_span_context()
+    return context if context.is_valid else None
+
+
+def _traceparent(context: Any) -> str:
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
