@@ -78,10 +78,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def judged(objective: Objective, result: Result) -> tuple[Objective, float, bool]:
-    """An objective, what the run has of it, and whether that will do."""
+    """An objective, its value in the run, and whether it passed."""
     whole = result.whole
     value = objective.value(whole.total, whole.rate)
-    return objective, value, objective.met(value)
+    return objective, value, objective.passes(value)
 
 
 def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]) -> int:
@@ -89,7 +89,7 @@ def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]
         return WRONG_ANSWERS
     if not result.whole.total.ok:
         return NO_ANSWERS
-    return 0 if all(met for _, _, met in outcomes) else MISSED
+    return 0 if all(passed for _, _, passed in outcomes) else MISSED
 
 
 def _stop_at_interrupt(stop: Callable[[], None]) -> None:

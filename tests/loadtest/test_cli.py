@@ -80,7 +80,7 @@ def test_a_whole_run(normload, fake_server, tmp_path):
     assert "calm,all," in table.read_text()
     for said in ("normserve 0, fake on <none>", "of the loopback echo", "of the device's copy"):
         assert said in " ".join(output.split())
-    for said in ("p50<10s: met", "errors<0.1%: met", "p99<0.001ms: missed"):
+    for said in ("p50<10s: passed", "errors<0.1%: passed", "p99<0.001ms: failed"):
         assert said in output
 
 

@@ -13,7 +13,7 @@ from normserve.client.quoting import quoted
 from normload.load.scenario import Phase
 from normload.load.tables import is_number
 from normload.measurements.ceilings import Echo
-from normload.measurements.knee import Knee, Point, find_knee
+from normload.measurements.knee import Point, Sweep, find_knee
 from normload.measurements.tally import NOT_SENT, OK, Cell, Tally, per_second
 
 FORMAT = "normload/1"
@@ -181,8 +181,8 @@ class Result:
         total = self.whole.total
         return per_second(total.kernel_bytes, total.kernel_s)
 
-    def knee(self) -> Knee | None:
-        """Where latency bends, if the phases are a sweep of rates."""
+    def sweep(self) -> Sweep | None:
+        """The knee and the sustained load, if the phases are a sweep of rates."""
         parts = [part for part in self.parts() if not math.isnan(part.offered)]
         return find_knee(
             [Point(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors) for part in parts]
@@ -194,14 +194,14 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it; `summary` is for readers and follows from the rest."""
-        knee = self.knee()
+        sweep = self.sweep()
         return {
             "format": FORMAT,
             "summary": {
                 "phases": [_summary(part) for part in [*self.parts(), self.whole]],
                 "sent_by_status": {str(status): count for status, count in sorted(self.sent_by_status().items())},
                 "kernel_bytes_per_second": _number(self.kernel_bandwidth()),
-                "knee": None if knee is None else asdict(knee),
+                "sweep": None if sweep is None else asdict(sweep),
             },
             **{name: getattr(self, name) for name in _PLAIN},
             "cpu": list(self.cpu),

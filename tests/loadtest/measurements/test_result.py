@@ -100,9 +100,9 @@ def test_what_was_never_sent_was_not_sent():
     assert result.sent_by_status() == Counter({200: 4, 0: 1})
 
 
-def test_a_closed_loop_offers_nothing_and_has_no_knee():
+def test_a_closed_loop_offers_nothing_and_is_no_sweep():
     closed = PhaseResult(Phase("a", "closed", 1.0, connections=1), 0.0, 1.0, Tally(1.0))
     result = made_result([], phases=[closed])
     assert math.isnan(result.whole.offered)
-    assert result.knee() is None
+    assert result.sweep() is None
     assert isinstance(Result.from_json(json.loads(json.dumps(result.to_json()))), Result)
