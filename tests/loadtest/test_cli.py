@@ -74,6 +74,7 @@ def test_a_whole_run(normload, fake_server, tmp_path):
     assert calm["requests"] == pytest.approx(50, abs=25)
     assert (busy["offered_per_second"], busy["errors"]) == (None, {})
     assert row(output, "calm")[1] == "100.0"
+    assert 0 < document["machine"]["client"] <= document["machine"]["cores"]
     assert "own" in page.read_text()
     assert "p99&lt;0.001ms" in page.read_text()
     assert "| p50\\<10s |" in summary.read_text()

@@ -64,12 +64,20 @@ def facts(result: Result) -> dict[str, str]:
         "started": result.started,
         "duration": f"{result.whole.duration_s:.1f} s",
         "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",
+        "client CPU": _cpu(result),
         "capacity": f"{result.capacity:.0f}/s" if result.capacity else "",
         "by status, with warm-up": statuses(result),
         "errors": errors(result),
         "responses checked": f"{result.checked}, {result.wrong} wrong",
     }
     return {name: value for name, value in known.items() if value}
+
+
+def _cpu(result: Result) -> str:
+    shares = [f"busiest process {max(result.cpu):.0%} of a core"] if result.cpu else []
+    if result.machine is not None:
+        shares.append(f"its machine {result.machine.busy:.0%} of {result.machine.cores} cores")
+    return ", ".join(shares)
 
 
 def sentences(result: Result) -> list[str]:
