@@ -42,7 +42,7 @@ def _client(result: Result) -> list[str]:
         )
     elif busiest > _NOTICEABLE and _is_closed(result):
         remarks.append(
-            f"A client process used {busiest:.0%} of a core. The rate of a closed loop depends on server and client."
+            f"A client process used {busiest:.0%} of a core. A closed loop's rate depends on server and client."
         )
     machine = result.machine
     if machine is not None and machine.busy > _ALL_CORES:

@@ -19,6 +19,9 @@ PART_HEADINGS = (
 OPERATION_HEADINGS = ("operation", "requests", "errors", "ok/s", "GB/s", "p50 ms", "p99 ms", "kernel GB/s")
 OBJECTIVE_HEADINGS = ("objective", "measured", "result")
 
+# What a server says about itself may contain markup.
+_MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|&"} | {"\n": " ", "\r": " "})
+
 Outcome = tuple[Objective, float, bool]
 """An objective, its value in a run, and whether it passed."""
 
@@ -147,6 +150,24 @@ def _cells(total: Cell, in_time: Cell, duration_s: float) -> list[str]:
 def milliseconds(seconds: float) -> str:
     """Milliseconds with two decimals; a dash for NaN."""
     return "-" if math.isnan(seconds) else f"{seconds * 1e3:.2f}"
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table; none if there are no rows."""
+    if not rows:
+        return []
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *([plain(cell) for cell in row] for row in rows)]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def plain(text: str) -> str:
+    """Text as Markdown that shows it unchanged, in one line."""
+    return text.translate(_MARKUP)
+
+
+def spreadsheet_text(name: str) -> str:
+    """Text that a spreadsheet does not take for a formula."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 
 def _size(nbytes: int) -> str:
