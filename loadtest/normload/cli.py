@@ -19,7 +19,7 @@ from normload.clients.fleet import HarnessError
 from normload.load import scenario
 from normload.measurements.result import Result, read_result
 from normload.measurements.slo import Objective, parse_objective
-from normload.report import compare, markdown, page, spreadsheet, terminal
+from normload.report import changes, compare, markdown, page, spreadsheet, terminal
 from normload.run import SAMPLE, Target, run
 
 WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
@@ -78,10 +78,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def judged(objective: Objective, result: Result) -> tuple[Objective, float, bool]:
-    """An objective, what the run has of it, and whether that will do."""
+    """An objective, its value in the run, and whether it passed."""
     whole = result.whole
     value = objective.value(whole.total, whole.rate)
-    return objective, value, objective.met(value)
+    return objective, value, objective.passes(value)
 
 
 def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]) -> int:
@@ -89,7 +89,7 @@ def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]
         return WRONG_ANSWERS
     if not result.whole.total.ok:
         return NO_ANSWERS
-    return 0 if all(met for _, _, met in outcomes) else MISSED
+    return 0 if all(passed for _, _, passed in outcomes) else MISSED
 
 
 def _stop_at_interrupt(stop: Callable[[], None]) -> None:
@@ -104,16 +104,27 @@ def _stop_at_interrupt(stop: Callable[[], None]) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     before, after = _read(options.before), _read(options.after)
-    changes = compare.compare(before, after)
-    console = terminal.console()
-    compare.show(console, changes)
-    for sentence in compare.loads_differ(before, after):
-        console.print(sentence, style="yellow", markup=False)
-    return MISSED if any(change.is_worse for change in changes) else 0
+    found, remarks = compare.compare(before, after), compare.loads_differ(before, after)
+    changes.show(terminal.console(), found, remarks)
+    if options.csv is not None:
+        _write(options.csv, changes.spreadsheet(found))
+    if options.markdown is not None:
+        title = f"{before[0].scenario}, {_runs(before)} before and {_runs(after)} after"
+        _write(options.markdown, changes.markdown(title, found, remarks))
+    return MISSED if any(change.is_worse for change in found) else 0
+
+
+def _runs(side: Sequence[Result]) -> str:
+    return f"{len(side)} run{'s' * (len(side) > 1)}"
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
 
 
 def _read(runs: Path) -> list[Result]:
-    """A file's run, or those of a folder."""
+    """The run in a file, or those in a folder."""
     if not runs.is_dir():
         return [read_result(runs)]
     files = sorted(runs.glob("*.json"))
@@ -143,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     comparison.add_argument("before", type=Path, metavar="BEFORE", help="a run's JSON, or a folder of several")
     comparison.add_argument("after", type=Path, metavar="AFTER", help="the same")
+    comparison.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each metric of each phase")
+    comparison.add_argument("--markdown", type=Path, metavar="FILE", help="write a summary to paste")
     comparison.set_defaults(command=_compare)
     listing = commands.add_parser("scenarios", help="list the scenarios that come with it")
     listing.set_defaults(command=_scenarios)

@@ -18,6 +18,7 @@ from normload.clients.pool import require_askable
 from normload.clients.worker import Progress, Setup
 from normload.load.scenario import Phase, Scenario
 from normload.measurements.ceilings import Echo, is_loopback, measure_echo
+from normload.measurements.machine import MachineUse, available_cores, cpu_times
 from normload.measurements.remarks import remarks_on
 from normload.measurements.result import PhaseResult, Result
 from normload.measurements.tally import FAULTS_KEPT, Tally
@@ -138,6 +139,7 @@ class _Conductor:
         self._apart: list[Tally] = []
         self._phases: list[PhaseResult] = []
         self._capacity: float | None = None
+        self._machine: MachineUse | None = None
 
     def warm_up(self) -> None:
         """Ask for everything once."""
@@ -174,7 +176,11 @@ class _Conductor:
                 return
             if number and scenario.settle_s:
                 time.sleep(scenario.settle_s)
+            before = cpu_times()
             start, tallies = self._load(segment[0].name, segment)
+            after = cpu_times()
+            if before is not None and after is not None:
+                self._note_machine(after.share_since(before))
             began = start if began is None else began
             end = start + sum(phase.duration_s for phase in segment)
             for phase, tally in zip(segment, tallies, strict=True):
@@ -200,6 +206,7 @@ class _Conductor:
             processes=self._fleet.processes,
             connections=connections,
             cpu=self._fleet.cpu,
+            machine=self._machine,
             echo=echo,
             capacity=self._capacity,
             apart=apart,
@@ -211,6 +218,12 @@ class _Conductor:
         )
         result.remarks += remarks_on(result, stopped=self._fleet.stopped)
         return result
+
+    def _note_machine(self, busy: float) -> None:
+        """Keep the segment in which the machine was busiest."""
+        if self._machine is None or busy > self._machine.busy:
+            cores = available_cores()
+            self._machine = MachineUse(cores, busy, self._fleet.cores_used / cores)
 
     def _find_capacity(self) -> None:
         phase = self._scenario.capacity

@@ -177,6 +177,7 @@ def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 
         "processes": 1,
         "connections": 4,
         "cpu": [0.1],
+        "machine": None,
         "echo": None,
         "capacity": None,
         "apart": Counter({(200, "ok"): 3}),

@@ -74,13 +74,14 @@ def test_a_whole_run(normload, fake_server, tmp_path):
     assert calm["requests"] == pytest.approx(50, abs=25)
     assert (busy["offered_per_second"], busy["errors"]) == (None, {})
     assert row(output, "calm")[1] == "100.0"
+    assert 0 < document["machine"]["client"] <= document["machine"]["cores"]
     assert "own" in page.read_text()
     assert "p99&lt;0.001ms" in page.read_text()
     assert "| p50\\<10s |" in summary.read_text()
     assert "calm,all," in table.read_text()
     for said in ("normserve 0, fake on <none>", "of the loopback echo", "of the device's copy"):
         assert said in " ".join(output.split())
-    for said in ("p50<10s: met", "errors<0.1%: met", "p99<0.001ms: missed"):
+    for said in ("p50<10s: passed", "errors<0.1%: passed", "p99<0.001ms: failed"):
         assert said in output
 
 
@@ -222,7 +223,7 @@ def test_two_results_are_compared(tmp_path, capsys):
     for file, latency_s in zip(files, (0.01, 0.01, 0.02), strict=True):
         made_result([latency_s] * 1000).write(file)
     assert cli.main(["compare", str(files[0]), str(files[1])]) == 0
-    assert "Nothing changed" in capsys.readouterr().out
+    assert "No change beyond noise" in capsys.readouterr().out
     assert cli.main(["compare", str(files[0]), str(files[2])]) == cli.MISSED
     assert "+100" in capsys.readouterr().out
     assert cli.main(["compare", str(files[2]), str(files[0])]) == 0
@@ -237,6 +238,11 @@ def test_folders_of_results_are_compared(tmp_path, capsys):
     assert cli.main(["compare", before, after]) == cli.MISSED
     assert "+1" in capsys.readouterr().out
     assert cli.main(["compare", before, before]) == 0
+    table, summary = tmp_path / "out" / "a.csv", tmp_path / "out" / "a.md"
+    files = ("--csv", str(table), "--markdown", str(summary))
+    assert cli.main(["compare", before, after, *files]) == cli.MISSED
+    assert ",p50," in table.read_text()
+    assert "| worse |" in summary.read_text()
     assert cli.main(["compare", f"{before}/0.json", after]) == cli.MISSED
     with pytest.raises(SystemExit):
         cli.main(["compare", before, empty])

@@ -34,8 +34,10 @@ class Fleet:
         on_progress: told how the load goes.
         """
         self.processes = setup.processes
-        #: The part of a core that each process was busy, at most, in any segment.
+        #: The greatest fraction of a core that each process used in any segment.
         self.cpu = [0.0] * setup.processes
+        #: How many cores all processes together used in the last segment.
+        self.cores_used = 0.0
         self._on_progress = on_progress
         self._segments = 0
         self._stopped = False
@@ -93,6 +95,7 @@ class Fleet:
         self._tell([Load(self._segments, phases, start, count, grace_s) for count in counts])
         done = self._gather()
         self.cpu = [max(before, each.cpu) for before, each in zip(self.cpu, done, strict=True)]
+        self.cores_used = sum(each.cpu for each in done)
         return start, _merged(done)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a server's latency bends, from phases of rising load."""
+"""What phases of rising load show of a server: the knee of its latency, and the load that it sustains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class Point:
 
     Attributes:
         name: of the phase.
-        offered: requests a second on the schedule.
-        rate: answered in time, a second.
-        mean_s: latency of those, from when they were due.
-        errors: the part of all requests that failed.
+        offered: scheduled requests a second.
+        rate: successful requests a second, of those that ended during the phase.
+        mean_s: mean latency of successful requests, from their scheduled time.
+        errors: the fraction of all requests that failed.
     """
 
     name: str
@@ -27,29 +27,35 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Knee:
-    """What a sweep found.
+class Sweep:
+    """Results of a sweep.
 
     Attributes:
-        knee: the load with the greatest power, requests a second over their mean latency.  Beyond it, more load
-            buys more delay than throughput (L. Kleinrock, Power and deterministic rules of thumb, 1979).
-        sustained: the greatest load that was answered as fast as it came; None where none was.
-        peak: the most requests a second that were answered, at any load.
+        knee: the load with the greatest power, the ratio of requests a second to mean latency.  Above it, more load
+            adds more delay than throughput (L. Kleinrock, Power and deterministic rules of thumb, 1979).  None if
+            that is the lowest or the highest load: then the knee, if there is one, lies outside of the sweep.
+        sustained: the greatest load whose rate was at least 95 % of the offered one with at most 1 % errors; None
+            if no load was sustained.
+        peak: the highest number of requests a second that were answered, at any load.
     """
 
-    knee: Point
+    knee: Point | None
     sustained: Point | None
     peak: float
 
 
-def find_knee(points: Sequence[Point]) -> Knee | None:
-    """Find the knee of a sweep; None where it is none, being of fewer than three loads that were answered."""
-    answered = [point for point in points if point.rate > 0 and point.mean_s > 0]
+def find_knee(points: Sequence[Point]) -> Sweep | None:
+    """Evaluate a sweep; None if fewer than three different loads were answered."""
+    answered = sorted(
+        (point for point in points if point.rate > 0 and point.mean_s > 0), key=lambda point: point.offered
+    )
     if len({point.offered for point in answered}) < 3:
         return None
+    best = max(answered, key=lambda point: point.rate / point.mean_s)
+    is_inside = answered[0].offered < best.offered < answered[-1].offered
     held = [point for point in answered if point.rate >= _KEEPS_UP * point.offered and point.errors <= _FEW_ERRORS]
-    return Knee(
-        knee=max(answered, key=lambda point: point.rate / point.mean_s),
-        sustained=max(held, key=lambda point: point.offered, default=None),
+    return Sweep(
+        knee=best if is_inside else None,
+        sustained=held[-1] if held else None,
         peak=max(point.rate for point in answered),
     )

@@ -1,4 +1,4 @@
-"""What a reader should know before believing a run's numbers; above all, whether the client was the limit."""
+"""What a reader should know before using the numbers of a run, above all whether the client limited them."""
 
 from normload.measurements.histogram import Histogram
 from normload.measurements.result import Result
@@ -6,46 +6,64 @@ from normload.measurements.tally import NOT_SENT
 
 _BUSY = 0.8
 _NOTICEABLE = 0.2
+_ALL_CORES = 0.9
 _LAG_S = 0.002
 _LAG_PART = 0.25
 _FEW = 1000
 
 
 def remarks_on(result: Result, *, stopped: bool) -> list[str]:
-    """Sentences, most important first; none when there is nothing to say."""
+    """Sentences, the most important one first; none if there is nothing to remark."""
     remarks = []
     if stopped:
         remarks.append("The run was ended early.")
-    if result.cpu and max(result.cpu) > _BUSY:
-        remarks.append(
-            f"The client was the limit: a process of it was busy {max(result.cpu):.0%} of the time. "
-            "Give it more --processes, or more cores."
-        )
-    elif result.cpu and max(result.cpu) > _NOTICEABLE and _is_closed(result):
-        remarks.append(
-            f"The client itself was busy {max(result.cpu):.0%} of the time, and a closed loop's rate is that of "
-            "server and client together."
-        )
+    remarks += [*_client(result), *_lag(result)]
     total = result.whole.total
+    if left := sum(count for (_, code), count in total.outcomes.items() if code == NOT_SENT):
+        remarks.append(
+            f"{left} requests were never sent: all {result.connections} connections were busy until the end of "
+            "the schedule and its grace period. They count as errors."
+        )
+    if result.capacity == 0:
+        remarks.append("No request succeeded while the capacity was measured, so the phases were not run.")
+    if 0 < total.ok < _FEW:
+        remarks.append(f"With only {total.ok} successful requests, p99.9 is close to the maximum.")
+    return remarks
+
+
+def _client(result: Result) -> list[str]:
+    """Of the CPU time of the client and of its machine."""
+    remarks = []
+    busiest = max(result.cpu, default=0.0)
+    if busiest > _BUSY:
+        remarks.append(
+            f"The client was the limit: one of its processes used {busiest:.0%} of a core. Use more "
+            "--processes, or more cores."
+        )
+    elif busiest > _NOTICEABLE and _is_closed(result):
+        remarks.append(
+            f"A client process used {busiest:.0%} of a core. A closed loop's rate depends on server and client."
+        )
+    machine = result.machine
+    if machine is not None and machine.busy > _ALL_CORES:
+        remarks.append(
+            f"The client's machine was the limit: its {machine.cores} cores were busy {machine.busy:.0%} of the "
+            f"time, {machine.client:.0%} with the client. Use more cores, or two machines."
+        )
+    return remarks
+
+
+def _lag(result: Result) -> list[str]:
     lag = Histogram()
     for each in result.phases:
         lag.merge(each.tally.lag)
     late_s = lag.percentile(99)
-    if late_s > _LAG_S and late_s > _LAG_PART * total.latency.percentile(50):
-        remarks.append(
-            f"The client was late by itself: 1 % of the requests went out {late_s * 1e3:.1f} ms and more after "
-            "they could have. Its machine has too few free cores for latencies to be the server's alone."
-        )
-    if left := sum(count for (_, code), count in total.outcomes.items() if code == NOT_SENT):
-        remarks.append(
-            f"{left} requests were never sent: all {result.connections} connections were busy for so long that the "
-            "schedule was over. They count as errors."
-        )
-    if result.capacity == 0:
-        remarks.append("Nothing was answered while the capacity was looked for, so the phases were left out.")
-    if 0 < total.ok < _FEW:
-        remarks.append(f"{total.ok} answers are few: p99.9 is close to the maximum.")
-    return remarks
+    if not (late_s > _LAG_S and late_s > _LAG_PART * result.whole.total.latency.percentile(50)):
+        return []
+    return [
+        f"The client sent late: 1 % of the requests were sent at least {late_s * 1e3:.1f} ms after a "
+        "connection was free. The latencies include these delays. The client's machine has too few free cores."
+    ]
 
 
 def _is_closed(result: Result) -> bool:

@@ -13,7 +13,8 @@ from normserve.client.quoting import quoted
 from normload.load.scenario import Phase
 from normload.load.tables import is_number
 from normload.measurements.ceilings import Echo
-from normload.measurements.knee import Knee, Point, find_knee
+from normload.measurements.knee import Point, Sweep, find_knee
+from normload.measurements.machine import MachineUse
 from normload.measurements.tally import NOT_SENT, OK, Cell, Tally, per_second
 
 FORMAT = "normload/1"
@@ -107,7 +108,8 @@ class Result:
         url, adapter, server: to whom; the last is `/v1/info`, empty of servers that have none.
         started: date and time, ISO 8601.
         processes, connections: of the client.
-        cpu: the part of a core that each client process was busy, at most.
+        cpu: the greatest fraction of a core that each client process used.
+        machine: how busy the client's machine was; None if that is not known.
         echo: the loopback's ceiling; None where the server is on another machine.
         capacity: answers a second of the closed loop that relative rates refer to; None without those.
         apart: requests by status and code that do not count: warming up, finding the capacity.
@@ -126,6 +128,7 @@ class Result:
     processes: int
     connections: int
     cpu: Sequence[float]
+    machine: MachineUse | None
     echo: Echo | None
     capacity: float | None
     apart: Counter[tuple[int, str]]
@@ -181,8 +184,8 @@ class Result:
         total = self.whole.total
         return per_second(total.kernel_bytes, total.kernel_s)
 
-    def knee(self) -> Knee | None:
-        """Where latency bends, if the phases are a sweep of rates."""
+    def sweep(self) -> Sweep | None:
+        """The knee and the sustained load, if the phases are a sweep of rates."""
         parts = [part for part in self.parts() if not math.isnan(part.offered)]
         return find_knee(
             [Point(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors) for part in parts]
@@ -194,17 +197,18 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it; `summary` is for readers and follows from the rest."""
-        knee = self.knee()
+        sweep = self.sweep()
         return {
             "format": FORMAT,
             "summary": {
                 "phases": [_summary(part) for part in [*self.parts(), self.whole]],
                 "sent_by_status": {str(status): count for status, count in sorted(self.sent_by_status().items())},
                 "kernel_bytes_per_second": _number(self.kernel_bandwidth()),
-                "knee": None if knee is None else asdict(knee),
+                "sweep": None if sweep is None else asdict(sweep),
             },
             **{name: getattr(self, name) for name in _PLAIN},
             "cpu": list(self.cpu),
+            "machine": None if self.machine is None else asdict(self.machine),
             "echo": None if self.echo is None else asdict(self.echo),
             "apart": [[status, code, count] for (status, code), count in self.apart.items()],
             "phases": [
@@ -230,6 +234,7 @@ class Result:
         return cls(
             **{name: document[name] for name in _PLAIN},
             cpu=document["cpu"],
+            machine=None if document.get("machine") is None else MachineUse(**document["machine"]),
             echo=None if document["echo"] is None else Echo(**document["echo"]),
             apart=Counter({(status, code): count for status, code, count in document["apart"]}),
             phases=[

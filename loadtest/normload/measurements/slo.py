@@ -1,4 +1,4 @@
-"""Objectives that a run must meet, such as `p99<20ms`, `errors<0.1%` and `rate>500`."""
+"""Objectives of a run, such as `p99<20ms`, `errors<0.1%` and `rate>500`."""
 
 import math
 import re
@@ -18,11 +18,11 @@ class Objective:
     """A bound on a number of the whole run.
 
     Attributes:
-        text: as it was written.
+        text: as given.
         metric: p50, p99.9 and the like or max of latency in seconds; errors as a part of all requests; rate of
             successful requests a second.
         at_most: whether the bound is an upper one.
-        inclusive: whether the bound itself meets it.
+        inclusive: whether a value equal to the bound passes.
         bound: in the metric's unit.
     """
 
@@ -33,7 +33,7 @@ class Objective:
     bound: float
 
     def value(self, total: Cell, rate: float) -> float:
-        """The metric's value; NaN where nothing was answered."""
+        """The metric's value; NaN if there were no responses."""
         if self.metric == "errors":
             return total.errors / total.requests if total.requests else math.nan
         if self.metric == "rate":
@@ -42,14 +42,14 @@ class Objective:
             return total.latency.max_s if total.latency.count else math.nan
         return total.latency.percentile(float(self.metric[1:]))
 
-    def met(self, value: float) -> bool:
-        """Whether a value is within the bound; NaN never is."""
+    def passes(self, value: float) -> bool:
+        """Whether a value is within the bound; NaN is not."""
         if value == self.bound:
             return self.inclusive
         return value < self.bound if self.at_most else value > self.bound
 
     def show(self, value: float) -> str:
-        """A value in the unit that the metric is read in."""
+        """A value with the unit in which reports show the metric."""
         if self.metric == "errors":
             return f"{value:.3%}"
         return f"{value:.1f}/s" if self.metric == "rate" else f"{value * 1e3:.2f} ms"
@@ -59,7 +59,7 @@ def parse_objective(text: str) -> Objective:
     """Read an objective.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not an objective.
     """
     match = _OBJECTIVE.fullmatch(text.strip())
     if match is None:

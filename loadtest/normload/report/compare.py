@@ -17,9 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from normload.measurements.histogram import upper_s
 from normload.measurements.result import PERCENTILES, Part, Result
@@ -47,7 +44,9 @@ class Change:
         phase, metric: whose and which.
         before, after: its values; of several runs their mean.
         low, high: bounds of after/before; of errors, of the difference.
-        is_change: whether it is beyond noise.
+        spread_before, spread_after: the standard deviation between runs, relative to their mean except for errors;
+            NaN of a single run.
+        is_change: whether the difference is beyond noise.
         is_worse: whether it is, and for the worse.
         shown: writes a value in the unit of the metric.
     """
@@ -58,6 +57,8 @@ class Change:
     after: float
     low: float
     high: float
+    spread_before: float
+    spread_after: float
     is_change: bool
     is_worse: bool
     shown: Callable[[float], str]
@@ -128,7 +129,7 @@ def _percentile(percent: float) -> _Metric:
     )
 
 
-_ERRORS = "errors"
+ERRORS = "errors"
 
 _METRICS = (
     _Metric(
@@ -148,7 +149,7 @@ _METRICS = (
     ),
     *(_percentile(percent) for percent in PERCENTILES),
     _Metric(
-        _ERRORS,
+        ERRORS,
         False,
         lambda value: f"{value:.3%}",
         lambda times, of: _ratio(times @ (of.requests - of.ok), times @ of.requests),
@@ -196,46 +197,16 @@ def loads_differ(before: Sequence[Result], after: Sequence[Result]) -> list[str]
     return sentences
 
 
-def show(console: Console, changes: Sequence[Change]) -> None:
-    """Print what changed, or that nothing did."""
-    changed = [change for change in changes if change.is_change]
-    if not changed:
-        console.print(f"Nothing changed beyond noise: {len(changes)} numbers compared.")
-        return
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
-    for heading in ("phase", "number"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("before", "after", "change", "within"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for change in changed:
-        table.add_row(
-            change.phase,
-            change.metric,
-            change.shown(change.before),
-            change.shown(change.after),
-            *_how_much(change),
-            style="red" if change.is_worse else "green",
-        )
-    console.print(table)
-
-
-def _how_much(change: Change) -> tuple[str, str]:
-    if change.metric == _ERRORS:
-        return f"{change.after - change.before:+.2%}", f"{change.low:+.2%} to {change.high:+.2%}"
-    by = change.after / change.before - 1
-    return f"{by:+.1%}", f"{change.low - 1:+.1%} to {change.high - 1:+.1%}"
-
-
 def _change(phase: str, metric: _Metric, old: _Intervals, new: _Intervals, drawn: tuple[Floats, Floats]) -> Change:
     before, after = _value(metric, old), _value(metric, new)
     first, second = metric.of(drawn[0], old), metric.of(drawn[1], new)
-    if metric.name == _ERRORS:
+    if metric.name == ERRORS:
         draws, none = second - first, 0.0
     else:
         draws, none = _ratio(second, first), 1.0
     known = draws[np.isfinite(draws)]
     low, high = np.percentile(known, _CONFIDENCE).tolist() if len(known) else (none, none)
-    return _judged(phase, metric, (before, after), (low, high), _BETWEEN_RUNS)
+    return _judged(phase, metric, (before, after), (low, high), (math.nan, math.nan), _BETWEEN_RUNS)
 
 
 def _change_of_several(
@@ -243,7 +214,7 @@ def _change_of_several(
 ) -> Change:
     before, after = ([_value(metric, run) for run in side] for side in (old, new))
     means = float(np.mean(before)), float(np.mean(after))
-    if metric.name == _ERRORS:
+    if metric.name == ERRORS:
         known = all(map(math.isfinite, (*before, *after)))
         bounds = spread.interval(before, after, confidence) if known else (0.0, 0.0)
     elif all(0 < value < math.inf for value in (*before, *after)):
@@ -252,7 +223,17 @@ def _change_of_several(
         bounds = math.exp(max(low, -50.0)), math.exp(min(high, 50.0))
     else:
         bounds = (1.0, 1.0)
-    return _judged(phase, metric, means, bounds, _SMALL)
+    spreads = _spread(metric, before), _spread(metric, after)
+    return _judged(phase, metric, means, bounds, spreads, _SMALL)
+
+
+def _spread(metric: _Metric, values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    deviation, mean = float(np.std(values, ddof=1)), float(np.mean(values))
+    if metric.name == ERRORS:
+        return deviation
+    return deviation / mean if mean else math.nan
 
 
 def _value(metric: _Metric, run: _Intervals) -> float:
@@ -260,14 +241,19 @@ def _value(metric: _Metric, run: _Intervals) -> float:
 
 
 def _judged(
-    phase: str, metric: _Metric, values: tuple[float, float], bounds: tuple[float, float], least: float
+    phase: str,
+    metric: _Metric,
+    values: tuple[float, float],
+    bounds: tuple[float, float],
+    spreads: tuple[float, float],
+    least: float,
 ) -> Change:
     """A change if all of the interval lies beyond `least`."""
     low, high = bounds
-    band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == _ERRORS else (1 / (1 + least), 1 + least)
+    band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]
     is_worse = falls if metric.more_is_better else rises
-    return Change(phase, metric.name, *values, low, high, rises or falls, is_worse, metric.shown)
+    return Change(phase, metric.name, *values, low, high, *spreads, rises or falls, is_worse, metric.shown)
 
 
 def _draws(count: int, random: np.random.Generator) -> Floats:

@@ -1,4 +1,4 @@
-"""A run as one HTML file: what the terminal says, and plots; nothing is loaded from anywhere."""
+"""A run as one HTML file: the contents of the terminal's report, and plots; it loads no other file."""
 
 import json
 import math
@@ -14,8 +14,10 @@ from normload.measurements.result import PERCENTILES, PhaseResult, Result
 from normload.measurements.tally import OK, Cell, per_second
 from normload.report import tables
 
-# Points of a plot over time are at least so far apart.
+# The least distance between points of a plot over time.
 _POINT_S = 0.25
+# Of 1000: a bin that a phase covers so far is whole, but for rounding.
+_WHOLE = 999
 _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
 
@@ -42,14 +44,14 @@ def render(result: Result, outcomes: Sequence[tables.Outcome] = ()) -> str:
 
 
 def plots(result: Result) -> dict[str, Any]:
-    """The numbers that are plotted, as uPlot takes them: columns, the first of them x; None is a gap."""
+    """The plotted numbers as uPlot takes them: in columns, the first of them x; None is a gap."""
     return {"time": _over_time(result), "latency": _curves(result), "load": _against_load(result)}
 
 
 def _over_time(result: Result) -> dict[str, Any]:
     bins = _bins(result.phases)
     outcomes = sorted({outcome for each in bins if each.cell for outcome in each.cell.outcomes if outcome[1] != OK})
-    roof = result.copy_bandwidth
+    peak = result.copy_bandwidth
     return {
         "s": [each.middle_s for each in bins],
         "rate": [each.of(lambda cell, seconds: cell.ok / seconds) for each in bins],
@@ -60,7 +62,7 @@ def _over_time(result: Result) -> dict[str, Any]:
         "phases": [{"name": each.phase.name, "s": each.start_s} for each in result.phases],
         "ceilings": {
             "echo": None if result.echo is None else result.echo.bytes_per_second / 1e9,
-            "copy": None if roof is None else roof / 1e9,
+            "copy": None if peak is None else peak / 1e9,
         },
     }
 
@@ -71,8 +73,8 @@ class _Bin:
 
     Attributes:
         middle_s: since the first phase began.
-        seconds: how much of it lies in a phase, all of it where answers came after one.
-        cell: what ended in it; None between phases.
+        seconds: how much of it lies in a phase; all of it if responses arrived after a phase.
+        cell: the requests that ended in it; None between phases.
     """
 
     middle_s: float
@@ -90,8 +92,11 @@ class _Bin:
 
 
 def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
-    """The whole time in equal parts: phases that follow one another share those in which both have answers."""
-    # A whole number of intervals, so that not every other bin has one more than its neighbours.
+    """Equal parts of the run's time, without a partial one at its end.
+
+    Consecutive phases share the bins in which both have responses.
+    """
+    # A whole number of intervals, so that all bins have the same number of them.
     interval_s = max((each.tally.interval_s for each in phases), default=_POINT_S)
     width = interval_s * math.ceil(_POINT_S / interval_s)
     cells: dict[int, Cell] = {}
@@ -104,21 +109,21 @@ def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
         first, last = (round(1000 * at / width) for at in (each.start_s, each.start_s + each.phase.duration_s))
         for number in range(first // 1000, -(-last // 1000)):
             covered[number] += min(last, 1000 * (number + 1)) - max(first, 1000 * number)
-    return [
-        _bin(number, width, cells.get(number), covered[number])
-        for number in range(max([*cells, *covered], default=-1) + 1)
-    ]
+    # The run ends within its last bin, and the rates of a short one vary; a run shorter than a bin has only that.
+    whole = [number for number, part in covered.items() if part >= _WHOLE]
+    last = max(whole or covered, default=-1)
+    return [_bin(number, width, cells.get(number), covered[number]) for number in range(last + 1)]
 
 
 def _bin(number: int, width: float, cell: Cell | None, covered: int) -> _Bin:
-    # Nothing ended in the midst of a phase: a server that stalled.  At its edge, a bin may just be short.
+    # If no request ended within a phase, the server stalled.  A bin at the edge of a phase may just be short.
     inside = covered >= 500
     seconds = width * covered / 1000 if inside else width
     return _Bin((number + 0.5) * width, seconds, cell or (Cell() if inside else None))
 
 
 def _curves(result: Result) -> dict[str, Any]:
-    """Latency by percentile of each phase; x counts nines, so that 99.9 is as far from 99 as that from 90."""
+    """Latency by percentile of each phase; x is -log10(1 - p / 100), so that 90, 99 and 99.9 are equally spaced."""
     return {
         "nines": [-math.log10(1 - percent / 100) for percent in _CURVE],
         "percents": list(_CURVE),
@@ -130,8 +135,8 @@ def _curves(result: Result) -> dict[str, Any]:
 
 
 def _against_load(result: Result) -> dict[str, Any] | None:
-    found = result.knee()
-    if found is None:
+    sweep = result.sweep()
+    if sweep is None:
         return None
     parts = sorted((part for part in result.parts() if not math.isnan(part.offered)), key=lambda part: part.offered)
     return {
@@ -141,8 +146,8 @@ def _against_load(result: Result) -> dict[str, Any] | None:
             f"p{percent:g}": [_known(part.total.latency.percentile(percent) * 1e3) for part in parts]
             for percent in PERCENTILES
         },
-        "knee": found.knee.offered,
-        "sustained": None if found.sustained is None else found.sustained.offered,
+        "knee": None if sweep.knee is None else sweep.knee.offered,
+        "sustained": None if sweep.sustained is None else sweep.sustained.offered,
     }
 
 
@@ -170,6 +175,6 @@ def _known(value: float) -> float | None:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that may stand in a script element: nothing in it can end that."""
+    """JSON that is safe within a script element: it cannot contain an end tag."""
     text = json.dumps(data, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

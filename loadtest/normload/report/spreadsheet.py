@@ -6,6 +6,7 @@ import math
 
 from normload.measurements.result import PERCENTILES, Part, Result
 from normload.measurements.tally import Cell, per_second
+from normload.report.tables import spreadsheet_text
 
 COLUMNS = (
     "scenario",
@@ -25,7 +26,7 @@ COLUMNS = (
 
 
 def render(result: Result) -> str:
-    """Return the text; the phase and the operation "all" are of all together, and what is unknown is empty."""
+    """Return the text; phase or operation "all" is the total, and an unknown value is empty."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(COLUMNS)
@@ -51,10 +52,5 @@ def _line(
         latency.max_s if latency.count else math.nan,
         per_second(total.kernel_bytes, total.kernel_s),
     )
-    named = (_text(each) for each in (result.scenario, result.started, part.name, operation))
+    named = (spreadsheet_text(each) for each in (result.scenario, result.started, part.name, operation))
     return [*named, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)]
-
-
-def _text(name: str) -> str:
-    """Without what a spreadsheet would compute."""
-    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name

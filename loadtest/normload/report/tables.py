@@ -1,4 +1,4 @@
-"""A run in cells of text: what every report has, whatever it is written in."""
+"""The texts and table cells that all reports of a run have in common."""
 
 import math
 from collections.abc import Sequence
@@ -17,19 +17,22 @@ PART_HEADINGS = (
     "errors",
 )
 OPERATION_HEADINGS = ("operation", "requests", "errors", "ok/s", "GB/s", "p50 ms", "p99 ms", "kernel GB/s")
-OBJECTIVE_HEADINGS = ("objective", "reached", "")
+OBJECTIVE_HEADINGS = ("objective", "measured", "result")
+
+# What a server says about itself may contain markup.
+_MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|&"} | {"\n": " ", "\r": " "})
 
 Outcome = tuple[Objective, float, bool]
-"""An objective, its value in a run, and whether that meets it."""
+"""An objective, its value in a run, and whether it passed."""
 
 
 def parts(result: Result) -> list[list[str]]:
-    """A row for each phase, and the last one for all together."""
+    """A row for each phase, and a last one for the whole run."""
     return [_part(part) for part in (*result.parts(), result.whole)]
 
 
 def operations(result: Result) -> list[list[str]]:
-    """A row for each operation, and the last one for all together."""
+    """A row for each operation, and a last one for all of them."""
     whole = result.whole
     rows = [[name, *_cells(*whole.of(name), whole.duration_s)] for name in result.operations()]
     return [*rows, ["all", *_cells(whole.total, whole.in_time, whole.duration_s)]]
@@ -38,42 +41,51 @@ def operations(result: Result) -> list[list[str]]:
 def objectives(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A row for each objective."""
     return [
-        [objective.text, objective.show(value), "met" if met else "missed"] for objective, value, met in outcomes
+        [objective.text, objective.show(value), "passed" if passed else "failed"]
+        for objective, value, passed in outcomes
     ]
 
 
 def statuses(result: Result) -> str:
-    """How many of all requests, warm-up included, were answered with which status."""
+    """Counts of all requests by HTTP status, with those of the warm-up."""
     counts = sorted(result.sent_by_status().items())
-    return ", ".join(f"{status or 'no answer'}: {count}" for status, count in counts)
+    return ", ".join(f"{status or 'no response'}: {count}" for status, count in counts)
 
 
 def errors(result: Result) -> str:
-    """The errors of the phases by code, the most frequent first; "" of none."""
+    """Counts of the errors of all phases by code, the most frequent first; "" if there are none."""
     outcomes = result.whole.total.outcomes.most_common()
     failed = [(f"{status} {code}" if status else code, count) for (status, code), count in outcomes if code != OK]
     return ", ".join(f"{what}: {count}" for what, count in failed)
 
 
 def facts(result: Result) -> dict[str, str]:
-    """What was asked, and by whom."""
+    """What ran, and against which server."""
     known = {
         "server": result.server_name or "?",
-        "at": result.url,
+        "URL": result.url,
         "started": result.started,
         "duration": f"{result.whole.duration_s:.1f} s",
         "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",
+        "client CPU": _cpu(result),
         "capacity": f"{result.capacity:.0f}/s" if result.capacity else "",
-        "sent, with the warm-up": statuses(result),
+        "by status, with warm-up": statuses(result),
         "errors": errors(result),
-        "answers checked": f"{result.checked}, {result.wrong} wrong",
+        "responses checked": f"{result.checked}, {result.wrong} wrong",
     }
     return {name: value for name, value in known.items() if value}
 
 
+def _cpu(result: Result) -> str:
+    shares = [f"busiest process {max(result.cpu):.0%} of a core"] if result.cpu else []
+    if result.machine is not None:
+        shares.append(f"its machine {result.machine.busy:.0%} of {result.machine.cores} cores")
+    return ", ".join(shares)
+
+
 def sentences(result: Result) -> list[str]:
-    """What was reached of what can be, and where latency bends."""
-    return [*_ceilings(result), *_knee(result)]
+    """Bandwidth relative to its upper bounds, and the results of a sweep."""
+    return [*_ceilings(result), *_sweep(result)]
 
 
 def _ceilings(result: Result) -> list[str]:
@@ -82,27 +94,30 @@ def _ceilings(result: Result) -> list[str]:
     if echo is not None and whole.bytes_per_second > 0:
         reached = max(part.bytes_per_second for part in result.parts())
         sentences.append(
-            f"End to end {reached / 1e9:.3f} GB/s at most: {reached / echo.bytes_per_second:.1%} of the loopback "
-            f"echo, {echo.bytes_per_second / 1e9:.2f} GB/s with {echo.pairs} pairs of sockets and messages of "
-            f"{_size(echo.nbytes)}; a round trip of it takes {milliseconds(echo.p50_s)} ms."
+            f"End-to-end bandwidth: at most {reached / 1e9:.3f} GB/s, {reached / echo.bytes_per_second:.1%} of the "
+            f"loopback echo's {echo.bytes_per_second / 1e9:.2f} GB/s ({echo.pairs} pairs of sockets, messages of "
+            f"{_size(echo.nbytes)}, median round trip {milliseconds(echo.p50_s)} ms)."
         )
     kernel = result.kernel_bandwidth()
     if not math.isnan(kernel):
-        roof = result.copy_bandwidth
-        of_roof = f", {kernel / roof:.1%} of the device's copy, {roof / 1e9:.1f} GB/s" if roof else ""
-        sentences.append(f"Kernels {kernel / 1e9:.2f} GB/s{of_roof}.")
+        peak = result.copy_bandwidth
+        of_peak = f", {kernel / peak:.1%} of the device's copy bandwidth of {peak / 1e9:.1f} GB/s" if peak else ""
+        sentences.append(f"Kernel bandwidth: {kernel / 1e9:.2f} GB/s{of_peak}.")
     return sentences
 
 
-def _knee(result: Result) -> list[str]:
-    found = result.knee()
-    if found is None:
+def _sweep(result: Result) -> list[str]:
+    sweep = result.sweep()
+    if sweep is None:
         return []
-    kept = f"up to {found.sustained.offered:.0f}/s as fast as they came, " if found.sustained else ""
-    return [
-        f"Knee at {found.knee.name}: {found.knee.offered:.0f}/s, {found.knee.mean_s * 1e3:.2f} ms on average; "
-        f"answered {kept}{found.peak:.0f}/s at most."
-    ]
+    sentences = []
+    if sweep.knee is not None:
+        sentences.append(
+            f"Knee at {sweep.knee.name}: {sweep.knee.offered:.0f}/s with a mean latency of "
+            f"{milliseconds(sweep.knee.mean_s)} ms."
+        )
+    sustained = f"{sweep.sustained.offered:.0f}/s" if sweep.sustained else "none of the offered rates"
+    return [*sentences, f"Sustained: {sustained}; highest rate of successful requests: {sweep.peak:.0f}/s."]
 
 
 def _part(part: Part) -> list[str]:
@@ -133,8 +148,26 @@ def _cells(total: Cell, in_time: Cell, duration_s: float) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Two digits behind the point; a dash for NaN."""
+    """Milliseconds with two decimals; a dash for NaN."""
     return "-" if math.isnan(seconds) else f"{seconds * 1e3:.2f}"
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table; none if there are no rows."""
+    if not rows:
+        return []
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *([plain(cell) for cell in row] for row in rows)]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def plain(text: str) -> str:
+    """Text as Markdown that shows it unchanged, in one line."""
+    return text.translate(_MARKUP)
+
+
+def spreadsheet_text(name: str) -> str:
+    """Text that a spreadsheet does not take for a formula."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 
 def _size(nbytes: int) -> str:

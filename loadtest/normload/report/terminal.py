@@ -90,9 +90,9 @@ def show(console: Console, result: Result) -> None:
 
 
 def show_objectives(console: Console, outcomes: Sequence[tables.Outcome]) -> None:
-    """Print what was promised and what was kept."""
-    for text, reached, verdict in tables.objectives(outcomes):
-        _say(console, f"{text}: {verdict}, {reached}", "green" if verdict == "met" else "red")
+    """Print each objective with its measured value."""
+    for text, measured, verdict in tables.objectives(outcomes):
+        _say(console, f"{text}: {verdict}, {measured}", "green" if verdict == "passed" else "red")
 
 
 def _server(result: Result) -> str:

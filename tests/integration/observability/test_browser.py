@@ -211,3 +211,39 @@ def test_a_server_that_goes_away_is_missed(start_server, visit):
     server.stop()
     opened.wait("document.querySelector('#state').innerText === 'the server does not answer'")
     assert "bad" in opened.page.get_attribute("#state", "class")
+
+
+def test_ticks_of_the_first_moments_are_times_of_now(server, visit):
+    """Of one moment, of two, and of ten minutes: no tick at midnight, and none twice."""
+    opened = visit(f"{server.url}/", viewport=PHONE, timezone_id="UTC")
+    noon = 1_800_014_400
+    ticks = opened.page.evaluate(
+        """async (noon) => {
+          const { Plot } = await import("/assets/plots.js");
+          const texts = new Map();
+          const { clearRect, fillText } = CanvasRenderingContext2D.prototype;
+          CanvasRenderingContext2D.prototype.clearRect = function (...box) {
+            texts.set(this.canvas, []);
+            clearRect.apply(this, box);
+          };
+          CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+            texts.get(this.canvas)?.push(text);
+            fillText.call(this, text, ...rest);
+          };
+          const plot = new Plot("plot-latency", String);
+          const ticks = [];
+          for (const moments of [1, 1, 298]) {
+            for (let count = 0; count < moments; count++)
+              plot.add(noon + 2 * plot.times.length, new Map([["p50", 1]]));
+            await new Promise((resume) => setTimeout(resume, 100));
+            ticks.push(texts.get(plot.plot.ctx.canvas).filter((text) => text.includes(":")));
+          }
+          return ticks;
+        }""",
+        noon,
+    )
+    assert len(ticks) == 3
+    for shown in ticks:
+        assert len(shown) >= 2
+        assert len(set(shown)) == len(shown)
+        assert all("11:58:00" < tick < "12:11:00" for tick in shown), shown

@@ -131,3 +131,9 @@ def test_a_file_is_read(tmp_path):
 def test_a_name_that_nobody_knows_is_said_with_those_that_are_known():
     with pytest.raises(ScenarioError, match=r"burst.*steady.*got 'nothing'"):
         load("nothing")
+
+
+def test_descriptions_are_true_for_any_duration():
+    """A description is shown in the report of a run, whose `--duration` may differ from the scenario's."""
+    for scenario in built_in().values():
+        assert not re.search(r"\b(second|minute|hour|half a|\d+ ?(s|min|h))\b", scenario.description)

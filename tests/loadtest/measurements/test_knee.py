@@ -31,3 +31,12 @@ def test_few_loads_have_no_knee():
     assert find_knee([]) is None
     assert find_knee([queue(10), queue(20), queue(20)]) is None
     assert find_knee([queue(10), queue(20), Point("", 30, 0.0, math.nan, 1.0)]) is None
+
+
+def test_a_knee_lies_between_the_lowest_and_the_highest_load():
+    rising = [queue(load) for load in (10, 20, 30, 40)]
+    assert find_knee(rising).knee is None
+    assert find_knee(rising).sustained.offered == 40
+    falling = [queue(load) for load in (60, 70, 90)]
+    assert find_knee(falling).knee is None
+    assert find_knee(falling).peak == 90

@@ -1,4 +1,5 @@
 from normload.load.scenario import Phase
+from normload.measurements.machine import MachineUse
 from normload.measurements.remarks import remarks_on
 from normload.measurements.result import PhaseResult
 from normload.measurements.tally import Record, Tally
@@ -24,18 +25,26 @@ def test_a_busy_client_was_the_limit():
     assert "The client was the limit" in said(made_result([0.01] * 1000, cpu=[0.2, 0.95]))
 
 
+def test_a_machine_without_idle_cores_was_the_limit():
+    busy = made_result([0.01] * 1000, machine=MachineUse(cores=2, busy=0.97, client=0.35))
+    assert "The client's machine was the limit: its 2 cores were busy 97% of the time, 35% with the client" in said(
+        busy
+    )
+    assert said(made_result([0.01] * 1000, machine=MachineUse(2, 0.85, 0.8))) == ""
+
+
 def test_a_closed_loop_s_client_has_its_share_said():
     phase = PhaseResult(
         Phase("a", "closed", 10.0, connections=4), 0.0, 10.0, made_result([0.01] * 2000).phases[0].tally
     )
     busy = made_result([], phases=[phase], cpu=[0.2, 0.45])
-    assert "The client itself was busy 45% of the time" in said(busy)
+    assert "A client process used 45% of a core" in said(busy)
     assert said(made_result([], phases=[phase], cpu=[0.1])) == ""
     assert said(made_result([0.01] * 1000, cpu=[0.45])) == ""
 
 
 def test_a_late_client_is_said_to_be():
-    assert "late by itself" in said(lagging(0.010, took_s=0.010))
+    assert "The client sent late" in said(lagging(0.010, took_s=0.010))
     # Of latencies of a second, ten milliseconds are nothing.
     assert said(lagging(0.010, took_s=0.5)) == ""
     assert said(lagging(0.0001, took_s=0.0001)) == ""
@@ -49,6 +58,6 @@ def test_what_was_left_out_is_said():
 
 
 def test_few_answers_an_early_end_and_no_capacity_are_said():
-    assert "999 answers are few" in said(made_result([0.01] * 999))
+    assert "only 999 successful requests" in said(made_result([0.01] * 999))
     assert "ended early" in said(made_result([0.01] * 1000), stopped=True)
-    assert "the phases were left out" in said(made_result([], capacity=0.0))
+    assert "the phases were not run" in said(made_result([], capacity=0.0))

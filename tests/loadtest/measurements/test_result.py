@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from normload.load.scenario import Phase
 from normload.measurements.ceilings import Echo
+from normload.measurements.machine import MachineUse
 from normload.measurements.result import FORMAT, PhaseResult, Result, read_result
 from normload.measurements.tally import Record, Tally
 
@@ -19,9 +20,11 @@ def phase(name, start_s, ended_s, *, rate=10.0, segment_s=2.0):
 
 def test_a_file_holds_all_of_it(tmp_path):
     result = made_result([0.01] * 100, errors=3, echo=Echo(1000, 2, 5000.0, 1e-4), faults=["x"], wrong=1)
+    result.machine = MachineUse(4, 0.75, 0.5)
     result.write(tmp_path / "a.json")
     again = read_result(tmp_path / "a.json")
     assert again.to_json() == result.to_json()
+    assert again.machine == result.machine
     assert again.echo.bytes_per_second == 10_000_000
     assert again.whole.total.outcomes == {(200, "ok"): 100, (429, "overloaded"): 3}
 
@@ -47,13 +50,23 @@ def test_another_file_is_refused(tmp_path, text):
 
 def test_a_file_that_lies_is_refused(tmp_path):
     made = made_result([0.01] * 10, echo=Echo(1000, 2, 5000.0, 1e-4)).to_json()
-    lies = [made | {name: lie} for name in ("phases", "echo", "apart") for lie in (7, [7], {"a": 1}, [[1, 2]], "x")]
+    lies = [
+        made | {name: lie}
+        for name in ("phases", "echo", "machine", "apart")
+        for lie in (7, [7], {"a": 1}, [[1, 2]], "x")
+    ]
     lies += [json.loads(json.dumps(made).replace('"duration_s": 10.0', '"duration_s": "x", "more": 1'))]
     file = tmp_path / "a.json"
     for text in [*map(json.dumps, lies), "[" * 100_000, '{"format": "' + "\\ud800" + '"}']:
         file.write_text(text)
         with pytest.raises(ValueError, match=r"a\.json: "):
             read_result(file)
+
+
+def test_a_file_from_before_the_machine_was_measured_is_read():
+    document = made_result([0.01] * 10).to_json()
+    del document["machine"]
+    assert Result.from_json(document).machine is None
 
 
 @pytest.mark.parametrize("said", [None, "fast", [1], True, -1.0, 0, float("nan"), float("inf"), 10**400])
@@ -100,9 +113,9 @@ def test_what_was_never_sent_was_not_sent():
     assert result.sent_by_status() == Counter({200: 4, 0: 1})
 
 
-def test_a_closed_loop_offers_nothing_and_has_no_knee():
+def test_a_closed_loop_offers_nothing_and_is_no_sweep():
     closed = PhaseResult(Phase("a", "closed", 1.0, connections=1), 0.0, 1.0, Tally(1.0))
     result = made_result([], phases=[closed])
     assert math.isnan(result.whole.offered)
-    assert result.knee() is None
+    assert result.sweep() is None
     assert isinstance(Result.from_json(json.loads(json.dumps(result.to_json()))), Result)

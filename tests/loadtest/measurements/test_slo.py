@@ -16,7 +16,7 @@ RESULT = made_result([0.010] * 990 + [0.050] * 9, errors=1)
 
 
 @pytest.mark.parametrize(
-    ("text", "met"),
+    ("text", "passes"),
     [
         ("p99<20ms", True),
         ("p50 < 9.9ms", False),
@@ -30,14 +30,14 @@ RESULT = made_result([0.010] * 990 + [0.050] * 9, errors=1)
         ("rate>=120/s", False),
     ],
 )
-def test_objectives_are_met_or_missed(text, met):
-    assert parse_objective(text).met(value(text, RESULT)) is met
+def test_objectives_pass_or_fail(text, passes):
+    assert parse_objective(text).passes(value(text, RESULT)) is passes
 
 
 def test_nothing_is_met_by_nothing():
     empty = made_result([], errors=3)
     for text in ("p99<20ms", "max<1s", "errors<5%", "rate>1"):
-        assert not parse_objective(text).met(value(text, empty))
+        assert not parse_objective(text).passes(value(text, empty))
     assert math.isnan(value("p99<20ms", empty))
 
 

@@ -1,7 +1,8 @@
+import math
+
 import numpy as np
 import pytest
 from normload.report import compare
-from normload.report.terminal import console
 
 from tests.loadtest.conftest import made_result
 
@@ -62,16 +63,6 @@ def test_other_loads_are_said():
     assert compare.loads_differ([before], [after]) == ["steady: offered 100.0/s before and 150.0/s after."]
 
 
-def test_only_changes_are_shown(capsys):
-    same, worse = made_result(latencies(0)), made_result(latencies(1, scale=2))
-    compare.show(console(), compare.compare([same], [same]))
-    assert capsys.readouterr().out == "Nothing changed beyond noise: 8 numbers compared.\n"
-    compare.show(console(), compare.compare([same], [worse]))
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[1] for row in rows if row[:1] == ["steady"]] == ["p50", "p90", "p99", "p99.9"]
-    assert all(row[6].startswith("+") for row in rows if row[:1] == ["steady"])
-
-
 def several(seed, slower=1.0, between=0.03, runs=3, count=400):
     """Runs that differ by more than what each of them contains."""
     random = np.random.default_rng(seed)
@@ -81,12 +72,21 @@ def several(seed, slower=1.0, between=0.03, runs=3, count=400):
     ]
 
 
-def test_of_equal_servers_19_of_20_comparisons_find_nothing_worse():
+def test_19_of_20_comparisons_of_equal_servers_find_no_change():
     found = [
-        any(change.is_worse for change in compare.compare(several(2 * number), several(2 * number + 1)))
-        for number in range(15)
+        any(change.is_change for change in compare.compare(several(2 * number), several(2 * number + 1)))
+        for number in range(20)
     ]
     assert sum(found) <= 1
+
+
+def test_the_spread_is_that_between_runs():
+    sides = [made_result(latencies(0, count)) for count in (900, 1000, 1100)], [made_result(latencies(0, 1000))]
+    (rate,) = [change for change in compare.compare(*sides) if change.metric == "rate"]
+    assert rate.spread_before == pytest.approx(0.1, rel=0.01)
+    assert math.isnan(rate.spread_after)
+    (alone,) = [change for change in compare.compare(*[sides[1]] * 2) if change.metric == "rate"]
+    assert math.isnan(alone.spread_before)
 
 
 def test_one_run_a_side_does_not_contain_what_several_do():

@@ -4,10 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
+from normload.load.scenario import built_in
 from normload.measurements.ceilings import Echo
 from normload.measurements.result import PhaseResult
 from normload.measurements.tally import Tally
-from normload.report import page, terminal
+from normload.report import markdown, page, tables, terminal
 from rich.console import Console
 
 from tests.loadtest.conftest import made_result
@@ -20,10 +21,10 @@ def embedded(text):
     return json.loads(found[1])
 
 
-def sweep():
+def sweep(latencies_s=(0.01, 0.011, 0.5)):
     phases = []
-    for number, (rate, latency_s) in enumerate(((50, 0.01), (100, 0.011), (200, 0.5))):
-        (one,) = made_result([latency_s] * 400).phases
+    for number, (rate, latency_s) in enumerate(zip((50, 100, 200), latencies_s, strict=True)):
+        (one,) = made_result([latency_s] * 10 * rate).phases
         phase = replace(one.phase, name=f"load {rate}", rate=float(rate))
         phases.append(PhaseResult(phase, 12.0 * number, 10.0, one.tally))
     return made_result([], phases=phases)
@@ -81,9 +82,41 @@ def test_between_phases_there_is_a_gap_and_in_a_stalled_one_a_zero():
 def test_a_sweep_has_its_knee_marked():
     load = page.plots(sweep())["load"]
     assert load["offered"] == [50, 100, 200]
-    assert load["knee"] == 50
+    assert load["knee"] == 100
     assert load["percentiles"]["p50"][2] > load["percentiles"]["p50"][0]
     assert page.plots(made_result([0.01]))["load"] is None
+
+
+def test_without_a_knee_no_report_has_the_word():
+    with_one, without = sweep(), sweep((0.01, 0.01, 0.01))
+    assert page.plots(without)["load"]["knee"] is None
+    for render in (lambda result: " ".join(tables.sentences(result)), markdown.render, shown):
+        assert "knee" in render(with_one).lower()
+        assert "knee" not in render(without).lower()
+    assert not any("knee" in each.description for each in built_in().values())
+
+
+def shown(result):
+    console = Console(file=io.StringIO(), width=200)
+    terminal.show(console, result)
+    return console.file.getvalue()
+
+
+def test_the_partial_bin_at_the_end_of_a_run_is_left_out():
+    (one,) = made_result([0.01] * 1000).phases
+    # Two phases of 10 s, the second of which begins within a bin: the last bin is covered by a part of its width.
+    phases = [one, PhaseResult(one.phase, 10.1, 10.0, one.tally)]
+    time = page.plots(made_result([], phases=phases))["time"]
+    width = time["s"][1] - time["s"][0]
+    assert time["s"][-1] + width / 2 <= 20.1
+    assert time["s"][-1] + width * 3 / 2 > 20.1
+    assert time["rate"][-1] == pytest.approx(100, rel=0.1)
+
+
+def test_a_run_shorter_than_a_bin_has_one():
+    (one,) = made_result([0.01] * 10).phases
+    short = PhaseResult(replace(one.phase, duration_s=0.1), 0.0, 0.1, Tally(0.1))
+    assert len(page.plots(made_result([], phases=[short]))["time"]["s"]) == 1
 
 
 def test_percentiles_reach_three_nines():
@@ -111,8 +144,5 @@ def test_a_server_that_lies_about_itself_spoils_neither_page_nor_report():
     result = made_result([0.01] * 100, server=told)
     assert "normserve \ufffd[2J, ? on ?" in page.render(result)
     assert embedded(page.render(result))["time"]["ceilings"]["copy"] is None
-    console = Console(file=io.StringIO(), width=200)
-    terminal.show(console, result)
-    shown = console.file.getvalue()
-    assert "normserve \ufffd[2J, ? on ?" in shown
-    assert "\x1b" not in shown
+    assert "normserve \ufffd[2J, ? on ?" in shown(result)
+    assert "\x1b" not in shown(result)

@@ -1,7 +1,9 @@
-// Lines, or areas on top of one another, over the last ten minutes.  `uPlot` is a global of its own script.
+// Lines, or stacked areas, over the last ten minutes.  `uPlot` is a global of its own script.
 
 const POINTS = 300;
 const HEIGHT = 240;
+// The shortest time axis: of a single moment, uPlot would show a whole day, with ticks at midnight.
+const LEAST_SPAN_S = 60;
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -11,13 +13,13 @@ function clock(time) {
   return new Date(1000 * time).toLocaleTimeString([], { hour12: false });
 }
 
-/** One plot, whose lines come as they are first heard of. */
+/** One plot; a line is added with its first value. */
 export class Plot {
   /**
    * @param {string} id of the element
    * @param {(value: number) => string} format of a value
-   * @param {{stacked?: boolean, dashed?: string, known?: string[]}} options dashed: the line that is a bound and no
-   *   measurement; known: lines whose place in it gives them their colour, whenever they come
+   * @param {{stacked?: boolean, dashed?: string, known?: string[]}} options dashed: the line of an upper
+   *   bound; known: names of lines, whose position is that of their colour
    */
   constructor(id, format, { stacked = false, dashed = null, known = [] } = {}) {
     this.element = document.getElementById(id);
@@ -31,7 +33,7 @@ export class Plot {
     new ResizeObserver(() => this.resize()).observe(this.element);
   }
 
-  /** Add a moment; a line that is not among the values has none then. */
+  /** Add a moment; lines without a value have a gap there. */
   add(time, values) {
     let isNew = false;
     for (const name of values.keys()) {
@@ -48,7 +50,7 @@ export class Plot {
     this.showLatest();
   }
 
-  /** Make it anew, as after a change of lines or colours. */
+  /** Create the plot again, after a change of lines or colours. */
   draw() {
     this.plot?.destroy();
     const axis = { stroke: colour("quiet"), grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false } };
@@ -57,10 +59,13 @@ export class Plot {
         width: this.element.clientWidth,
         height: HEIGHT,
         legend: { markers: { width: 2 } },
-        // Once it is there, and with another size, it points at no moment.
+        // After its creation, and after a change of size, the cursor is at no moment.
         hooks: { ready: [() => this.showLatest()], setSize: [() => this.showLatest()] },
         cursor: { drag: { setScale: false }, points: { size: 6 } },
-        scales: { y: { range: (_, __, most) => [0, most > 0 ? 1.08 * most : 1] } },
+        scales: {
+          x: { range: () => this.span() },
+          y: { range: (_, __, most) => [0, most > 0 ? 1.08 * most : 1] },
+        },
         axes: [
           { ...axis, size: 32, space: 80, values: (_, ticks) => ticks.map(clock) },
           { ...axis, size: 76, values: (_, ticks) => ticks.map(this.format) },
@@ -72,7 +77,13 @@ export class Plot {
     );
   }
 
-  /** The lines as they are drawn: of areas the highest first, so that none hides the ones below. */
+  /** The first and the last time of the axis; not those that uPlot takes for a single moment. */
+  span() {
+    const last = this.times.at(-1);
+    return [Math.min(this.times[0], last - LEAST_SPAN_S), last];
+  }
+
+  /** The lines in the order of drawing: of areas the highest first, so that it hides none. */
   drawn() {
     return this.stacked ? [...this.lines].reverse() : [...this.lines];
   }
@@ -105,7 +116,7 @@ export class Plot {
     return [this.times, ...sums.reverse()];
   }
 
-  /** Where nobody points at a moment, the legend tells of the last one. */
+  /** Without a cursor, the legend shows the last moment. */
   showLatest() {
     if (!this.plot) return;
     if (this.plot.cursor.left < 0 || this.plot.cursor.left === undefined) {
