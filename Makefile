@@ -48,7 +48,7 @@ ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 test-gpu:
 	$(ON_GPU) pytest tests/kernels tests/service/backends/cuda/test_backend.py \
 		tests/service/backends/cuda/test_chain_gpu.py tests/service/backends/cuda/test_pinned.py \
-		tests/service/backends/cuda/test_replays_gpu.py tests/integration/api/test_gpu.py
+		tests/service/backends/cuda/test_replays_gpu.py tests/integration/api/operations/test_gpu.py
 
 # Tests that start no server and run no kernel, for the time between two edits.
 test-fast: .venv/.dev
@@ -109,13 +109,13 @@ bench-serve-gpu:
 	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.ready --out benchmarks/results/serve_gpu_ready.csv --backend triton
-	$(ON_GPU) benchmarks.serve.frontends --out benchmarks/results/serve_gpu_frontends.csv --backend triton \
+	$(ON_GPU) benchmarks.serve.processes.frontends --out benchmarks/results/serve_gpu_frontends.csv --backend triton \
 		--frontends 1 2 4 8 --cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.callers.device --out benchmarks/results/serve_gpu_device.csv \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.callers.operations --out benchmarks/results/serve_gpu_operations.csv \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.many --out benchmarks/results/serve_gpu_many.csv --device cuda \
+	$(ON_GPU) benchmarks.serve.processes.many --out benchmarks/results/serve_gpu_many.csv --device cuda \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 
 bench-peers: .venv/.dev

@@ -2,7 +2,7 @@
 
 import sys
 
-from normserve.command import main
+from normserve.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

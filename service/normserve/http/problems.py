@@ -9,7 +9,7 @@ from typing import Any
 from normserve import errors
 from normserve.codec import media_types
 from normserve.errors import NormserveError, RetryLaterError
-from normserve.problems import document, retry_after, status_of, title_of
+from normserve.errors.problems import document, retry_after, status_of, title_of
 
 PROBLEM_JSON = "application/problem+json"
 JSON = "application/json"

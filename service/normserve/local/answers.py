@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import Answer
 from normserve.errors import ClientLeftError, NormserveError, RetryLaterError
+from normserve.errors.problems import document, retry_after, status_of, unexpected
 from normserve.local import access_log
 from normserve.local.service import Service
 from normserve.local.session import Session
 from normserve.local.wire import Wire
 from normserve.logs import failures
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
-from normserve.problems import document, retry_after, status_of, unexpected
 from normserve.traces.parent import log_fields
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from normserve.codec.local_frames import Answer, write
 from normserve.errors import ForbiddenError, NormserveError
+from normserve.errors.problems import document, status_of
 from normserve.local.connection import Connection
 from normserve.local.memory import Lent
 from normserve.local.peer import Peer, Users
 from normserve.local.service import Service
 from normserve.local.wire import Wire
-from normserve.problems import document, status_of
 
 # Answers that wait for a client to read; no more of its requests are read meanwhile.
 _MOST_UNSENT = 64

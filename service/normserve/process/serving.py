@@ -9,12 +9,12 @@ from fastapi import FastAPI
 
 from normserve import __version__
 from normserve.errors import NormserveError
+from normserve.errors.problems import status_of
 from normserve.http.app import create_app
 from normserve.http.problems import render
 from normserve.http.service import Service
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
-from normserve.problems import status_of
 from normserve.process.http_server import http_config
 from normserve.process.listeners import listening, listening_locally
 from normserve.process.server import Server

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.plots.__main__ import main
 from benchmarks.plots.front_ends import draw_loads, is_of_front_ends, loads
-from benchmarks.serve.frontends import COLUMNS
+from benchmarks.serve.processes.frontends import COLUMNS
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 import resource
 import sys
 
-from normserve.cli import main
+from normserve.cli.commands import main
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_BYTES"]),) * 2)

@@ -10,7 +10,7 @@ from normserve.backends.cpu.backend import TorchBackend
 from normserve.backends.cuda import device_work
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.tensors import TORCH_DTYPES
-from normserve.cli import main
+from normserve.cli.commands import main
 from normserve.jobs.job import Execution
 from normserve.memory.device_segments import Device
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import normserve.http.service
 from normserve.backends.cpu.backend import TorchBackend
-from normserve.cli import main
+from normserve.cli.commands import main
 from normserve.errors import DeviceFailureError
 
 WAITS, FAILS, RUNS_DRY, HAS_A_BUG = 101, 102, 103, 104

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerContext
 import normload.clients.oracle
 import normload.clients.worker  # noqa: F401
 import normserve.backends.cpu.backend
-import normserve.cli
+import normserve.cli.commands
 import normserve.http.app
 import normserve.process.front_end
 import normserve.process.serving

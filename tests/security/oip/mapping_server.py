@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from normserve.cli import main
+from normserve.cli.commands import main
 
 if __name__ == "__main__":
     with Path(os.environ["MAPPED"]).open("r+b") as file:

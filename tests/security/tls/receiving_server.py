@@ -2,7 +2,7 @@
 
 import sys
 
-from normserve.cli import main
+from normserve.cli.commands import main
 from normserve.http.transport.reception import Reception
 
 advance, take = Reception.advance, Reception._take

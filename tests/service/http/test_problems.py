@@ -5,8 +5,8 @@ import json
 import pytest
 from normserve import errors
 from normserve.errors import NormserveError, TooManyConnectionsError
+from normserve.errors.problems import STATUSES, status_of
 from normserve.http.problems import problem
-from normserve.problems import STATUSES, status_of
 
 
 def family(error: type) -> set[type]:

@@ -6,7 +6,7 @@ import normserve.process.serving
 import normserve.process.supervisor
 import pytest
 from cryptography.hazmat.primitives import serialization
-from normserve.cli import main
+from normserve.cli.commands import main
 from normserve.process.tls import TlsContext, TlsFileError, TlsFiles
 from normserve.settings import Settings
 

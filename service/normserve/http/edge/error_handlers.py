@@ -20,9 +20,9 @@ from normserve.errors import (
     UnauthorizedError,
     UnsupportedMediaTypeError,
 )
+from normserve.errors.problems import unexpected
 from normserve.http.edge.middleware import respond_problem
 from normserve.http.exchange import Exchange
-from normserve.problems import unexpected
 
 _LONGEST_COMPARED, _CLOSE = 100, 0.6
 

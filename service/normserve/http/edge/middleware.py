@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from normserve.admission.callers import Caller
 from normserve.engine.progress import Progress
 from normserve.errors import ClientLeftError, NormserveError
+from normserve.errors.problems import status_of, unexpected
 from normserve.http.edge.access_log import AccessLog
 from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.layer_audit import LAYERS, note_layer_change
@@ -27,7 +28,6 @@ from normserve.http.transport import Buffers, Departure, Headers, Reception
 from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, UNMATCHED, RequestRecord
-from normserve.problems import status_of, unexpected
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from normserve.admission.keys import Grant, Keyring, KeyScope
 from normserve.admission.permits import Limits, Permit
 from normserve.engine.progress import Progress
 from normserve.errors import NormserveError
+from normserve.errors.problems import status_of, unexpected
 from normserve.http.edge.middleware import bearer_token, request_id_of
 from normserve.http.edge.origins import Origins
 from normserve.http.edge.spans import HttpSpans
@@ -34,7 +35,6 @@ from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
-from normserve.problems import status_of, unexpected
 from normserve.traces.parent import log_fields
 
 log = logging.getLogger(__name__)

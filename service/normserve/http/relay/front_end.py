@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from normserve.engine.progress import Progress
 from normserve.errors import NormserveError, NotReadyError
+from normserve.errors.problems import status_of
 from normserve.http.edge.middleware import Edge
 from normserve.http.edge.origins import Origins
 from normserve.http.relay import messages
@@ -22,7 +23,6 @@ from normserve.http.relay.link import Link
 from normserve.http.transport import Reception
 from normserve.memory.segments import map_segment
 from normserve.metrics.metrics import Metrics
-from normserve.problems import status_of
 
 # How often the process that owns the device learns how far bodies are that take their time.
 _PROGRESS_S = 0.02

@@ -11,6 +11,7 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from normserve.errors import NormserveError
+from normserve.errors.problems import unexpected
 from normserve.http.edge.middleware import request_id_of
 from normserve.http.problems import problem
 from normserve.http.relay import messages
@@ -23,7 +24,6 @@ from normserve.memory.shared_slabs import Located, SharedSlabs
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import RequestRecord
-from normserve.problems import unexpected
 
 log = logging.getLogger(__name__)
 

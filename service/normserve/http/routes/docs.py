@@ -12,9 +12,9 @@ from fastapi.routing import APIRoute
 from normserve import errors
 from normserve.codec.media_types import NPY
 from normserve.errors import NormserveError
+from normserve.errors.problems import STATUSES, document
 from normserve.http.routes.examples import PARAMETERS, Example, example_of
 from normserve.http.routes.scopes import RouteScopes
-from normserve.problems import STATUSES, document
 
 # Swagger UI 4 refuses 3.1, of which nothing here makes use.
 OPENAPI_VERSION = "3.0.3"

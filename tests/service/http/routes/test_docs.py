@@ -8,9 +8,9 @@ import httpx
 import openapi_spec_validator
 import pytest
 from normserve.errors import NormserveError
+from normserve.errors.problems import STATUSES
 from normserve.http.app import create_app
 from normserve.http.routes.docs import operation_id
-from normserve.problems import STATUSES
 from normserve.settings import Settings
 
 PROBLEM = "application/problem+json"

@@ -1,4 +1,4 @@
-"""The pages of docs/ that come from the code: `python -m normserve.documentation docs` writes them."""
+"""The pages of docs/ that come from the code: `python -m normserve.cli.documentation docs` writes them."""
 
 import sys
 from collections.abc import Sequence

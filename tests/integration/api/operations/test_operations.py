@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tests.integration.api.cases import GROUPS, Case, assert_close, default_eps, post
+from tests.integration.api.operations.cases import GROUPS, Case, assert_close, default_eps, post
 from tests.integration.harness.wire import DTYPES, NPY, from_npy, npy, packed
 
 OPS = ("layer_norm", "rms_norm", "group_norm")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the process's exit code."""
     try:
-        from normserve.cli import main as run
+        from normserve.cli.commands import main as run
 
         return run(arguments)
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ import torch
 from fusednorm import reference
 from normserve.client import AsyncClient, Client
 
-from tests.integration.api.cases import assert_close, default_eps, post
+from tests.integration.api.operations.cases import assert_close, default_eps, post
 from tests.integration.harness.wire import SAFETENSORS, assert_problem, packed
 
 OPS = ("layer_norm", "rms_norm")

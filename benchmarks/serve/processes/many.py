@@ -1,4 +1,4 @@
-"""What one server for many processes saves: `python -m benchmarks.serve.many --out FILE.csv`.
+"""What one server for many processes saves: `python -m benchmarks.serve.processes.many --out FILE.csv`.
 
 1, 4 and 16 processes that normalise, all through one server, which shares its memory with each, or with kernels (on
 a GPU: and a CUDA context) of their own.  LayerNorm forward of [rows, 1024] float32, whole calls, complete when they

@@ -1,4 +1,4 @@
-"""Processes that speak HTTP for the one with the device: `python -m benchmarks.serve.frontends --out FILE.csv`.
+"""Front ends for the process with the device: `python -m benchmarks.serve.processes.frontends --out FILE.csv`.
 
 LayerNorm of float32 rows of 1024 with a registered layer, npy in and out, asked for by the client in C.  A server
 without front ends and one with each number of them have their turns in each round, and ratios are taken within a

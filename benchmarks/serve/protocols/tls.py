@@ -1,4 +1,4 @@
-"""What TLS costs: `python -m benchmarks.serve.tls --out FILE.csv`.
+"""What TLS costs: `python -m benchmarks.serve.protocols.tls --out FILE.csv`.
 
 Two servers, one with TLS, run at once on the same cores; one connection to each is kept alive, npy in and out,
 LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each has its turn, in an order that

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from benchmarks.serve.tls import Line, table
+from benchmarks.serve.protocols.tls import Line, table
 
 
 def row(transport, p50, ratio, size="4 KiB"):

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, beside NVIDIA Triton and `/v1`: `python -m benchmarks.serve.oip --out FILE.csv`.
+"""The Open Inference Protocol beside NVIDIA Triton and `/v1`: `python -m benchmarks.serve.protocols.oip`.
 
 LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
 whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not what

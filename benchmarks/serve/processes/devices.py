@@ -1,4 +1,4 @@
-"""Several devices against one of them: `python -m benchmarks.serve.devices --devices 0,1 --out FILE.csv`.
+"""Several devices against one of them: `python -m benchmarks.serve.processes.devices --devices 0,1 --out FILE.csv`.
 
 First the engines alone, a process for each device: what the wires and kernels of all reach together.  Then servers,
 `normserve serve --devices 0` against all, with as many connections as it takes: each size is work for whose wires

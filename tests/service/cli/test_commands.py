@@ -12,7 +12,7 @@ import normserve
 import normserve.process.serving
 import pytest
 from normserve.admission.keys import parse_keys
-from normserve.cli import main
+from normserve.cli.commands import main
 from normserve.settings import Settings
 
 
@@ -44,7 +44,8 @@ def test_module_is_the_command():
 
 
 def test_version_and_help_load_no_torch():
-    script = "import sys, normserve.cli; normserve.cli.main(['version']); assert 'torch' not in sys.modules"
+    run = "from normserve.cli.commands import main; main(['version'])"
+    script = f"import sys; {run}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 

@@ -10,7 +10,7 @@ from fusednorm.reference.chain import layer_norm_chain as right
 from normserve.client import AsyncClient, Client
 from tritonclient import http as triton
 
-from tests.integration.api.cases import post
+from tests.integration.api.operations.cases import post
 from tests.integration.harness.wire import SAFETENSORS, assert_problem, packed, unpacked
 
 PATH = "/v1/layer_norm_chain"

@@ -8,7 +8,7 @@ import torch
 from fusednorm.reference.float8 import quantised_rows
 from normserve.client import AsyncClient, Client
 
-from tests.integration.api.cases import post
+from tests.integration.api.operations.cases import post
 from tests.integration.harness.wire import NPY, SAFETENSORS, assert_problem, npy, packed, unpacked
 
 FLOAT8 = {"out_dtype": "float8_e4m3fn"}

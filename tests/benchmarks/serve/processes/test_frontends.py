@@ -1,6 +1,6 @@
 """Front ends beside none: the table."""
 
-from benchmarks.serve.frontends import table
+from benchmarks.serve.processes.frontends import table
 
 
 def row(front_ends, rate, ratio):

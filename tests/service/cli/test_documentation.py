@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from normserve.documentation import PAGES
+from normserve.cli.documentation import PAGES
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_not_stale(name):
     page = (DOCS / name).read_text(encoding="utf-8")
-    assert page == PAGES[name](), "run `python -m normserve.documentation docs`"
+    assert page == PAGES[name](), "run `python -m normserve.cli.documentation docs`"

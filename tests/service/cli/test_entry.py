@@ -7,7 +7,8 @@ from importlib import metadata
 import normserve
 import pytest
 
-ROOT_WORDS = {"normserve": "server", "normload": "load"}
+EXTRAS = {"normserve": "server", "normload": "load"}
+ENTRIES = {"normserve": "normserve.cli.entry", "normload": "normload.command"}
 
 
 def without(module: str, program: str) -> subprocess.CompletedProcess[str]:
@@ -27,15 +28,15 @@ def without(module: str, program: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_missing_extra_is_one_line(command, missing, arguments):
-    run = f"from {command}.command import main\nsys.exit(main({arguments!r}))"
+    run = f"from {ENTRIES[command]} import main\nsys.exit(main({arguments!r}))"
     ended = without(missing, run)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
-    assert line == f"{command}: {missing} is not installed: pip install 'normserve[{ROOT_WORDS[command]}]'"
+    assert line == f"{command}: {missing} is not installed: pip install 'normserve[{EXTRAS[command]}]'"
 
 
 def test_a_fault_of_ones_own_is_no_missing_extra():
-    ended = without("normserve.settings", "from normserve.command import main\nmain(['version'])")
+    ended = without("normserve.settings", "from normserve.cli.entry import main\nmain(['version'])")
     assert ended.returncode == 1
     assert "ModuleNotFoundError" in ended.stderr
 

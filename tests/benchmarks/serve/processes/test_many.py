@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmarks.serve.clients import normalising
-from benchmarks.serve.many import _kill_one, _Process, _work, table
+from benchmarks.serve.processes.many import _kill_one, _Process, _work, table
 from benchmarks.serve.report import memory
 
 COLUMNS = ("p50_us", "p99_us", "per_second", "first_answer_s", "resident_bytes", "device_bytes", "killed_errors")

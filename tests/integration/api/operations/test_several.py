@@ -8,7 +8,7 @@ import torch
 from normserve.client import AsyncClient, Client, InvalidRequestError
 from tritonclient import http as triton
 
-from tests.integration.api.cases import post
+from tests.integration.api.operations.cases import post
 from tests.integration.harness.wire import NPY, SAFETENSORS, assert_problem, packed, unpacked
 
 ROWS = (3, 1, 4)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.integration.api.cases import Case, assert_close, default_eps, post
+from tests.integration.api.operations.cases import Case, assert_close, default_eps, post
 
 pytestmark = pytest.mark.gpu
 

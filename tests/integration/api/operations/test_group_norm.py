@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from normserve.client import AsyncClient, Client
 
-from tests.integration.api.cases import GROUPS, Case, assert_close, post
+from tests.integration.api.operations.cases import GROUPS, Case, assert_close, post
 from tests.integration.harness.wire import DTYPES, NPY, SAFETENSORS, from_npy, packed
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")

@@ -1,0 +1,1 @@
+"""One server over several processes or devices."""
