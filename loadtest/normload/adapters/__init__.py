@@ -32,7 +32,7 @@ class Adapter(Protocol):
     """One way in which servers take tensors."""
 
     def refusal(self, case: Case) -> str | None:
-        """Say why such servers cannot be asked this; None where they can."""
+        """What such servers are limited to, if the case is beyond that; None if they support it."""
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
         """What to send."""

@@ -22,7 +22,7 @@ class Native:
     """Sends what `normserve.client` sends, and reads what it reads."""
 
     def refusal(self, case: Case) -> str | None:
-        """It can be asked everything."""
+        """It supports everything."""
         return None
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
@@ -33,7 +33,7 @@ class Native:
         )
 
     def call(self, case: Case, tensors: Mapping[str, HostTensor | list[HostTensor]]) -> Call[_Result]:
-        """What the client would be asked for; where memory is shared, several tensors are asked for as one."""
+        """The client's call; over shared memory, several tensors are sent as one."""
         build: Callable[..., Call[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))

@@ -101,7 +101,7 @@ class KServe:
         except (KeyError, ValueError, TypeError):
             raise UnexpectedAnswerError("the answer is none of KServe's with binary tensors") from None
         if tensor.nbytes != data.nbytes:
-            raise UnexpectedAnswerError(f"y must have the bytes that its shape asks for, got {data.nbytes}")
+            raise UnexpectedAnswerError(f"y must have the bytes of its shape, got {data.nbytes}")
         return {"y": tensor}
 
 

@@ -81,7 +81,7 @@ class Connection(Waiting):
         return self._exchanging(request.head, request.parts, request.most_bytes)
 
     def _exchanging(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[Answer]:
-        # The server may have closed it while nobody asked: then there is its end to read.
+        # The server may have closed it between requests: then its end can be read.
         if self._open is not None and not self._open.is_quiet():
             self.close()
         try:

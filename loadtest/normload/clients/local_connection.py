@@ -31,7 +31,7 @@ class _Placed:
     """A request whose tensors lie in the arena.
 
     Attributes:
-        frame: that asks it.
+        frame: of the request.
         inputs: blocks of its tensors.
         results: blocks of its results.
     """
@@ -144,7 +144,7 @@ class _Link:
         _require((yield from self.ask(frames.write(_TAG, frames.Hello(VERSION, api_key)))))
 
     def is_quiet(self) -> bool:
-        """Whether nothing has come that nobody asked for, such as the connection's end."""
+        """Whether nothing was received between requests, such as the connection's end."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -196,7 +196,7 @@ class _Link:
         _require(answer)
 
     def close(self) -> None:
-        """End the connection, and give back what nobody writes to any more once nobody looks at it."""
+        """End the connection, and free its memory once nothing refers to it."""
         self._incoming.close()
         if self._is_asked:
             self._socket.close()

@@ -1,4 +1,4 @@
-"""One client process: told by its parent, through a pipe, what to send and when; it answers with tallies."""
+"""One client process: it receives commands from its parent through a pipe, and responds with tallies."""
 
 import gc
 import signal

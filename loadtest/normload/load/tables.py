@@ -21,7 +21,7 @@ class ScenarioError(ValueError):
 
 
 class Table:
-    """One table; each key is taken once, and `close` refuses what nobody took."""
+    """One table; each key is taken once, and `close` refuses the keys that were not taken."""
 
     def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
         self.where = where
@@ -109,7 +109,7 @@ class Table:
         return left
 
     def close(self) -> None:
-        """Raises: ScenarioError: a key is left that nobody took."""
+        """Raises: ScenarioError: a key was not taken."""
         for key in self._entries:
             close = difflib.get_close_matches(key, self._known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
