@@ -1,4 +1,4 @@
-"""A request on its way to an answer."""
+"""A request in flight."""
 
 from dataclasses import dataclass
 

@@ -26,7 +26,7 @@ class HarnessError(RuntimeError):
 
 
 class Fleet:
-    """Several processes that together send what a scenario says; a context manager."""
+    """Several processes that together send the load of a scenario; a context manager."""
 
     def __init__(self, setup: Setup, on_progress: Callable[[Progress], None]) -> None:
         """Args:

@@ -132,7 +132,7 @@ class Sender:
         return self._recorder.take()
 
     def ask_all(self) -> list[Record]:
-        """Send each request of the pool once, one after another, and check every answer.
+        """Send each request of the pool once, one after another, and check every response.
 
         It ends early when too many were waited for in vain: each of them takes the whole of the timeout.
         """
@@ -199,7 +199,7 @@ class Sender:
         self._step(run, exchange, None)
 
     def _wait(self, run: _Run, due_s: float | None) -> None:
-        """Wait for answers, or for what is due; while nothing comes, look at an answer that came before."""
+        """Wait for responses or the next scheduled request; check earlier responses meanwhile."""
         most = len(run.busy) + 1
         came = run.events.poll(0, most)
         if not came:

@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 
 
 class Arrivals(Protocol):
-    """Says when to send."""
+    """A source of scheduled requests."""
 
     #: By the clock; what is due but not sent by then is not sent any more.
     cutoff: float
@@ -110,7 +110,7 @@ class ClosedLoop:
 
 
 class Draws:
-    """What is random: the times between requests, and which one it is."""
+    """The random choices: the times between requests, and the requests themselves."""
 
     def __init__(self, seed: Sequence[int], shares: Sequence[float]) -> None:
         """Args:

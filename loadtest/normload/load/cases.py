@@ -85,7 +85,7 @@ class Case:
         return parameters
 
     def tensors(self) -> dict[str, HostTensor]:
-        """The request's tensors by name, made anew at each call and always the same.
+        """The request's tensors by name: new ones at each call, with the same values.
 
         Weight and bias follow from the seed and the size of the normalised axis alone, so that a server that holds
         them can be used with any number of rows.

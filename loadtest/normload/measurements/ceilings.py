@@ -110,7 +110,7 @@ def _echo(end: socket.socket, nbytes: int) -> None:
 def _measure(
     end: socket.socket, nbytes: int, seconds: float, pipe: "Connection[tuple[float, Histogram], None]"
 ) -> None:
-    """Send a message again and again, and report how many came back a second, and in what time."""
+    """Send messages one after another, and report round trips a second and their latencies."""
     message, times = memoryview(bytearray(nbytes)), Histogram()
     pipe.send((0.0, times))
     pipe.recv()

@@ -1,4 +1,4 @@
-"""What is kept of requests: each for a moment, then sums and histograms of bounded size that add up."""
+"""Records of requests, and their sums and histograms of bounded size, which can be merged."""
 
 import math
 from collections import Counter
