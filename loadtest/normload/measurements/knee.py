@@ -35,8 +35,8 @@ class Sweep:
     Attributes:
         knee: the load with the greatest power, the ratio of requests a second to mean latency.  Above it, more load
             adds more delay than throughput (L. Kleinrock, Power and deterministic rules of thumb, 1979).  None if
-            that is the lowest load, or if no higher load has less than 80 % of its power: then the knee, if there is
-            one, lies outside of the sweep.
+            that is the lowest load, or if no higher load has less than 80 % of its power: then the knee, if there
+            is one, lies outside of the sweep.
         sustained: the greatest load whose rate was at least 95 % of the offered one with at most 1 % errors; None
             if no load was sustained.
         peak: the highest number of requests a second that were answered, at any load.
