@@ -26,7 +26,7 @@ WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for, and return the exit code."""
+    """Run a command, and return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -93,7 +93,7 @@ def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]
 
 
 def _stop_at_interrupt(stop: Callable[[], None]) -> None:
-    """The first Ctrl-C ends the run and shows what there is, a second one ends the program."""
+    """The first Ctrl-C ends the run and reports its results so far, a second one ends the program."""
 
     def interrupted(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,23 +141,23 @@ def _scenarios(_options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="normload", description="Load tests for normserve and its like.")
+    parser = argparse.ArgumentParser(prog="normload", description="Load tests for normserve and similar servers.")
     parser.add_argument("--version", action="version", version=f"normload {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
     comparison = commands.add_parser(
         "compare",
-        help="say what changed between runs beyond noise",
-        description="Compare runs of a scenario and say what changed beyond noise. Of several runs a side, in a"
-        " folder, the spread between runs is measured and smaller changes are found.",
-        epilog=f"Exit code: 0; {MISSED} when something is worse.",
+        help="show what changed between runs beyond noise",
+        description="Compare runs of a scenario and show the changes beyond noise. With several runs a side, in"
+        " folders, the spread between runs is measured, and smaller changes are found.",
+        epilog=f"Exit code: 0; {MISSED} if a metric is worse.",
     )
     comparison.add_argument("before", type=Path, metavar="BEFORE", help="a run's JSON, or a folder of several")
     comparison.add_argument("after", type=Path, metavar="AFTER", help="the same")
     comparison.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each metric of each phase")
     comparison.add_argument("--markdown", type=Path, metavar="FILE", help="write a summary to paste")
     comparison.set_defaults(command=_compare)
-    listing = commands.add_parser("scenarios", help="list the scenarios that come with it")
+    listing = commands.add_parser("scenarios", help="list the built-in scenarios")
     listing.set_defaults(command=_scenarios)
     return parser
 
@@ -165,27 +165,40 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "run",
-        help="drive a server through a scenario",
+        help="run a scenario against a server",
         description="Send seeded requests on a schedule or in a closed loop, and report rates, latencies and"
-        " errors, and whether the answers were right.",
-        epilog=f"Exit code: 0; {WRONG_ANSWERS} when an answer was wrong; {NO_ANSWERS} when none came; {MISSED} when"
-        " an objective was missed.",
+        " errors, and whether the responses were correct.",
+        epilog=f"Exit code: 0; {WRONG_ANSWERS} if a response was wrong; {NO_ANSWERS} if no request succeeded;"
+        f" {MISSED} if an objective failed.",
     )
     add: Callable[..., Any] = parser.add_argument
     add("scenario", nargs="?", default="steady", help="a name, see `normload scenarios`, or a file (%(default)s)")
-    add("--url", type=_url, default=DEFAULT_URL, help="where the server listens (%(default)s)")
-    add("--adapter", choices=list(ADAPTERS), default="normserve", help="what it speaks (%(default)s)")
-    add("--duration", type=_amount, metavar="S", help="of all phases together, in place of the scenario's")
-    add("--seed", type=_seed, default=0, metavar="N", help="of requests, order and times (%(default)s)")
+    add("--url", type=_url, default=DEFAULT_URL, help="the server (%(default)s)")
+    add("--adapter", choices=list(ADAPTERS), default="normserve", help="its protocol (%(default)s)")
+    add("--duration", type=_amount, metavar="S", help="total duration of all phases, in place of the scenario's")
+    add(
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="seed of requests, their order and their times (%(default)s)",
+    )
     add("--processes", type=_count, metavar="N", help="client processes (half of the cores, 2 to 8)")
-    add("--verify", action="store_true", help=f"check every answer, not one in {round(1 / SAMPLE)}")
-    add("--slo", type=_objective, action="append", default=[], metavar="BOUND", help="as p99<20ms or errors<0.1%%")
+    add("--verify", action="store_true", help=f"check every response, not one in {round(1 / SAMPLE)}")
+    add(
+        "--slo",
+        type=_objective,
+        action="append",
+        default=[],
+        metavar="BOUND",
+        help="an objective such as p99<20ms or errors<0.1%%",
+    )
     add("--json", type=Path, metavar="FILE", help="write the result, for `normload compare`")
-    add("--html", type=Path, metavar="FILE", help="write a page with plots")
+    add("--html", type=Path, metavar="FILE", help="write an HTML report with plots")
     add("--csv", type=Path, metavar="FILE", help="write a line for each phase and operation")
     add("--markdown", type=Path, metavar="FILE", help="write a summary to paste")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
-    add("--timeout", type=_timeout, default=60.0, metavar="S", help="of a request, all in all (%(default)s)")
+    add("--timeout", type=_timeout, default=60.0, metavar="S", help="of a whole request (%(default)s)")
     parser.set_defaults(command=_run)
 
 

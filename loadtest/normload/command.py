@@ -1,4 +1,4 @@
-"""The command `normload`, which says in one line what to install where something is missing."""
+"""The command `normload`, with a one-line error if a dependency is not installed."""
 
 import sys
 from collections.abc import Sequence

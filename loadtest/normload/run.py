@@ -1,4 +1,4 @@
-"""A whole run: warm up, find the ceilings and the capacity, go through the phases, say what to make of it."""
+"""A whole run: warm-up, measurement of the upper bounds and of the capacity, the phases, the result."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from normload.measurements.remarks import remarks_on
 from normload.measurements.result import PhaseResult, Result
 from normload.measurements.tally import FAULTS_KEPT, Tally
 
-#: The part of all answers that is checked unless all are asked for.
+#: The fraction of responses that is checked by default.
 SAMPLE = 0.02
 
 _MAX_PROCESSES = 8
@@ -36,9 +36,9 @@ class Target:
 
     Attributes:
         url: where it listens; of adapters but normserve's with the path that takes tensors.
-        adapter: what it speaks, a key of `ADAPTERS`.
+        adapter: its protocol, a key of `ADAPTERS`.
         api_key: sent as a bearer token.
-        timeout_s: how long an exchange with it may take.
+        timeout_s: the most that a request may take.
     """
 
     url: str
@@ -47,10 +47,10 @@ class Target:
     timeout_s: float = 60.0
 
     def info(self) -> Mapping[str, Any]:
-        """What the server says of itself; nothing, where servers of its kind do not.
+        """The server's `/v1/info`; empty with adapters that have none.
 
         Raises:
-            ClientError: it does not answer.
+            ClientError: it does not respond.
         """
         if self.adapter != "normserve":
             return {}
@@ -60,16 +60,16 @@ class Target:
 
 
 class Watcher:
-    """Hears how a run goes; this one does not care."""
+    """Receives the progress of a run; this one ignores it."""
 
     def stage(self, name: str, duration_s: float | None) -> None:
-        """A stage begins, which takes so long if that is known."""
+        """A stage begins; None if its duration is not known."""
 
     def progress(self, progress: Progress) -> None:
         """Requests have ended."""
 
     def control(self, stop: Callable[[], None]) -> None:
-        """Calling `stop` ends the run early, with what there is as its result."""
+        """Calling `stop` ends the run early, with the result so far."""
 
 
 def default_processes(connections: int) -> int:
@@ -86,20 +86,20 @@ def run(
     verify: bool = False,
     watcher: Watcher | None = None,
 ) -> Result:
-    """Do what a scenario says.
+    """Run a scenario.
 
     Args:
-        scenario: what.
-        target: to whom.
-        seed: of all that is random.
-        processes: how many send; None chooses.
-        verify: check every answer, and not a sample.
-        watcher: told how it goes.
+        scenario: the workload and its phases.
+        target: the server.
+        seed: of everything random.
+        processes: the number of client processes; None for the default.
+        verify: check every response, and not a sample.
+        watcher: receives the progress.
 
     Raises:
-        ScenarioError: the server's kind cannot be asked this.
-        ClientError: the server does not answer to begin with.
-        HarnessError: a client process could not go on.
+        ScenarioError: the adapter does not support a request of the scenario.
+        ClientError: the server does not respond at the start.
+        HarnessError: a client process failed.
     """
     watcher = watcher or Watcher()
     address, cases = Address.of(target.url), scenario.workload.drawn(seed)
@@ -130,7 +130,7 @@ def run(
 
 
 class _Conductor:
-    """Goes through a scenario once."""
+    """Runs a scenario once."""
 
     def __init__(self, scenario: Scenario, fleet: Fleet, watcher: Watcher) -> None:
         self._scenario = scenario
@@ -142,15 +142,15 @@ class _Conductor:
         self._machine: MachineUse | None = None
 
     def warm_up(self) -> None:
-        """Ask for everything once."""
-        self._watcher.stage("asking for everything once", None)
+        """Send every request once."""
+        self._watcher.stage("sending every request once", None)
         self._apart.append(self._fleet.ask_all())
 
     def echo(self, address: Address) -> Echo | None:
-        """The ceiling of this machine's own sockets for messages as large as these, where the server is on it."""
+        """The loopback bandwidth for messages of the load's mean size, if the server is on this machine."""
         is_unix = address.socket_path is not None
         total = self._apart[0].total()
-        # Where memory is shared no tensors pass through sockets.
+        # With shared memory, no tensors pass through sockets.
         if address.shares_memory or not total.ok or not (is_unix or is_loopback(address.host)):
             return None
         self._watcher.stage("measuring the loopback", None)
@@ -160,7 +160,7 @@ class _Conductor:
         return None
 
     def go_through(self) -> None:
-        """Every phase, after some of the first one's load that does not count."""
+        """Run every phase, after a warm-up with the load of the first one."""
         scenario = self._scenario
         if scenario.needs_capacity:
             self._find_capacity()
@@ -190,7 +190,7 @@ class _Conductor:
     def result(
         self, target: Target, seed: int, info: Mapping[str, Any], started: str, connections: int, echo: Echo | None
     ) -> Result:
-        """What it came to."""
+        """The result of the run."""
         tallies = [*self._apart, *(each.tally for each in self._phases)]
         apart: Counter[tuple[int, str]] = Counter()
         for tally in self._apart:
@@ -227,7 +227,7 @@ class _Conductor:
 
     def _find_capacity(self) -> None:
         phase = self._scenario.capacity
-        (tally,) = self._load("finding the capacity", (phase,))[1]
+        (tally,) = self._load("measuring the capacity", (phase,))[1]
         self._apart.append(tally)
         self._capacity = tally.in_time().ok / phase.duration_s
 

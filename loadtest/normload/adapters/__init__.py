@@ -1,4 +1,4 @@
-"""What different servers speak: a request's tensors to an HTTP exchange, and its answer to tensors again."""
+"""Protocols of different servers: from the tensors of a request to HTTP, and from the response to tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,16 +29,16 @@ class Exchange:
 
 
 class Adapter(Protocol):
-    """One way in which servers take tensors."""
+    """A protocol for tensors."""
 
     def refusal(self, case: Case) -> str | None:
-        """Say why such servers cannot be asked this; None where they can."""
+        """What such servers are limited to, if the case is beyond that; None if they support it."""
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
         """What to send."""
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
-        """The tensors of a successful answer by the names of normserve's API, as views of it.
+        """The tensors of a successful response by the names of normserve's API, as views of it.
 
         Raises:
             ClientError: it is none that such a server gives.

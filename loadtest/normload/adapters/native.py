@@ -1,4 +1,4 @@
-"""normserve's own API: every tensor in one safetensors body, and every answer one."""
+"""normserve's own API: all tensors of a request, and of a response, in one safetensors body."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -19,21 +19,21 @@ _OF_ALL = ("weight", "bias", "dweight", "dbias")
 
 
 class Native:
-    """Sends what `normserve.client` sends, and reads what it reads."""
+    """Sends and reads the same bytes as `normserve.client`."""
 
     def refusal(self, case: Case) -> str | None:
-        """It can be asked everything."""
+        """It supports everything."""
         return None
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
-        """What the client would send."""
+        """The HTTP request of the client."""
         call = self.call(case, divided(case, tensors) if case.parts else tensors)
         return Exchange(
             call.method, call.target, call.parts() or (), call.most_bytes, {"content-type": SAFETENSORS}
         )
 
     def call(self, case: Case, tensors: Mapping[str, HostTensor | list[HostTensor]]) -> Call[_Result]:
-        """What the client would be asked for; where memory is shared, several tensors are asked for as one."""
+        """The client's call; over shared memory, several tensors are sent as one."""
         build: Callable[..., Call[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
@@ -47,7 +47,7 @@ class Native:
 
 
 def divided(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor | list[HostTensor]]:
-    """Tensors of a request or an answer, with lists of `case.parts` of what belongs to rows or samples."""
+    """Tensors of a request or a response, with lists of `case.parts` of what belongs to rows or samples."""
     count = case.shape[0]
     ends = [count * part // case.parts for part in range(case.parts + 1)]
     return {

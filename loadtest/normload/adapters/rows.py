@@ -29,7 +29,7 @@ _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 
 def refusal(case: Case) -> str | None:
-    """Say what of a case such a server does not do; None when it does all of it."""
+    """What such a server is limited to, if the case is beyond that; None if it supports it."""
     if case.operation != "layer_norm" or case.activation != "none" or case.residual:
         return "only layer_norm forward, without activation and residual"
     if case.weight_offset or case.heads or case.out_dtype is not None or case.parts:
@@ -101,7 +101,7 @@ class KServe:
         except (KeyError, ValueError, TypeError):
             raise UnexpectedAnswerError("the answer is not one of KServe's with binary tensors") from None
         if tensor.nbytes != data.nbytes:
-            raise UnexpectedAnswerError(f"y must have the bytes that its shape asks for, got {data.nbytes}")
+            raise UnexpectedAnswerError(f"y must have the bytes of its shape, got {data.nbytes}")
         return {"y": tensor}
 
 

@@ -1,1 +1,1 @@
-"""Who sends the load: processes, their connections and the requests they send, and whether answers are right."""
+"""The client: processes, their connections and requests, and the check of responses."""

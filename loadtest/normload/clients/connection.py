@@ -27,14 +27,14 @@ _TRUST = Trust(verify=True)
 
 
 class Waiting:
-    """What is done in steps, done by who waits for each of them."""
+    """Run steps to their end, and wait for each of them."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Args: timeout_s: how long an exchange may take."""
+        """Args: timeout_s: the most that an exchange may take."""
         self.timeout_s = timeout_s
 
     def wait_for(self, steps: Steps[Answer]) -> Answer:
-        """What steps come to.
+        """The result of steps.
 
         Raises:
             ConnectionFailedError: there is no connection, or it broke.
@@ -56,7 +56,7 @@ class Connection(Waiting):
     def __init__(self, address: Address, timeout_s: float) -> None:
         """Args:
         address: where to.
-        timeout_s: how long an exchange may take, from connecting to the last byte of the answer.
+        timeout_s: the most that an exchange may take, from connecting to the last byte of the answer.
         """
         super().__init__(timeout_s)
         self._address = address
@@ -65,7 +65,7 @@ class Connection(Waiting):
         self._room: memoryview | None = None
 
     def exchange(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Answer:
-        """Send one request, wait for its answer and return it; its body is valid until the next exchange.
+        """Send one request, wait for its response and return it; its body is valid until the next exchange.
 
         Args:
             head, parts: of the request.
@@ -77,11 +77,11 @@ class Connection(Waiting):
         return self.wait_for(self._exchanging(head, parts, most_bytes))
 
     def steps(self, request: Request) -> Steps[Answer]:
-        """`exchange` of a request for who waits elsewhere; what it raises is one of `FAILURES`."""
+        """`exchange` in steps, for a caller with its own event loop; it raises only `FAILURES`."""
         return self._exchanging(request.head, request.parts, request.most_bytes)
 
     def _exchanging(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[Answer]:
-        # The server may have closed it while nobody asked: then there is its end to read.
+        # The server may have closed it between requests: then its end can be read.
         if self._open is not None and not self._open.is_quiet():
             self.close()
         try:
@@ -98,7 +98,7 @@ class Connection(Waiting):
         return answer
 
     def leave(self) -> None:
-        """Let who has it keep the memory of the last answer."""
+        """Leave the memory of the last response to the caller."""
         self._room = None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A request on its way to an answer."""
+"""A request in flight."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Exchange:
 
     Attributes:
         connection: that it is on.
-        slot: what is asked, and when it was due.
+        slot: the request, and its scheduled time.
         free, sent, ended: by the clock.
         check: whether the answer is compared with the right one.
         steps: what is left to do.

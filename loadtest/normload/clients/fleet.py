@@ -22,16 +22,16 @@ _ENDED = "a client process ended unexpectedly"
 
 
 class HarnessError(RuntimeError):
-    """A client process could not go on."""
+    """A client process failed."""
 
 
 class Fleet:
-    """Several processes that together send what a scenario says; use it in a `with`."""
+    """Several processes that together send the load of a scenario; a context manager."""
 
     def __init__(self, setup: Setup, on_progress: Callable[[Progress], None]) -> None:
         """Args:
         setup: of every process but for its index; how many there are is in it.
-        on_progress: told how the load goes.
+        on_progress: receives the progress.
         """
         self.processes = setup.processes
         #: The greatest fraction of a core that each process used in any segment.
@@ -75,7 +75,7 @@ class Fleet:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody wanted it to end early."""
+        """Whether the run was ended early."""
         return self._stopped
 
     def wait_until_ready(self) -> None:
@@ -88,7 +88,7 @@ class Fleet:
         return _merged(self._gather())[0]
 
     def load(self, phases: tuple[Phase, ...], connections: int, grace_s: float) -> tuple[float, list[Tally]]:
-        """Send consecutive phases; return when they began, by time.perf_counter, and what came of each."""
+        """Send consecutive phases; return their start, by time.perf_counter, and the tally of each."""
         start = time.perf_counter() + _HEAD_START_S
         self._segments += 1
         counts = spread(connections, self.processes)
@@ -99,7 +99,7 @@ class Fleet:
         return start, _merged(done)
 
     def stop(self) -> None:
-        """End the segment under way; nothing more should be asked for."""
+        """End the segment under way; no other must be started."""
         self._stopped = True
         for pipe in self._pipes:
             with suppress(OSError):
@@ -113,7 +113,7 @@ class Fleet:
                 raise HarnessError(_ENDED) from None
 
     def _gather(self) -> list[Done]:
-        """The answer of every process to what it was told."""
+        """The response of every process to its command."""
         done: dict[int, Done] = {}
         while len(done) < self.processes:
             waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in done}
@@ -133,7 +133,7 @@ class Fleet:
 
 
 def spread(count: int, parts: int) -> list[int]:
-    """Split a count as evenly as it goes."""
+    """Split a count as evenly as possible."""
     return [count // parts + (index < count % parts) for index in range(parts)]
 
 

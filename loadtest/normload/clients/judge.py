@@ -1,4 +1,4 @@
-"""Whether answers are right."""
+"""The check of responses."""
 
 import threading
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from normload.clients.pool import Request
 
 
 class Judge:
-    """Compares answers with the right ones.
+    """Compares responses with the expected ones.
 
     The first right answer to a request is kept.  A later one that has the same bits is right as well, which takes
     no more than a comparison to see; for one that differs everything is computed again, in torch and float64.
@@ -30,7 +30,7 @@ class Judge:
         self._computing = threading.Lock()
 
     def fault(self, number: int, answer: Answer) -> str | None:
-        """Say what is wrong with the answer to the pool's request of that number; None when it is right."""
+        """Describe what is wrong with the response to a request of the pool; None if it is correct."""
         right = self._right.get(number)
         try:
             if right is not None and _is_same(right, answer.content()):
@@ -41,7 +41,7 @@ class Judge:
             return self._compute(number, answer)
 
     def _compute(self, number: int, answer: Answer) -> str | None:
-        # torch takes seconds to import, and whoever only wants times need not have it.
+        # torch takes seconds to import, and is optional for those who only measure times.
         import torch
 
         from normload.clients import oracle

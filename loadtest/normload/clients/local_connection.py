@@ -31,7 +31,7 @@ class _Placed:
     """A request whose tensors lie in the arena.
 
     Attributes:
-        frame: that asks it.
+        frame: of the request.
         inputs: blocks of its tensors.
         results: blocks of its results.
     """
@@ -46,7 +46,7 @@ class _Placed:
 
 
 class _RefusedError(Exception):
-    """The server's answer to a message other than the request is an error."""
+    """The server responded with an error to a message other than the request."""
 
     def __init__(self, answer: frames.Answer) -> None:
         super().__init__(answer.status)
@@ -71,7 +71,7 @@ class LocalConnection(Waiting):
         self._last: tuple[int, dict[str, Block]] | None = None
 
     def steps(self, request: Request) -> Steps[Answer]:
-        """As `Connection.steps`; the results of its answer are valid until the next exchange."""
+        """As `Connection.steps`; the results of its response are valid until the next exchange."""
         if self._last is not None:
             # Whoever has the answer still looks at its figures alone; the blocks are wanted.
             self._last[1].clear()
@@ -97,7 +97,7 @@ class LocalConnection(Waiting):
         return understood(told, results)
 
     def leave(self) -> None:
-        """Let who has the last answer keep its results."""
+        """Leave the results of the last response to the caller."""
         if self._last is not None:
             self._placed.pop(self._last[0], None)
             self._last = None
@@ -111,7 +111,7 @@ class LocalConnection(Waiting):
             self._open = None
 
     def _place(self, link: "_Link", request: Request) -> Steps[_Placed]:
-        """Bring a request's tensors into the arena, in place of others if those are many."""
+        """Copy a request's tensors into the arena, in place of others if it is full."""
         assert request.call is not None
         kept = sum(placed.nbytes for placed in self._placed.values())
         while self._placed and kept + request.nbytes + request.most_bytes > _KEPT_BYTES:
@@ -144,7 +144,7 @@ class _Link:
         _require((yield from self.ask(frames.write(_TAG, frames.Hello(VERSION, api_key)))))
 
     def is_quiet(self) -> bool:
-        """Whether nothing has come that nobody asked for, such as the connection's end."""
+        """Whether nothing was received between requests, such as the connection's end."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -154,7 +154,7 @@ class _Link:
         return False
 
     def ask(self, frame: bytes) -> Steps[frames.Answer]:
-        """Send a frame and wait for its answer.
+        """Send a frame and wait for its response.
 
         Raises:
             _RefusedError: the server refuses the connection.
@@ -196,7 +196,7 @@ class _Link:
         _require(answer)
 
     def close(self) -> None:
-        """End the connection, and give back what nobody writes to any more once nobody looks at it."""
+        """End the connection, and free its memory once nothing refers to it."""
         self._incoming.close()
         if self._is_asked:
             self._socket.close()

@@ -1,4 +1,4 @@
-"""What the server should have answered: torch on the CPU, in float64, gradients by its autograd."""
+"""The expected responses: torch on the CPU in float64, gradients by its autograd."""
 
 import math
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """The tensors on the way to y, in x's shape where nothing else is said.
+    """Intermediate tensors in the computation of y, in x's shape unless noted.
 
     Attributes:
         h: what was normalised, x or x + residual.
@@ -73,7 +73,7 @@ class _Forward:
 
 
 def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Reference]:
-    """The exact answer by the names of the API."""
+    """The exact results by the names of the API."""
     given = {name: torch.from_numpy(widen(tensor)) for name, tensor in tensors.items()}
     if case.norms:
         return {"y": _chain(case, given)}
@@ -93,7 +93,7 @@ def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Referen
 
 
 def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, HostTensor]) -> str | None:
-    """Say what is wrong with an answer; None when it is right."""
+    """Describe what is wrong with a response; None if it is correct."""
     should_be = expected(case, tensors)
     if answer.keys() != should_be.keys():
         got = ", ".join(quoted(name, 32) for name in sorted(answer)[:_NAMED])

@@ -1,4 +1,4 @@
-"""Requests with everything at hand that sending them takes, so that making them costs nothing under load."""
+"""Requests prepared for sending, so that creating them takes no time under load."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class Request:
     """A case as it is sent.
 
     Attributes:
-        case, tensors: what is asked.
-        head, parts: the bytes that ask it by HTTP; none where memory is shared.
+        case, tensors: the request.
+        head, parts: its bytes over HTTP; empty with shared memory.
         nbytes: of the body, or of the tensors.
         most_bytes: what the body of a successful answer, or its tensors, can have.
-        call: as it is asked of who shares memory; None by HTTP.
+        call: the request over shared memory; None over HTTP.
     """
 
     case: Case
@@ -42,7 +42,7 @@ def require_askable(adapter: Adapter, cases: Sequence[Case], address: Address) -
         raise ScenarioError("only normserve shares memory: unix://PATH takes no other adapter")
     for case in cases:
         if refusal := adapter.refusal(case):
-            raise ScenarioError(f"such a server does {refusal}; the scenario asks for {case.operation}")
+            raise ScenarioError(f"such a server does {refusal}; the scenario has {case.operation}")
 
 
 def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | None) -> Request:

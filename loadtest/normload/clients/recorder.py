@@ -1,4 +1,4 @@
-"""The records of exchanges that ended: made, and answers looked at, when there is time for it."""
+"""The records of completed exchanges, made and checked while no response is waiting."""
 
 import collections
 import re
@@ -46,7 +46,7 @@ class Recorder:
         return bool(self._left)
 
     def take(self) -> Records:
-        """The records that were made since the last call, each with its phase's place."""
+        """The records since the last call, each with the index of its phase."""
         taken, self._records = self._records, []
         return taken
 
@@ -134,7 +134,7 @@ class Recorder:
 
 
 def code_of(error: ClientError) -> str:
-    """As in `Record`, of a request that had no answer."""
+    """As in `Record`, of a request without a response."""
     if isinstance(error, ConnectionFailedError):
         return CONNECTION_FAILED
     return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

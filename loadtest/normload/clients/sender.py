@@ -22,10 +22,10 @@ from normload.clients.recorder import Recorder, Records, code_of
 from normload.load.arrivals import Arrivals, Slot
 from normload.measurements.tally import CONNECTION_FAILED, TIMEOUT, Record
 
-# After a connection failed, so that a server that is gone is not asked as fast as the kernel can refuse.
+# After a connection failed, so that connections to a stopped server are not tried in a busy loop.
 _PAUSE_S = 0.02
 
-# A server that does not answer while everything is asked for once is asked no more before the run.
+# If a server leaves so many of the first requests unanswered, the rest of the warm-up is skipped.
 _MOST_TIMEOUTS = 3
 
 # How often it is looked whether an exchange takes too long, and how often who runs this is called.
@@ -45,10 +45,10 @@ class _Run:
 
     Attributes:
         arrivals, starts: of the segment.
-        free: connections that nobody uses, since when, the longest first.
+        free: unused connections and since when, the longest first.
         resting: those that failed, and until when.
         busy: exchanges by the descriptor that they wait for.
-        events: what the kernel is asked for.
+        events: those that the selector waits for.
         is_over: whether nothing more comes due.
     """
 
@@ -132,7 +132,7 @@ class Sender:
         return self._recorder.take()
 
     def ask_all(self) -> list[Record]:
-        """Send each request of the pool once, one after another, and check every answer.
+        """Send each request of the pool once, one after another, and check every response.
 
         It ends early when too many were waited for in vain: each of them takes the whole of the timeout.
         """
@@ -169,7 +169,7 @@ class Sender:
         return Connection(self._address, self._timeout_s)
 
     def _send_due(self, run: _Run) -> float | None:
-        """Send all that is due and has a connection; the seconds until more is due, or None where nobody waits."""
+        """Send all that is due and has a connection; the seconds until more is due, or None if no request waits."""
         now = time.perf_counter()
         while run.resting and run.resting[0][0] <= now:
             until, connection = run.resting.popleft()
@@ -199,7 +199,7 @@ class Sender:
         self._step(run, exchange, None)
 
     def _wait(self, run: _Run, due_s: float | None) -> None:
-        """Wait for answers, or for what is due; while nothing comes, look at an answer that came before."""
+        """Wait for responses or the next scheduled request; check earlier responses meanwhile."""
         most = len(run.busy) + 1
         came = run.events.poll(0, most)
         if not came:
@@ -230,7 +230,7 @@ class Sender:
         else:
             exchange.descriptor = descriptor
             run.busy[descriptor] = exchange
-            # Each wait asks anew: a connection that was opened in place of another may have its number.
+            # Registered anew for each wait: a connection that was opened in place of another may have its number.
             try:
                 run.events.modify(descriptor, events | select.EPOLLONESHOT)
             except FileNotFoundError:

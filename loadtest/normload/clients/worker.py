@@ -1,4 +1,4 @@
-"""One client process: told by its parent, through a pipe, what to send and when; it answers with tallies."""
+"""One client process: it receives commands from its parent through a pipe, and responds with tallies."""
 
 import gc
 import signal
@@ -21,7 +21,7 @@ from normload.measurements.tally import OK, Record, Tally
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a process knows from the beginning.
+    """The configuration of a process.
 
     Attributes:
         url, adapter, api_key, timeout_s: of the server.
@@ -82,7 +82,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command came to.
+    """The result of a command.
 
     Attributes:
         tallies: of each phase.
@@ -121,7 +121,7 @@ def main(setup: Setup, pipe: "Connection[Done | Progress | Failed, AskAll | Load
 
 
 class Worker:
-    """What a process holds from one command to the next."""
+    """The state of a process between commands."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -138,7 +138,7 @@ class Worker:
         )
 
     def ask_all(self) -> Done:
-        """Send every request once, so that connections, answers and the server are warm."""
+        """Send every request once, to warm up connections and the server."""
         tally = Tally(1.0)
         tally.add(self._sender.ask_all())
         return Done([tally], 0.0)

@@ -1,1 +1,1 @@
-"""What the load is: a scenario's phases, the requests that it draws and their tensors, and when each is due."""
+"""The load: phases of a scenario, its requests and their tensors, and the schedule."""

@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 
 
 class Arrivals(Protocol):
-    """Says when to send."""
+    """A source of scheduled requests."""
 
     #: By the clock; what is due but not sent by then is not sent any more.
     cutoff: float
@@ -41,7 +41,7 @@ class Arrivals(Protocol):
         """A request that is due now; else the seconds until one is, or None when all are sent, or at a stop."""
 
     def stop(self) -> None:
-        """Let nothing more be due."""
+        """Schedule no more requests."""
 
 
 class OpenLoop:
@@ -77,14 +77,14 @@ class OpenLoop:
         return slot
 
     def stop(self) -> None:
-        """Let nothing more be due."""
+        """Schedule no more requests."""
         self._following, self._slots = None, iter(())
 
 
 class ClosedLoop:
-    """As soon as a connection has its answer, until the phase is over.
+    """A request as soon as a connection has its response, until the phase ends.
 
-    The rate follows from the server: a slow one is asked less.
+    The rate follows from the server: a slow one gets fewer requests.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class ClosedLoop:
         return self._start - now if now < self._start else Slot(0, now, next(self._requests))
 
     def stop(self) -> None:
-        """Let nothing more be due."""
+        """Schedule no more requests."""
         self._end = -math.inf
 
 
 class Draws:
-    """What is random: the times between requests, and which one it is."""
+    """The random choices: the times between requests, and the requests themselves."""
 
     def __init__(self, seed: Sequence[int], shares: Sequence[float]) -> None:
         """Args:
@@ -121,7 +121,7 @@ class Draws:
         self._shares = np.asarray(shares, np.float64) / sum(shares)
 
     def requests(self) -> Iterator[int]:
-        """Places in the pool, for ever."""
+        """Indices into the pool, without end."""
         numbers = np.random.default_rng([*self._seed, 0])
         while True:
             yield from numbers.choice(len(self._shares), _CHUNK, p=self._shares).tolist()

@@ -65,7 +65,7 @@ class Case:
 
     @property
     def is_backward(self) -> bool:
-        """Whether gradients are asked for."""
+        """Whether the operation computes gradients."""
         return self.operation.endswith("/backward")
 
     @property
@@ -85,10 +85,10 @@ class Case:
         return parameters
 
     def tensors(self) -> dict[str, HostTensor]:
-        """The request's tensors by name, made anew at each call and always the same.
+        """The request's tensors by name: new ones at each call, with the same values.
 
         Weight and bias follow from the seed and the size of the normalised axis alone, so that a server that holds
-        them can be asked in every number of rows.
+        them can be used with any number of rows.
         """
         numbers, parameters = np.random.default_rng(self.seed), np.random.default_rng([self.seed, 1])
         size = self.shape[-2:] if self.heads else (self.shape[self.channel_axis],)

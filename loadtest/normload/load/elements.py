@@ -1,4 +1,4 @@
-"""Numbers in float64 to and from what the API carries, bfloat16 among it, which numpy alone does not have."""
+"""Conversion between float64 and the types of the API, such as bfloat16, which numpy lacks."""
 
 from typing import Literal
 

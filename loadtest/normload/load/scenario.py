@@ -1,4 +1,4 @@
-"""What a run does, read from TOML: what is asked, and in which phases.
+"""A scenario, read from TOML: the workload and its phases.
 
     description = "…"
     connections = 64            # the most requests under way at once
@@ -34,7 +34,7 @@ from normload.load.workload import Workload, read_workload
 
 Arrivals = Literal["poisson", "constant", "closed"]
 
-# As many threads as a machine bears, and as many ports as an address has.
+# The number of ports of an address.
 _MOST_CONNECTIONS = 2**16
 _MOST_CYCLES = 10_000
 
@@ -44,9 +44,9 @@ class Phase:
     """Load of one kind.
 
     Attributes:
-        name: for the reader; phases of one name in several cycles are counted together.
-        arrivals: "poisson" and "constant" send on a schedule whatever becomes of earlier requests, "closed" sends
-            when an answer has come.
+        name: phases of one name in several cycles are counted together.
+        arrivals: "poisson" and "constant" send on a schedule that does not depend on responses, "closed" sends a
+            request after the response to the previous one.
         duration_s: of the schedule.
         rate: requests a second of a schedule; of the capacity, 1 being all of it, where `of_capacity` is set.
         connections: of a closed loop, requests under way.
@@ -79,7 +79,7 @@ class Scenario:
     capacity: Phase = Phase("capacity", "closed", 3.0, connections=16)
 
     def segments(self) -> list[tuple[Phase, ...]]:
-        """Phases that run into one another, together; before each new segment all answers are waited for."""
+        """Phases without a pause between them, together; before each new segment all responses are awaited."""
         found: list[tuple[Phase, ...]] = []
         for phase in self.phases * self.cycles:
             follows = self.settle_s is None and phase.arrivals != "closed"
@@ -96,18 +96,18 @@ class Scenario:
 
     @property
     def duration_s(self) -> float:
-        """Of everything that counts, without pauses."""
+        """Of all phases, without pauses."""
         return self.cycles * sum(phase.duration_s for phase in self.phases)
 
     def lasting(self, duration_s: float) -> "Scenario":
-        """The same in another time, each phase with its share of it."""
+        """The same with another total duration, of which each phase keeps its share."""
         factor = duration_s / self.duration_s
         phases = tuple(replace(phase, duration_s=phase.duration_s * factor) for phase in self.phases)
         return replace(self, phases=phases)
 
 
 def built_in() -> dict[str, Scenario]:
-    """The scenarios that come with the harness, by name."""
+    """The built-in scenarios by name."""
     folder = resources.files("normload") / "scenarios"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {(name := file.name.removesuffix(".toml")): parse(name, file.read_text("utf-8")) for file in files}
@@ -117,7 +117,7 @@ def load(name_or_path: str) -> Scenario:
     """Return a built-in scenario by its name, or the one in a file.
 
     Raises:
-        ScenarioError: there is none, or it says something that means nothing.
+        ScenarioError: there is none, or it is not valid.
     """
     known = built_in()
     if name_or_path in known:
@@ -139,7 +139,7 @@ def parse(name: str, text: str) -> Scenario:
     """Return the scenario that TOML describes.
 
     Raises:
-        ScenarioError: it is no TOML, or says something that means nothing.
+        ScenarioError: it is not TOML, or not a valid scenario.
     """
     try:
         document = tomllib.loads(text)

@@ -1,4 +1,4 @@
-"""TOML tables read key by key, so that what is missing, of the wrong kind or unknown is said in one way."""
+"""TOML tables read key by key, with uniform errors for missing, invalid and unknown keys."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ _MOST_ELEMENTS = 2**32
 
 
 class ScenarioError(ValueError):
-    """A scenario says something that means nothing; the text says what was expected, and where."""
+    """A scenario is invalid; the message has the place and what was expected."""
 
 
 class Table:
-    """One table; each key is taken once, and `close` refuses what nobody took."""
+    """One table; each key is taken once, and `close` refuses the keys that were not taken."""
 
     def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
         self.where = where
@@ -104,12 +104,12 @@ class Table:
         return [Table(f"{self.where}: [[{key}]] {number}", each) for number, each in enumerate(value, 1)]
 
     def items(self) -> dict[str, Any]:
-        """All that is left, taken."""
+        """Take all remaining keys."""
         left, self._entries = self._entries, {}
         return left
 
     def close(self) -> None:
-        """Raises: ScenarioError: a key is left that nobody took."""
+        """Raises: ScenarioError: a key was not taken."""
         for key in self._entries:
             close = difflib.get_close_matches(key, self._known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -132,7 +132,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def shown(value: object) -> str:
-    """A value as a message has it, cut where it is long."""
+    """A value for a message, truncated if it is long."""
     try:
         text = repr(value)
     # A whole number of thousands of digits.

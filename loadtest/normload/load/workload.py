@@ -1,7 +1,7 @@
-"""What is asked of the server: a seeded pool of requests, and how often each is drawn.
+"""The workload: a seeded pool of requests, and how often each is drawn.
 
     [workload]
-    mix = { layer_norm = 3, "group_norm/backward" = 1 }   # operations and how often each is asked for
+    mix = { layer_norm = 3, "group_norm/backward" = 1 }   # operations and their relative frequencies
     min_kib = 1                 # of x; sizes are spread evenly on a logarithmic scale between the two
     max_mib = 1.0
     pool = 64                   # how many different requests there are
@@ -30,7 +30,7 @@ from normserve.memory.host_tensors import FLOATS
 from normload.load.cases import ACTIVATIONS, LAYOUTS, OPERATIONS, Case
 from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
 
-#: How often each operation is drawn, next to the others, unless told otherwise.
+#: The default relative frequency of each operation.
 DEFAULT_MIX: Mapping[str, float] = {
     "layer_norm": 3,
     "rms_norm": 3,
@@ -41,7 +41,7 @@ DEFAULT_MIX: Mapping[str, float] = {
     "layer_norm_chain": 1,
 }
 
-# Widths of real models and, at the end, some that no fast path likes.
+# Widths of real models and, at the end, some without a fast path.
 _COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000, 5000)
 _CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
 _HEADS = (2, 8, 32)

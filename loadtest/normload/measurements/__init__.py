@@ -1,1 +1,1 @@
-"""What is measured of a run: sums over requests, the machine's ceilings, the knee, objectives, and its result."""
+"""Measurements of a run: sums over requests, upper bounds of bandwidth, CPU time, the knee, objectives."""

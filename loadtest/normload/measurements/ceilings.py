@@ -1,7 +1,7 @@
-"""What no server on this machine can pass: bytes through the loopback, measured in the same run.
+"""The upper bound of bandwidth for a server on this machine: the loopback, measured in the same run.
 
-A blocking socket on either side sends messages as large as the load's and gets them back, for every client process
-one; no HTTP, no tensors.
+Pairs of processes, one for each client process, echo messages of the load's mean size over blocking sockets,
+without HTTP or tensors.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ _WAIT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What the echo reached.
+    """The results of the echo.
 
     Attributes:
         nbytes: of a message.
@@ -40,10 +40,10 @@ class Echo:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine by way of the loopback."""
+    """Whether a host name is of a loopback address."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    # The latter of a name of which no query can be made.
+    # The latter of a name that cannot be resolved at all.
     except (OSError, UnicodeError):
         return False
     return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
@@ -53,7 +53,7 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix:
     """Send messages back and forth between processes for some time, over TCP or Unix domain sockets.
 
     Raises:
-        TimeoutError: a process did not come to it.
+        TimeoutError: a process did not respond in time.
         EOFError: a process ended early.
     """
     context = multiprocessing.get_context("spawn")
@@ -62,14 +62,14 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix:
         ours, theirs = context.Pipe()
         here, there = socket.socketpair() if is_unix else _connected()
         processes.append(context.Process(target=_echo, args=(there, nbytes), daemon=True))
-        processes.append(context.Process(target=_ask, args=(here, nbytes, seconds, theirs), daemon=True))
+        processes.append(context.Process(target=_measure, args=(here, nbytes, seconds, theirs), daemon=True))
         pipes.append(ours)
         for process in processes[-2:]:
             process.start()
         for end in (here, there, theirs):
             end.close()
     try:
-        # Nobody begins before everybody can.
+        # No pair starts before all are ready.
         for pipe in pipes:
             _require(pipe, _WAIT_S)
         for pipe in pipes:
@@ -96,7 +96,7 @@ def _connected() -> tuple[socket.socket, socket.socket]:
 
 def _require(pipe: "Connection[None, tuple[float, Histogram]]", timeout_s: float) -> tuple[float, Histogram]:
     if not pipe.poll(timeout_s):
-        raise TimeoutError("the loopback echo did not answer")
+        raise TimeoutError("the loopback echo did not respond")
     return pipe.recv()
 
 
@@ -107,10 +107,10 @@ def _echo(end: socket.socket, nbytes: int) -> None:
         end.sendall(message)
 
 
-def _ask(
+def _measure(
     end: socket.socket, nbytes: int, seconds: float, pipe: "Connection[tuple[float, Histogram], None]"
 ) -> None:
-    """Send a message again and again, and report how many came back a second, and in what time."""
+    """Send messages one after another, and report round trips a second and their latencies."""
     message, times = memoryview(bytearray(nbytes)), Histogram()
     pipe.send((0.0, times))
     pipe.recv()

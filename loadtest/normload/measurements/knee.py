@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 _KEEPS_UP = 0.95
 _FEW_ERRORS = 0.01
+# Smaller decreases of power are within the noise of a run.
+_DECREASE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Sweep:
     Attributes:
         knee: the load with the greatest power, the ratio of requests a second to mean latency.  Above it, more load
             adds more delay than throughput (L. Kleinrock, Power and deterministic rules of thumb, 1979).  None if
-            that is the lowest or the highest load: then the knee, if there is one, lies outside of the sweep.
+            that is the lowest load, or if no higher load has less than 80 % of its power: then the knee, if there
+            is one, lies outside of the sweep.
         sustained: the greatest load whose rate was at least 95 % of the offered one with at most 1 % errors; None
             if no load was sustained.
         peak: the highest number of requests a second that were answered, at any load.
@@ -51,11 +54,15 @@ def find_knee(points: Sequence[Point]) -> Sweep | None:
     )
     if len({point.offered for point in answered}) < 3:
         return None
-    best = max(answered, key=lambda point: point.rate / point.mean_s)
-    is_inside = answered[0].offered < best.offered < answered[-1].offered
+    best = max(answered, key=_power)
+    falls = any(point.offered > best.offered and _power(point) < _DECREASE * _power(best) for point in answered)
     held = [point for point in answered if point.rate >= _KEEPS_UP * point.offered and point.errors <= _FEW_ERRORS]
     return Sweep(
-        knee=best if is_inside else None,
+        knee=best if falls and best.offered > answered[0].offered else None,
         sustained=held[-1] if held else None,
         peak=max(point.rate for point in answered),
     )
+
+
+def _power(point: Point) -> float:
+    return point.rate / point.mean_s

@@ -48,7 +48,7 @@ def _client(result: Result) -> list[str]:
     if machine is not None and machine.busy > _ALL_CORES:
         remarks.append(
             f"The client's machine was the limit: its {machine.cores} cores were busy {machine.busy:.0%} of the "
-            f"time, {machine.client:.0%} with the client. Use more cores, or two machines."
+            f"time in the busiest phase, {machine.client:.0%} with the client. Use more cores, or two machines."
         )
     return remarks
 

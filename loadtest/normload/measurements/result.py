@@ -26,7 +26,7 @@ PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 @dataclass(slots=True)
 class PhaseResult:
-    """What came of a phase.
+    """The results of a phase.
 
     Attributes:
         phase: its rate in requests a second.
@@ -101,17 +101,18 @@ class Part:
 
 @dataclass(slots=True)
 class Result:
-    """Everything that is known of a run.
+    """The results of a run.
 
     Attributes:
-        scenario, description, seed: what was done.
-        url, adapter, server: to whom; the last is `/v1/info`, empty of servers that have none.
+        scenario, description, seed: of the run.
+        url, adapter, server: the last is `/v1/info`, empty if the server has none.
         started: date and time, ISO 8601.
         processes, connections: of the client.
         cpu: the greatest fraction of a core that each client process used.
         machine: how busy the client's machine was; None if that is not known.
         echo: the loopback's ceiling; None where the server is on another machine.
-        capacity: answers a second of the closed loop that relative rates refer to; None without those.
+        capacity: successful requests a second of the closed loop that relative rates refer to; None without
+            relative rates.
         apart: requests by status and code that do not count: warming up, finding the capacity.
         phases: in the order of time.
         checked, wrong, faults: answers that were compared, in and before the phases.
@@ -149,11 +150,11 @@ class Result:
         return [Part(name, [each for each in self.phases if each.phase.name == name]) for name in names]
 
     def operations(self) -> list[str]:
-        """Those that were asked for."""
+        """The operations of the workload, sorted."""
         return sorted({operation for each in self.phases for operation in each.tally.operations()})
 
     def sent_by_status(self) -> Counter[int]:
-        """Every request that was sent, warming up included, by the status of its answer; 0 without one."""
+        """Counts of all requests that were sent, with the warm-up, by status; 0 without a response."""
         outcomes = self.apart + self.whole.total.outcomes
         counts: Counter[int] = Counter()
         for (status, code), count in outcomes.items():
@@ -163,7 +164,7 @@ class Result:
 
     @property
     def server_name(self) -> str:
-        """What a server says that it is; "" where it says nothing."""
+        """Version, backend and device of the server; "" if not known."""
         if not self.server:
             return ""
         device = self.server.get("device")
@@ -175,12 +176,12 @@ class Result:
 
     @property
     def copy_bandwidth(self) -> float | None:
-        """Bytes a second of the device's copy; None where a server says nothing that can be one."""
+        """Bytes a second of the device's copy; None if the server gives no valid number."""
         said = self.server.get("copy_bandwidth_bytes_per_second")
         return float(said) if is_number(said) and 0 < said < 1e18 else None
 
     def kernel_bandwidth(self) -> float:
-        """Bytes a second on the device, as the server says; NaN where it says nothing."""
+        """Bytes a second on the device, as reported by the server; NaN if it does not."""
         total = self.whole.total
         return per_second(total.kernel_bytes, total.kernel_s)
 

@@ -1,4 +1,4 @@
-"""What is kept of requests: each for a moment, then sums and histograms of bounded size that add up."""
+"""Records of requests, and their sums and histograms of bounded size, which can be merged."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ class Record(NamedTuple):
     Attributes:
         operation: as in the API's path.
         due_s: when it was meant to be sent.
-        free_s: when somebody was free to send it.
+        free_s: when a connection was free to send it.
         sent_s: when it was sent.
         ended_s: when the answer was complete, or none was to be expected any more.
         status: of HTTP, 0 without an answer.

@@ -1,4 +1,4 @@
-"""What changed between runs beyond noise.
+"""Changes between runs beyond noise.
 
 Of one run a side, the variation within each is estimated by a block bootstrap: its intervals are drawn again a
 thousand times, with repetition, in short blocks, since neighbours resemble each other.  A difference is a change if
@@ -28,9 +28,9 @@ Floats = NDArray[np.float64]
 _DRAWS = 1000
 _BLOCK = 4
 _CONFIDENCE = (0.5, 99.5)
-# Runs differ by this much for reasons that no run contains: where memory lies, what else the machine does.
+# Single runs differ by this much for reasons that do not vary within a run, such as memory placement.
 _BETWEEN_RUNS = 0.05
-# Of several runs, whose differences contain it: what nobody would act on.
+# Of several runs, whose differences contain it: too small to act on.
 _SMALL = 0.01
 _FALSE_ALARMS = 0.05
 _FEW_ERRORS = 0.001
@@ -164,7 +164,7 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> list[Change]:
         before, after: one run each, or several of at least one of the two.
 
     Raises:
-        ValueError: the runs did not do the same.
+        ValueError: the runs are of different scenarios.
     """
     first = before[0]
     names = [part.name for part in first.parts()]

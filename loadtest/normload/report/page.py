@@ -92,7 +92,7 @@ class _Bin:
 
 
 def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
-    """Equal parts of the run's time, without a partial one at its end.
+    """Equal parts of the run's time, without partial ones at its end and before pauses.
 
     Consecutive phases share the bins in which both have responses.
     """
@@ -109,9 +109,15 @@ def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
         first, last = (round(1000 * at / width) for at in (each.start_s, each.start_s + each.phase.duration_s))
         for number in range(first // 1000, -(-last // 1000)):
             covered[number] += min(last, 1000 * (number + 1)) - max(first, 1000 * number)
-    # The run ends within its last bin, and the rates of a short one vary; a run shorter than a bin has only that.
+    # A run shorter than a bin has only that.
     whole = [number for number, part in covered.items() if part >= _WHOLE]
     last = max(whole or covered, default=-1)
+    if whole:
+        # A phase ends within these, and the rate of a short time, with late responses, is no rate of the phase.
+        for number, part in list(covered.items()):
+            if part < _WHOLE and not covered[number + 1]:
+                covered[number] = 0
+                cells.pop(number, None)
     return [_bin(number, width, cells.get(number), covered[number]) for number in range(last + 1)]
 
 

@@ -1,4 +1,4 @@
-"""A run on the terminal: a bar while it lasts, tables when it is over."""
+"""A run on the terminal: a progress bar during the run, tables afterwards."""
 
 import sys
 import time
@@ -20,12 +20,12 @@ _UNATTENDED_WIDTH = 120
 
 
 def console() -> Console:
-    """Where reports go."""
+    """The console that reports are printed to."""
     return Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH, highlight=False)
 
 
 class Bar(run.Watcher):
-    """Shows how a run goes."""
+    """Shows the progress of a run."""
 
     def __init__(self, progress: Progress, on_control: Callable[[Callable[[], None]], None]) -> None:
         self._progress = progress
@@ -56,7 +56,7 @@ class Bar(run.Watcher):
         self._progress.update(self._task, completed=done, state=f"{rates}  {self._errors} errors")
 
     def control(self, stop: Callable[[], None]) -> None:
-        """Pass on how to end the run."""
+        """Pass on the function that ends the run."""
         self._on_control(stop)
 
 
@@ -74,7 +74,7 @@ def progress(console: Console, on_control: Callable[[Callable[[], None]], None])
 
 
 def show(console: Console, result: Result) -> None:
-    """Print what came of a run."""
+    """Print the results of a run."""
     _say(console, f"{result.scenario}: {result.description}" if result.description else result.scenario)
     _say(console, _server(result))
     console.print(_table(tables.PART_HEADINGS, tables.parts(result)))
@@ -84,7 +84,7 @@ def show(console: Console, result: Result) -> None:
     if errors := tables.errors(result):
         _say(console, f"Errors: {errors}.", "yellow")
     for fault in result.faults:
-        _say(console, f"Wrong answer: {fault}", "red")
+        _say(console, f"Wrong response: {fault}", "red")
     for remark in result.remarks:
         _say(console, remark, "yellow")
 
@@ -101,13 +101,13 @@ def _server(result: Result) -> str:
     sent = sum(result.sent_by_status().values())
     return (
         f"{known}at {result.url}; {result.processes} client processes, {result.connections} connections, "
-        f"seed {result.seed}{found}; {sent} requests with the warm-up, {result.checked} answers checked, "
+        f"seed {result.seed}{found}; {sent} requests with the warm-up, {result.checked} responses checked, "
         f"{result.wrong} wrong"
     )
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The last row is of all others together."""
+    """A table whose last row is the total."""
     # Narrow enough for 80 columns: the box brings a blank between the columns, so they need no padding.
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(headings[0], no_wrap=True)

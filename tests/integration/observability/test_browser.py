@@ -37,7 +37,7 @@ def busy(start_server):
 
 LINES = {
     "kernel": {f"{op}_norm {way}" for op in ("layer", "rms", "group") for way in ("forward", "backward")}
-    | {"roof"},
+    | {"peak"},
     "stages": {"recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send"},
     "latency": {"p50", "p99"},
     "requests": {"answered", "refused", "failed"},
@@ -45,7 +45,7 @@ LINES = {
 }
 FIGURES = {
     "#kernel": r"[\d.]+ [MG]B/s",
-    "#share": r"\d+ % of the roof",
+    "#share": r"\d+ % of peak bandwidth",
     "#end-to-end": r"[\d.]+ [kMG]B/s",
     "#requests": r"[\d.]+ /s",
     "#latency": r"[\d.]+ (µs|ms|s)",
@@ -107,9 +107,9 @@ def test_facts_are_what_metrics_say(server, visit):
         info = http.get("/v1/info").json()
     assert facts["Device"] == info["device"]["name"]
     assert facts["Backend"] == "torch"
-    number, unit = re.fullmatch(r"([\d.]+) (.)B/s", facts["Roof, a copy"]).groups()
-    roof = float(number) * {"M": 1e6, "G": 1e9, "T": 1e12}[unit]
-    assert roof == pytest.approx(info["copy_bandwidth_bytes_per_second"], rel=0.01)
+    number, unit = re.fullmatch(r"([\d.]+) (.)B/s", facts["Peak bandwidth"]).groups()
+    peak = float(number) * {"M": 1e6, "G": 1e9, "T": 1e12}[unit]
+    assert peak == pytest.approx(info["copy_bandwidth_bytes_per_second"], rel=0.01)
     assert facts["In flight"] == "0, 0 B"
     assert "Processes" not in facts
     assert "Shared memory" not in facts

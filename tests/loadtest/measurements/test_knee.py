@@ -40,3 +40,10 @@ def test_a_knee_lies_between_the_lowest_and_the_highest_load():
     falling = [queue(load) for load in (60, 70, 90)]
     assert find_knee(falling).knee is None
     assert find_knee(falling).peak == 90
+
+
+def test_a_small_decrease_of_power_is_no_knee():
+    points = [Point("", load, load, 0.01, 0.0) for load in (10, 20, 30, 40)]
+    noisy = Point("", 50, 50, 0.013, 0.0)
+    assert find_knee([*points, noisy]).knee is None
+    assert find_knee([*points, noisy, Point("", 60, 50, 0.5, 0.0)]).knee.offered == 40

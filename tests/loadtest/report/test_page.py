@@ -113,6 +113,15 @@ def test_the_partial_bin_at_the_end_of_a_run_is_left_out():
     assert time["rate"][-1] == pytest.approx(100, rel=0.1)
 
 
+def test_the_partial_bin_before_a_pause_is_a_gap():
+    (one,) = made_result([0.01] * 1000).phases
+    phases = [PhaseResult(one.phase, start_s, 10.0, one.tally) for start_s in (0.1, 12.0)]
+    time = page.plots(made_result([], phases=phases))["time"]
+    rates = {round(s, 2): rate for s, rate in zip(time["s"], time["rate"], strict=True)}
+    assert rates[9.83] == pytest.approx(100, rel=0.1)
+    assert rates[10.17] is None
+
+
 def test_a_run_shorter_than_a_bin_has_one():
     (one,) = made_result([0.01] * 10).phases
     short = PhaseResult(replace(one.phase, duration_s=0.1), 0.0, 0.1, Tally(0.1))

@@ -15,7 +15,7 @@ const STAGES = ["recv", "parse", "queue", "copy_in", "kernel", "copy_out", "seri
 const OPERATIONS = ["layer_norm", "rms_norm", "group_norm"].flatMap((op) => [`${op} forward`, `${op} backward`]);
 const OUTCOMES = { 2: "answered", 4: "refused", 5: "failed" };
 const LEFT = "client left";
-const ROOF = "roof";
+const PEAK = "peak";
 
 const isOperation = (labels) => labels.op.endsWith("_norm");
 const operation = (labels) => `${labels.op} ${labels.pass}`;
@@ -25,7 +25,7 @@ const outcome = ({ op, code }) => {
 };
 
 const plots = {
-  kernel: new Plot("plot-kernel", units.bandwidth, { dashed: ROOF, known: OPERATIONS }),
+  kernel: new Plot("plot-kernel", units.bandwidth, { log: true, dashed: PEAK, known: OPERATIONS }),
   stages: new Plot("plot-stages", units.duration, { stacked: true, known: STAGES }),
   latency: new Plot("plot-latency", units.duration, { known: ["p50", "p99"] }),
   requests: new Plot("plot-requests", units.rate, { known: ["answered", "refused", LEFT, "-", "failed"] }),
@@ -51,15 +51,15 @@ function ordered(values, names) {
 function showInterval(interval) {
   const { after: now } = interval;
   const everything = () => "all";
-  const roof = Math.max(...now.all("normserve_device_copy_bandwidth_bytes_per_second").map((each) => each.value));
+  const peak = Math.max(...now.all("normserve_device_copy_bandwidth_bytes_per_second").map((each) => each.value));
 
   const kernel = ["normserve_kernel_bytes_total", "normserve_kernel_seconds_total"];
   const kernels = interval.ratio(...kernel, operation);
   const lines = ordered(kernels, OPERATIONS);
-  plots.kernel.add(now.time, Number.isFinite(roof) ? lines.set(ROOF, roof) : lines);
+  plots.kernel.add(now.time, Number.isFinite(peak) ? lines.set(PEAK, peak) : lines);
   const mean = interval.ratio(...kernel, everything).get("all");
   show("kernel", units.bandwidth(mean));
-  show("share", mean === undefined ? "nothing ran just now" : `${units.percent(mean / roof)} of the roof`);
+  show("share", mean === undefined ? "nothing ran just now" : `${units.percent(mean / peak)} of peak bandwidth`);
 
   const stage = "normserve_stage_duration_seconds";
   const stages = interval.ratio(`${stage}_sum`, `${stage}_count`, (labels) => labels.stage);
@@ -87,13 +87,13 @@ function showInterval(interval) {
 function showFacts(now) {
   const { labels } = now.all("normserve_build_info")[0] ?? { labels: {} };
   show("runs", labels.device ? `${labels.version} · ${labels.backend} · ${labels.device}` : "");
-  const roof = now.all("normserve_device_copy_bandwidth_bytes_per_second").map((each) => units.bandwidth(each.value));
+  const peak = now.all("normserve_device_copy_bandwidth_bytes_per_second").map((each) => units.bandwidth(each.value));
   const kinds = (name, label) =>
     [...now.by(name, (labels) => labels[label])].map(([kind, value]) => `${units.bytes(value)} ${kind}`).join(", ");
   const facts = {
     Device: labels.device ?? "starting",
     Backend: labels.backend ?? "starting",
-    "Roof, a copy": roof.join(", ") || "not measured yet",
+    "Peak bandwidth": peak.join(", ") || "not measured yet",
     "Device memory": kinds("normserve_device_memory_bytes", "kind") || "–",
     "Memory of bodies": kinds("normserve_slab_bytes", "state"),
     "In flight": `${now.sum("normserve_inflight_requests")}, ${units.bytes(now.sum("normserve_inflight_bytes"))}`,

@@ -18,13 +18,14 @@ export class Plot {
   /**
    * @param {string} id of the element
    * @param {(value: number) => string} format of a value
-   * @param {{stacked?: boolean, dashed?: string, known?: string[]}} options dashed: the line of an upper
+   * @param {{stacked?: boolean, log?: boolean, dashed?: string, known?: string[]}} options log: a logarithmic scale; dashed: the line of an upper
    *   bound; known: names of lines, whose position is that of their colour
    */
-  constructor(id, format, { stacked = false, dashed = null, known = [] } = {}) {
+  constructor(id, format, { stacked = false, log = false, dashed = null, known = [] } = {}) {
     this.element = document.getElementById(id);
     this.format = format;
     this.stacked = stacked;
+    this.log = log;
     this.dashed = dashed;
     this.known = known;
     this.times = [];
@@ -43,11 +44,16 @@ export class Plot {
       }
     }
     this.times.push(time);
-    for (const [name, line] of this.lines) line.push(values.get(name) ?? null);
+    for (const [name, line] of this.lines) line.push(this.shown(values.get(name)));
     for (const column of [this.times, ...this.lines.values()]) column.splice(0, column.length - POINTS);
     if (isNew || !this.plot) this.draw();
     else this.plot.setData(this.data());
     this.showLatest();
+  }
+
+  /** A value that the scale has; a logarithmic one has no zero. */
+  shown(value) {
+    return value === undefined || (this.log && !(value > 0)) ? null : value;
   }
 
   /** Create the plot again, after a change of lines or colours. */
@@ -64,11 +70,11 @@ export class Plot {
         cursor: { drag: { setScale: false }, points: { size: 6 } },
         scales: {
           x: { range: () => this.span() },
-          y: { range: (_, __, most) => [0, most > 0 ? 1.08 * most : 1] },
+          y: this.log ? { distr: 3 } : { range: (_, __, most) => [0, most > 0 ? 1.08 * most : 1] },
         },
         axes: [
-          { ...axis, size: 32, space: 80, values: (_, ticks) => ticks.map(clock) },
-          { ...axis, size: 76, values: (_, ticks) => ticks.map(this.format) },
+          { ...axis, size: 40, gap: 12, space: 80, values: (_, ticks) => ticks.map(clock) },
+          { ...axis, size: 76, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.format(tick))) },
         ],
         series: [{ label: "time", value: (_, time) => (time === null ? "–" : clock(time)) }, ...this.series()],
       },
