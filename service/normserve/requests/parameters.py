@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
+from normserve.codec.activations import ACTIVATIONS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPS, Layout, NormSpec, Op, Pass
 from normserve.jobs.tensor_names import MAX_NORMS
 from normserve.layers.registry import LAYER_NAMES, is_layer_name
 from normserve.memory.host_tensors import FLOATS, DType
-
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 _DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5, Op.LAYER_NORM_CHAIN: 1e-5}
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)

@@ -9,8 +9,6 @@ import torch
 from normserve.client import AsyncClient, OverloadedError, ServerFailureError, UnexpectedAnswerError
 from normserve.client import torch as remote
 from normserve.client.torch import autograd
-from normserve.client.torch.modules import ACTIVATIONS
-from normserve.requests.parameters import ACTIVATIONS as OF_SERVER
 from torch import nn
 
 from .fake_server import FakeServer, problem_answer, tensors_answer
@@ -144,7 +142,3 @@ def test_an_activation_that_nobody_knows_is_refused_where_it_is_given(client, pa
         ValueError, match="activation must be one of none, relu, silu, gelu, gelu_tanh, got 'swish'"
     ):
         getattr(package, kind)(*sizes, activation="swish", **more)
-
-
-def test_the_client_knows_the_activations_of_the_server():
-    assert ACTIVATIONS == OF_SERVER

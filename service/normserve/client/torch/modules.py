@@ -7,9 +7,7 @@ from torch import Tensor, nn
 
 from normserve.client.client import Client
 from normserve.client.torch.autograd import normalise
-
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
-"""What the service applies behind a norm."""
+from normserve.codec.activations import ACTIVATIONS
 
 
 class _Kept:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from normserve.codec.activations import ACTIVATIONS
 
 from tests.integration.api.operations.cases import GROUPS, Case, assert_close, default_eps, post
 from tests.integration.harness.wire import DTYPES, NPY, from_npy, npy, packed
 
 OPS = ("layer_norm", "rms_norm", "group_norm")
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,11 @@ from normserve.client import (
     InvalidRequestError,
     UnknownLayerError,
 )
+from normserve.codec.activations import ACTIVATIONS
 
 from tests.integration.clients.local.results import assert_same, random
 
 SHAPES = {"layer_norm": (6, 5, 48), "rms_norm": (30, 48), "group_norm": (3, 12, 5, 4)}
-
-
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 def arguments(op, kind=np.asarray, dtype=torch.float32):

@@ -4,11 +4,10 @@ import fusednorm
 import pytest
 import torch
 from normserve.client import torch as remote
+from normserve.codec.activations import ACTIVATIONS
 from torch import nn
 
 from tests.integration.clients.torch_modules.pairs import KINDS, TOLERANCES, assert_same, pair, passes, random
-
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 @pytest.mark.parametrize("kind", KINDS)

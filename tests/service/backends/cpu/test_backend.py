@@ -6,6 +6,7 @@ import torch
 from normserve.backends import cpu
 from normserve.backends.cpu import pieces
 from normserve.backends.cpu.backend import TorchBackend
+from normserve.codec.activations import ACTIVATIONS
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
@@ -15,7 +16,6 @@ from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import DTYPES, back, host
 
 OPS = ("layer_norm", "rms_norm", "group_norm")
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 @pytest.fixture(autouse=True)

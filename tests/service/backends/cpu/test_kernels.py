@@ -4,12 +4,12 @@ import pytest
 import torch
 from fusednorm import reference
 from normserve.backends import cpu
+from normserve.codec.activations import ACTIVATIONS
 
 from tests.service.memory.host_tensors import DTYPES
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 OPS = ("layer_norm", "rms_norm", "group_norm")
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 @pytest.fixture(autouse=True)

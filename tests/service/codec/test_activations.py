@@ -1,0 +1,6 @@
+from fusednorm.arguments import activations as of_library
+from normserve.codec.activations import ACTIVATIONS
+
+
+def test_the_api_has_the_activations_of_the_library():
+    assert set(ACTIVATIONS) == set(of_library.ACTIVATIONS)
