@@ -1,8 +1,10 @@
-"""The activations and their derivatives with torch's kernels, in float32."""
+"""The activations and their derivatives in float32: torch's kernels, or the formulas of `arguments.activations`."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from fusednorm.arguments.activations import ACTIVATIONS
 
 _ATEN = torch.ops.aten
 
@@ -18,7 +20,9 @@ def activated(z: Tensor, activation: str) -> Tensor:
             return F.gelu(z)
         case "gelu_tanh":
             return F.gelu(z, approximate="tanh")
-    return z
+        case "none":
+            return z
+    return ACTIVATIONS[activation].apply(z)
 
 
 def through_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
@@ -32,6 +36,8 @@ def through_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
             gradient = _ATEN.gelu_backward(dy, z)
         case "gelu_tanh":
             gradient = _ATEN.gelu_backward(dy, z, approximate="tanh")
-        case _:
+        case "none":
             gradient = dy
+        case _:
+            gradient = dy * ACTIVATIONS[activation].derivative(z)
     return gradient

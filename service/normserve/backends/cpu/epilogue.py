@@ -73,8 +73,10 @@ def activate_(z: Tensor, activation: str) -> Tensor:
             return z.mul_(_normal_cdf(z))
         case "gelu_tanh":
             return z.mul_(_gelu_tanh(z).add_(1.0).mul_(0.5))
-        case _:
+        case "none":
             return z
+        case _:
+            raise NotImplementedError(activation)
 
 
 def through_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
@@ -93,8 +95,10 @@ def through_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
             slope = torch.square(z).mul_(3.0 * _TANH_CUBIC).add_(1.0).mul_(_TANH_GAIN)
             rising = (1.0 - torch.square(t)).mul_(z).mul_(slope)
             return rising.add_(t).add_(1.0).mul_(0.5).mul_(dy)
-        case _:
+        case "none":
             return dy
+        case _:
+            raise NotImplementedError(activation)
 
 
 def widened(tensor: Tensor | None) -> Tensor | None:
