@@ -3,7 +3,7 @@
 const POINTS = 300;
 const HEIGHT = 240;
 // The shortest time axis: of a single moment, uPlot would show a whole day, with ticks at midnight.
-const LEAST_SPAN_S = 60;
+const LEAST_SPAN_S = 20;
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
