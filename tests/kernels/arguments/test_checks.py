@@ -14,6 +14,7 @@ from fusednorm import (
     reference,
 )
 from fusednorm.api import autograd
+from fusednorm.arguments.activations import ACTIVATIONS
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.reference import chain as reference_chain
 
@@ -28,7 +29,7 @@ def x(device):
     [
         ({"eps": 0.0}, "eps must be positive and finite, got 0.0"),
         ({"eps": float("nan")}, "eps must be positive and finite, got nan"),
-        ({"activation": "mish"}, "activation must be one of none, relu, silu, gelu, gelu_tanh, got 'mish'"),
+        ({"activation": "mish"}, f"activation must be one of {', '.join(ACTIVATIONS)}, got 'mish'"),
         ({"dropout": 1.0, "seed": 1}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"dropout": 0.5}, "dropout needs a seed, got None"),
         ({"weight_offset": 1.0}, "weight_offset needs a weight, got None"),
