@@ -139,7 +139,5 @@ def test_failures_of_either_pass_are_the_clients(connect, answer, error):
 def test_an_activation_that_nobody_knows_is_refused_where_it_is_given(client, package, kind):
     more = {"client": client} if package is remote else {}
     sizes = (3, 6) if kind == "GroupNorm" else (6,)
-    with pytest.raises(
-        ValueError, match=f"activation must be one of {', '.join(ACTIVATIONS)}, got 'swish'"
-    ):
+    with pytest.raises(ValueError, match=f"activation must be one of {', '.join(ACTIVATIONS)}, got 'swish'"):
         getattr(package, kind)(*sizes, activation="swish", **more)
