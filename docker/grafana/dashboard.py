@@ -14,7 +14,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableOption,
     VariableRefresh,
 )
-from panels import HERE, OPS, ROOF, SOURCE, kernel_bandwidth, lines, mean, numbers, quantile, rate
+from panels import HERE, OPS, PEAK, SOURCE, kernel_bandwidth, lines, mean, numbers, quantile, rate
 
 TARGET = Path(__file__).parent / "dashboards/normserve.json"
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_chain")
@@ -23,7 +23,7 @@ STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize"
 
 def overview() -> list[stat.Panel]:
     """The first row."""
-    share = f"{kernel_bandwidth('')} / scalar(max({ROOF}))"
+    share = f"{kernel_bandwidth('')} / scalar(max({PEAK}))"
     runs = f"count by (version, backend, device) (normserve_build_info{{{HERE}}})"
     return [
         numbers(
@@ -40,10 +40,10 @@ def overview() -> list[stat.Panel]:
             names_only=True,
         ).span(9),
         numbers(
-            "Of the roof",
+            "Of peak bandwidth",
             "Kernel bandwidth: the least that launches had to move, over device time, as a share of a copy's.",
             "percentunit",
-            [(share, "of the roof")],
+            [(share, "of peak bandwidth")],
         ).span(5),
         numbers(
             "Requests in flight",
@@ -84,17 +84,17 @@ def requests() -> list[timeseries.Panel]:
 
 
 def kernels() -> list[timeseries.Panel]:
-    """How near to the roof."""
+    """Bandwidth against peak bandwidth."""
     histogram = "normserve_kernel_bandwidth_bytes_per_second"
-    roof = (ROOF, "roof of {{device}}")
-    share = f"{kernel_bandwidth('op, pass')} / scalar(max({ROOF}))"
+    peak = (PEAK, "peak of {{device}}")
+    share = f"{kernel_bandwidth('op, pass')} / scalar(max({PEAK}))"
     return [
         lines(
             "Kernel bandwidth",
-            "The fewest bytes that the launches had to move, over their device time. Dashed, the roof: what a copy"
-            " reaches on the device. Small tensors that stay in a cache can pass it.",
+            "Minimum of bytes that the launches have to move, divided by their device time. Dashed: peak bandwidth, that"
+            " of a copy in device memory. Small tensors that stay in a cache can exceed it.",
             "Bps",
-            [(kernel_bandwidth("op, pass"), "{{op}} {{pass}} mean"), roof],
+            [(kernel_bandwidth("op, pass"), "{{op}} {{pass}} mean"), peak],
         ).span(8),
         lines(
             "Kernel bandwidth of launches",
@@ -103,11 +103,11 @@ def kernels() -> list[timeseries.Panel]:
             [
                 (quantile(0.5, histogram, "op, pass"), "{{op}} {{pass}} p50"),
                 (quantile(0.95, histogram, "op, pass"), "{{op}} {{pass}} p95"),
-                roof,
+                peak,
             ],
         ).span(8),
         lines(
-            "Kernel bandwidth, of the roof",
+            "Kernel bandwidth, of peak bandwidth",
             "The mean as a share of what a copy reaches on the device.",
             "percentunit",
             [(share, "{{op}} {{pass}}")],
@@ -279,7 +279,7 @@ def build() -> str:
     instance = instance.query("label_values(normserve_ready, instance)").include_all(True).all_value(".+")
     instance = instance.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).current(chosen)
     page = dashboard.Dashboard("normserve").uid("normserve").tags(["normserve"]).editable().timezone("browser")
-    page.description("What normserve does, how fast, and how near to the device's roof.")
+    page.description("What normserve does, how fast, and how near to peak bandwidth.")
     page.time("now-15m", "now").refresh("5s").tooltip(DashboardCursorSync.CROSSHAIR)
     page.with_variable(instance).with_variable(operation)
     ids = itertools.count(1)

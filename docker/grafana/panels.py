@@ -25,7 +25,7 @@ from grafana_foundation_sdk.models.dashboard import (
 SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
 HERE = 'instance=~"$instance"'
 OPS = f'{HERE},op=~"$op"'
-ROOF = f"max by (device) (normserve_device_copy_bandwidth_bytes_per_second{{{HERE}}})"
+PEAK = f"max by (device) (normserve_device_copy_bandwidth_bytes_per_second{{{HERE}}})"
 
 #: An expression and its legend.
 Query = tuple[str, str]
@@ -61,7 +61,7 @@ def numbers(title: str, doc: str, unit: str, queries: Sequence[Query], *, names_
 
 
 def lines(title: str, doc: str, unit: str, queries: Sequence[Query], *, stacked: bool = False) -> timeseries.Panel:
-    """Lines over time, or areas on top of one another; what is called a roof is dashed."""
+    """Lines over time, or areas on top of one another; lines named as a peak are dashed."""
     legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
     tooltip = common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)
     stacking = common.StackingConfig().mode(StackingMode.NORMAL if stacked else StackingMode.NONE)
@@ -69,11 +69,11 @@ def lines(title: str, doc: str, unit: str, queries: Sequence[Query], *, stacked:
     panel = panel.draw_style(GraphDrawStyle.LINE).line_width(1).show_points(VisibilityMode.NEVER)
     panel = panel.stacking(stacking.group("A")).fill_opacity(30 if stacked else 0)
     dashes = LineStyle(fill="dash", dash=[10, 10])
-    roof = [
+    peak = [
         DynamicConfigValue(id_val="custom.lineStyle", value=dashes),
         DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": "text"}),
     ]
-    return _filled(panel, title, doc, unit, queries, instant=False).override_by_regexp("/roof/", roof)
+    return _filled(panel, title, doc, unit, queries, instant=False).override_by_regexp("/peak of/", peak)
 
 
 def _filled(panel: _Panel, title: str, doc: str, unit: str, queries: Sequence[Query], *, instant: bool) -> _Panel:

@@ -188,9 +188,9 @@ def test_panel_has_data_and_every_label_of_its_legend(scene, name):
     assert any(value == value for _, value in answer)
 
 
-def test_the_share_of_the_roof_is_one(scene):
+def test_the_share_of_peak_bandwidth_is_one(scene):
     """Small tensors stay in a cache, and so may pass it."""
-    expr, _ = QUERIES["Of the roof, A"]
+    expr, _ = QUERIES["Of peak bandwidth, A"]
     ((_, share),) = scene.prometheus.query(expr, scene.ended)
     assert 0.001 < share < 20
 
