@@ -91,8 +91,8 @@ def kernels() -> list[timeseries.Panel]:
     return [
         lines(
             "Kernel bandwidth",
-            "Minimum of bytes that the launches have to move, divided by their device time. Dashed: peak bandwidth, that"
-            " of a copy in device memory. Small tensors that stay in a cache can exceed it.",
+            "Minimum of bytes that the launches have to move, divided by their device time. Dashed: peak bandwidth,"
+            " that of a copy in device memory. Small tensors that stay in a cache can exceed it.",
             "Bps",
             [(kernel_bandwidth("op, pass"), "{{op}} {{pass}} mean"), peak],
         ).span(8),
