@@ -18,7 +18,7 @@ def test_npy_is_x_there_and_y_back():
     body = b"".join(Npy().exchange(ROWS, tensors).parts)
     np.testing.assert_array_equal(widen(npy.decode(memoryview(body))), widen(tensors["x"]))
     assert Npy().tensors(ROWS, Answer(200, {}, memoryview(body))) == {"y": tensors["x"]}
-    with pytest.raises(UnexpectedAnswerError, match="no npy"):
+    with pytest.raises(UnexpectedAnswerError, match="not npy"):
         Npy().tensors(ROWS, Answer(200, {}, memoryview(b"hello")))
 
 
