@@ -47,8 +47,9 @@ ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
 	$(ON_GPU) pytest tests/kernels tests/service/backends/cuda/test_backend.py \
-		tests/service/backends/cuda/test_chain_gpu.py tests/service/backends/cuda/test_pinned.py \
-		tests/service/backends/cuda/test_replays_gpu.py tests/integration/api/operations/test_gpu.py
+		tests/service/backends/cuda/test_chain_gpu.py tests/service/backends/cuda/test_in_place_gpu.py \
+		tests/service/backends/cuda/test_pinned.py tests/service/backends/cuda/test_replays_gpu.py \
+		tests/integration/api/operations/test_gpu.py
 
 # Tests that start no server and run no kernel, for the time between two edits.
 test-fast: .venv/.dev

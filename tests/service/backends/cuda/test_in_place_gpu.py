@@ -1,0 +1,90 @@
+"""Small batches that the CUDA backend computes in pinned memory: the bits are those of copies; needs a GPU."""
+
+import pytest
+import torch
+from fusednorm import reference
+from normserve.backends.cuda import in_place
+from normserve.jobs.job import LAYER_OPS, Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.slabs import SlabPool
+
+from tests.service.backends.answers import assert_right
+from tests.service.backends.cuda.on_gpu import backend, run
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import DTYPES, host
+
+__all__ = ["backend"]
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+
+
+def in_and_out(op: Op, direction: Pass, layout: Layout, dtype: torch.dtype) -> list[NormJob]:
+    """Jobs of one and of three rows or samples, small enough to be computed in place."""
+    forward, grouped = direction is Pass.FORWARD, op is Op.GROUP_NORM
+    jobs = []
+    parameters = {} if grouped or not forward else {"weight": torch.randn(640)}
+    for count in (1, 3):
+        shape = (count, 640) if not grouped else (count, 7, 5, 64) if layout is Layout.NHWC else (count, 64, 7, 5)
+        names = ("x", "residual") if forward else ("x", "dy", "dresidual_out")
+        tensors = {name: torch.randn(shape).to(dtype) for name in names} | parameters
+        if grouped:
+            tensors |= {"scale": torch.randn(count, 64), "shift": torch.randn(count, 64).to(dtype)}
+        spec = NormSpec(op, direction, 1e-5, 8 if grouped else 0, layout, "silu", stats=forward)
+        jobs.append(NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
+    return jobs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize(("op", "layout"), [*((op, Layout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, Layout.NHWC)])
+def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, dtype, monkeypatch):
+    jobs = in_and_out(op, direction, layout, dtype)
+    assert backend._workplaces.prepare(Batch(tuple(jobs))) is not None
+    together = run(backend, *jobs)
+    alone = [run(backend, job)[0] for job in jobs]
+    monkeypatch.setattr(in_place, "MOST_BYTES", 0)
+    copied = run(backend, *jobs)
+    for one, other, third in zip(together, alone, copied, strict=True):
+        assert one.keys() == other.keys() == third.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+            assert torch.equal(tensor, third[name]), name
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("cols", [1, 100, 4096, 12_289])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_any_length_in_place(backend, rows, cols, dtype):
+    x, residual = torch.randn(2, rows, cols).to(dtype)
+    weight, bias = torch.randn(2, cols)
+    resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    tensors = {"x": host(x), "residual": host(residual)}
+    (got,) = run(backend, NormJob(spec, tensors, layer(size=cols, resident=resident)))
+    want = reference.layer_norm_forward(
+        x, weight, bias, residual=residual, eps=1e-5, stats=True, precision=torch.float64
+    )
+    assert_right(got, want, moved=False)
+
+
+def test_gradients_of_parameters_in_place(backend):
+    weight, bias = torch.randn(2, 300)
+    resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+    x, dy = torch.randn(2, 9, 300)
+    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    job = NormJob(spec, {"x": host(x), "dy": host(dy)}, layer(size=300, resident=resident))
+    (got,) = run(backend, job)
+    assert_right(got, reference.layer_norm_backward(dy, x, weight, bias, eps=1e-5, precision=torch.float64), False)
+
+
+def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
+    (job, _) = in_and_out(Op.RMS_NORM, Pass.FORWARD, Layout.NCHW, torch.float32)
+    (want,) = run(backend, job)
+    monkeypatch.setattr(backend._workplaces, "_slabs", SlabPool(max_idle_bytes=0))
+    assert backend._workplaces.prepare(Batch((job,))) is None
+    (got,) = run(backend, job)
+    assert all(torch.equal(got[name], want[name]) for name in want)
