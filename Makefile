@@ -109,7 +109,7 @@ bench-serve-gpu:
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.ready --out benchmarks/results/serve_gpu_ready.csv --backend triton
+	$(ON_GPU) benchmarks.serve.processes.ready --out benchmarks/results/serve_gpu_ready.csv --backend triton
 	$(ON_GPU) benchmarks.serve.processes.frontends --out benchmarks/results/serve_gpu_frontends.csv --backend triton \
 		--frontends 1 2 4 8 --cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.callers.device --out benchmarks/results/serve_gpu_device.csv \

@@ -24,7 +24,7 @@ from normserve.client import DType, HostTensor
 from normserve.codec import safetensors
 
 from tests.integration.harness.preloaded import forking
-from tests.service.client.raw_server import RawServer
+from tests.service.client.harness.raw_server import RawServer
 
 
 class FakeServer(ThreadingHTTPServer):

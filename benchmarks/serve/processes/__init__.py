@@ -1,1 +1,1 @@
-"""One server over several processes or devices."""
+"""A server's processes: one server over several of them or of devices, and how long a start takes."""

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from normserve.client import AsyncClient, Client, RetryPolicy
 
-from .raw_server import RawServer
+from .harness.raw_server import RawServer
 
 
 @pytest.fixture

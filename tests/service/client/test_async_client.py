@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from normserve.client import AsyncClient, Client, ConnectionFailedError, OverloadedError, RetryPolicy
 
-from .fake_server import FakeServer, problem_answer, tensors_answer
+from .harness.fake_server import FakeServer, problem_answer, tensors_answer
 
 X = np.ones((2, 300_000), np.float32)
 

@@ -12,9 +12,9 @@ import pytest
 import trustme
 from normserve import client as api
 
-from tests.service.client.small_call import ANSWER, OK, TOO_LONG_S, X, either, normalise
+from tests.service.client.harness.small_call import ANSWER, OK, TOO_LONG_S, X, either, normalise
 
-from .fake_server import HEADERS, FakeServer, problem_answer
+from .harness.fake_server import HEADERS, FakeServer, problem_answer
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 

@@ -12,7 +12,7 @@ from normserve.client.deadlines import Deadline
 from normserve.client.errors import ApiError
 from normserve.client.retries import Attempts, RetryPolicy
 
-from .fake_server import FakeServer, problem_answer, tensors_answer
+from .harness.fake_server import FakeServer, problem_answer, tensors_answer
 
 X = np.zeros((2, 2), np.float32)
 SUCCESS = tensors_answer(y=X)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from normserve import client as api
 
-from .fake_server import FakeServer
+from .harness.fake_server import FakeServer
 
 X = np.zeros((2, 3), np.float32)
 KEY = "s3cret-key"

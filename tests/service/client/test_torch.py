@@ -12,7 +12,7 @@ from normserve.client.torch import autograd
 from normserve.codec.activations import ACTIVATIONS
 from torch import nn
 
-from .fake_server import FakeServer, problem_answer, tensors_answer
+from .harness.fake_server import FakeServer, problem_answer, tensors_answer
 
 KINDS = {
     "layer norm": ("LayerNorm", (6,), {}),

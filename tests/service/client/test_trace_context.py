@@ -11,7 +11,7 @@ from normserve.client.trace_context import current_headers, current_traceparent
 from normserve.codec import local_frames as frames
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, use_span
 
-from .fake_server import FakeServer
+from .harness.fake_server import FakeServer
 
 X = np.zeros((2, 2), np.float32)
 TRACEPARENT = "00-0000000000000000000000000000000a-000000000000000b-01"

@@ -7,8 +7,8 @@ import pytest
 from normserve.codec import safetensors
 
 from benchmarks.serve.clients.callers import CALLERS, Endpoint
-from tests.service.client.raw_server import RawServer
-from tests.service.client.small_call import ANSWER, X
+from tests.service.client.harness.raw_server import RawServer
+from tests.service.client.harness.small_call import ANSWER, X
 
 
 def next_request(connected):

@@ -3,7 +3,7 @@
 import pytest
 from normserve.client import Client
 
-from tests.service.client.plain_numpy import plain_numpy
+from tests.service.client.harness.plain_numpy import plain_numpy
 
 __all__ = ["plain_numpy"]
 

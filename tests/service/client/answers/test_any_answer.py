@@ -13,7 +13,7 @@ from normserve import client as api
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.failures import api_error
 
-from tests.service.client.fake_server import HEADERS, FakeServer, tensors_answer
+from tests.service.client.harness.fake_server import HEADERS, FakeServer, tensors_answer
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 RIGHT = tensors_answer(y=X).content

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from normserve.client import UnexpectedAnswerError
 
-from tests.service.client.fake_server import FakeServer, tensors_answer
+from tests.service.client.harness.fake_server import FakeServer, tensors_answer
 
 X = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
 ROWS = np.zeros((2, 4), np.float32)

@@ -13,8 +13,8 @@ from normserve.client.calls import arrays
 from normserve.client.calls.arrays import from_host, to_host
 from normserve.memory.host_tensors import DType, HostTensor
 
-from tests.service.client.fake_server import FakeServer, tensors_answer
-from tests.service.client.plain_numpy import plain_numpy as plain_numpy
+from tests.service.client.harness.fake_server import FakeServer, tensors_answer
+from tests.service.client.harness.plain_numpy import plain_numpy as plain_numpy
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 

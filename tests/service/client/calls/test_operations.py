@@ -6,7 +6,7 @@ import pytest
 import torch
 from normserve.client import BackwardResult, ForwardResult, InvalidRequestError, UnexpectedAnswerError
 
-from tests.service.client.fake_server import HEADERS, FakeServer, problem_answer, tensors_answer
+from tests.service.client.harness.fake_server import HEADERS, FakeServer, problem_answer, tensors_answer
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 W = np.ones(3, np.float16)

@@ -9,8 +9,8 @@ import threading
 import pytest
 from normserve import client as api
 
-from tests.service.client.raw_server import gone, next_head
-from tests.service.client.small_call import ANSWER, OK, TOO_LONG_S, X, either, normalise, times
+from tests.service.client.harness.raw_server import gone, next_head
+from tests.service.client.harness.small_call import ANSWER, OK, TOO_LONG_S, X, either, normalise, times
 
 CLOSES = ANSWER.replace(b"Content-Length", b"Connection: close\r\nContent-Length")
 

@@ -13,9 +13,9 @@ import trustme
 from normserve import client as api
 from normserve.client.http.heads import HEAD_BYTES
 
-from tests.service.client.fake_server import tensors_answer
-from tests.service.client.raw_server import gone, next_head
-from tests.service.client.small_call import ANSWER, OK, RIGHT, TOO_LONG_S, X, either, normalise, times
+from tests.service.client.harness.fake_server import tensors_answer
+from tests.service.client.harness.raw_server import gone, next_head
+from tests.service.client.harness.small_call import ANSWER, OK, RIGHT, TOO_LONG_S, X, either, normalise, times
 
 REFUSAL = b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: 21\r\n\r\n" + b'{"code": "too_large"}'
 LARGE = np.zeros((4096, 4096), np.float32)

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from normserve.client import AsyncSocketTransport, Client, SocketTransport
 
-from tests.service.client.small_call import ANSWER, TOO_LONG_S, X
+from tests.service.client.harness.small_call import ANSWER, TOO_LONG_S, X
 
 HELLO = b"HTTP/1.1 200 Fine\r\nContent-Length: 5\r\nX-Name: value\r\n\r\nhello"
 

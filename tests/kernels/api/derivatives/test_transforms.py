@@ -8,8 +8,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from tests.kernels.api.derivatives import FEW, assert_same, detached, tolerance_of, total
-from tests.kernels.api.formulas import formula, groups
+from tests.kernels.api.derivatives.comparisons import FEW, assert_same, detached, tolerance_of, total
+from tests.kernels.api.derivatives.formulas import formula, groups
 from tests.kernels.api.norm_calls import CALLS
 
 # torch loads its formulas of forward mode through what it deprecates itself.

@@ -1,4 +1,4 @@
-"""How long a start takes: `python -m benchmarks.serve.ready --backend triton --out FILE.csv`.
+"""How long a start takes: `python -m benchmarks.serve.processes.ready --backend triton --out FILE.csv`.
 
 A server is started with an empty kernel cache, then with what that start left in it, and so on in each round.
 Timed from before the process is made: until it answers at all, until it is ready, and until it has answered a
@@ -71,7 +71,7 @@ UNFORESEEN = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.ready")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.processes.ready")
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     parser.add_argument("--backend", default="torch", help="torch or triton")
     parser.add_argument("--rounds", type=int, default=3, help="starts with an empty cache, and with a full one")

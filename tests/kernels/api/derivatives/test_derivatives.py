@@ -10,8 +10,8 @@ from fusednorm.arguments.activations import ACTIVATIONS
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp
 
-from tests.kernels.api.derivatives import FEW, assert_same, detached, second, tolerance_of, total
-from tests.kernels.api.formulas import formula
+from tests.kernels.api.derivatives.comparisons import FEW, assert_same, detached, second, tolerance_of, total
+from tests.kernels.api.derivatives.formulas import formula
 from tests.kernels.api.norm_calls import CALLS, inputs
 
 # torch loads its formulas of forward mode through what it deprecates itself.

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from normserve.codec import safetensors
 
-from benchmarks.serve import ready
+from benchmarks.serve.processes import ready
 
 
 @pytest.mark.parametrize("request_", [ready.FORESEEN, *ready.UNFORESEEN], ids=lambda each: each.what)
