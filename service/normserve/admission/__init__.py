@@ -1,1 +1,1 @@
-"""Whether a request may come in: permits for memory, the shares of tenants, quotas, and API keys."""
+"""Admission of requests: permits for memory, the shares of tenants, quotas, and API keys."""

@@ -1,4 +1,4 @@
-"""Who a request comes from."""
+"""The sender of a request."""
 
 import functools
 import ipaddress

@@ -1,7 +1,7 @@
-"""Permits: how many requests, and how many bytes of bodies, may be inside the server at once.
+"""Permits: limits on the number of concurrent requests and on the bytes of their bodies.
 
-While there is room, everybody is admitted.  Where a newcomer does not fit, bodies that are still being received
-give way: those that stall, and, to a tenant below its share, those of tenants above theirs.
+A request is admitted if it fits.  Otherwise unfinished bodies are aborted to make space: those that stall, and,
+for a tenant below its share, those of tenants above their share.
 """
 
 import math

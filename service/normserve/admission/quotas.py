@@ -1,4 +1,4 @@
-"""What one tenant may have at most, however much is free."""
+"""The maximum for one tenant, however much is free."""
 
 import time
 from collections.abc import Callable

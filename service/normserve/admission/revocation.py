@@ -1,4 +1,4 @@
-"""Which bodies that are still being received give way to a newcomer that does not fit beside them."""
+"""The choice of unfinished bodies that are aborted for a request that does not fit beside them."""
 
 from collections.abc import Iterable
 from operator import itemgetter

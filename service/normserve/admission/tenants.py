@@ -1,4 +1,4 @@
-"""Who shares the budget of requests and bytes, and how much of it is whose."""
+"""The division of the budget of requests and bytes between tenants."""
 
 from typing import NamedTuple
 

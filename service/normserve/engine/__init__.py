@@ -1,1 +1,1 @@
-"""From an admitted job to its result: what shares a launch, who waits for it, and the thread of the device."""
+"""From an admitted job to its result: batching, waiting callers, and the device's thread."""

@@ -1,11 +1,12 @@
-"""Which waiting jobs run next, and together.  Pure policy: no clock, no thread, no tensor.
+"""The choice of the next batch.  A pure policy: no clock, no thread, no tensor.
 
-Jobs of one class (see `NormJob.batch_class`) become rows of one launch.  No job waits for others to arrive: what
-gathers is what arrived while the device was busy, and a free device takes the oldest job of a lane with its kin.
+Jobs of one class (see `NormJob.batch_class`) become rows of one launch.  No job waits for others to arrive: a
+batch consists of jobs that arrived while the device was busy.  A free device takes the oldest job of a lane
+together with the other jobs of its class.
 
-Small and large jobs wait in lanes of their own, which share the device by bytes (start-time fair queueing; Goyal,
-Vin, Cheng, 1996): after one large job the small ones have its bytes' worth of turns.  So one of them waits for a
-large job at most, however many of those wait, unless small work alone takes half of the device.
+Small and large jobs wait in separate lanes, which share the device by bytes (start-time fair queueing; Goyal, Vin,
+Cheng, 1996): after one large job the small ones may use the same number of bytes.  A small job therefore waits for
+at most one large job, however many are waiting, unless small jobs alone use half of the device.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Iterator

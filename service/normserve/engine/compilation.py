@@ -1,7 +1,7 @@
-"""Which classes of jobs have their kernels, and who waits for those that do not.  Pure policy.
+"""The classes of jobs whose kernels are compiled, and the jobs that wait for a compilation.  A pure policy.
 
-A class that was not compiled at start is compiled while other work goes on: only its own jobs wait.
-Clients choose the classes, so how many are compiled, and how fast, is bounded.
+A class that was not compiled at start is compiled while other work continues: only its own jobs wait.  Clients
+choose the classes, so their number and the rate of compilations are limited.
 """
 
 import time

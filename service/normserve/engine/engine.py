@@ -1,7 +1,7 @@
-"""The glue between the event loop and the device: jobs in, results out, deadlines kept, drained in the end.
+"""The connection between the event loop and the device: accepts jobs, returns results, enforces deadlines, drains.
 
-Everything here runs on the event loop's thread.  Jobs wait in the batcher, not in the executor, so that one
-whose deadline passed or whose client left is simply taken out and costs the device nothing.
+All code here runs on the event loop's thread.  Jobs wait in the batcher, not in the executor, so that a job whose
+deadline has passed or whose client has disconnected can be removed without cost for the device.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The one thread that owns the device, and those that wait for what it has set going."""
+"""The thread that owns the device, and the threads that wait for batches in progress."""
 
 import asyncio
 import logging

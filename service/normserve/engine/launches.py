@@ -1,4 +1,4 @@
-"""What the device has been given and has not returned.
+"""The batches that the device has not finished.
 
 Not thread-safe: it belongs to the event loop's thread.
 """

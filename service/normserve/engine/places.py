@@ -1,4 +1,4 @@
-"""Results go where their caller wants them, whatever memory the backend computed them in."""
+"""Copies results to the memory that their caller has chosen."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Whether what the server has begun gets finished.
+"""Detection of work that does not finish.
 
 Not thread-safe: it belongs to the event loop's thread.
 """

@@ -1,4 +1,4 @@
-"""Who waits for the result of a job, until when, and what each is told.
+"""The callers that wait for the results of jobs, and their deadlines.
 
 Not thread-safe: it belongs to the event loop's thread.
 """

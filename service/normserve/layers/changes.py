@@ -1,4 +1,4 @@
-"""Registering and removing layers: in every process of a fleet, or in none."""
+"""Registration and removal of layers, in every process of a server or in none."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Registering the norm layers of a safetensors checkpoint."""
+"""Registration of the norm layers of a safetensors checkpoint."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The registered layers of a fleet on disk: whatever is read here is what every process has to know."""
+"""The registered layers of a server with several processes, on disk: the state that every process must have."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""A lock that one task of one process holds, of all processes that know the same folder."""
+"""A lock between all processes that use the same folder, held by one task of one process."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The layers that are registered: parameters by name."""
+"""The registered layers: parameters by name."""
 
 import contextlib
 import re

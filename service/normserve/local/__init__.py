@@ -1,4 +1,4 @@
-"""Clients on the same host: memory is shared, and only references travel over a Unix socket.
+"""Clients on the same host: memory is shared, and only references are sent over a Unix socket.
 
-docs/local-protocol.md is the protocol, adr/0022 why the arena is the client's to divide.
+docs/local-protocol.md specifies the protocol; adr/0022 explains why clients divide the arena themselves.
 """

@@ -1,4 +1,4 @@
-"""The access log of clients that share memory: the same line as over HTTP, for each message at its end."""
+"""The access log of clients that share memory: the same line as over HTTP, for each completed message."""
 
 import logging
 

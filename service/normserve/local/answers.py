@@ -1,4 +1,4 @@
-"""What one client is answered, and the account of it."""
+"""The responses to one client, and their records."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""The shared memory of one connection, and what may be made of references into it.  Pure arithmetic and views."""
+"""The shared memory of one connection, and the validation of references into it.  Pure arithmetic and views."""
 
 from collections.abc import Mapping
 from math import prod

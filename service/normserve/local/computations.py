@@ -1,4 +1,4 @@
-"""The operations that one client has under way, from their admission to their answers."""
+"""The operations of one client in progress, from their admission to their response."""
 
 import functools
 import time

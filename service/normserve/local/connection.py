@@ -1,4 +1,4 @@
-"""One client: what its frames say, its arena, and the messages beside operations."""
+"""One client: its messages, its arena, and the messages beside operations."""
 
 import asyncio
 import functools

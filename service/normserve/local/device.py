@@ -1,7 +1,7 @@
-"""How much memory of the device each user has, and when it is theirs no more.
+"""Accounting of device memory by user.
 
-A client may keep memory of the device in use that it has given back: what it has mapped stays.  So a segment is
-charged until the client's process has ended, and until then is lent again to nobody else.
+A client may still use device memory that it has returned, because its mapping stays valid.  Therefore a segment is
+charged until the client's process has ended, and until then it is given to no other client.
 """
 
 import asyncio

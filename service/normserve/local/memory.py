@@ -1,4 +1,4 @@
-"""How much shared memory each user has, and when it is theirs no more."""
+"""Accounting of shared memory by user."""
 
 import asyncio
 import os

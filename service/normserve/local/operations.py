@@ -1,4 +1,4 @@
-"""A request of an operation, as a frame describes it, becomes a job, and its result an answer."""
+"""Conversion of a frame's operation to a job, and of the job's result to a response."""
 
 import functools
 import time

@@ -1,4 +1,4 @@
-"""Memory of the device that clients have allocated themselves, and that the server opens for their requests."""
+"""Device memory that clients have allocated themselves and that the server opens for their requests."""
 
 import os
 from collections.abc import Callable

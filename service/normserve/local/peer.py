@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, as the kernel says."""
+"""The identity of the process at the other end of a Unix socket, from the kernel."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Connections of clients on the same host, from their first byte to their last."""
+"""Connections of clients on the same host, from the first to the last byte."""
 
 import asyncio
 import functools

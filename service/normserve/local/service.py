@@ -1,4 +1,4 @@
-"""What connections work with."""
+"""The objects that connections use."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

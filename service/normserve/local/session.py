@@ -1,4 +1,4 @@
-"""Who a connection's client is, and what it may do."""
+"""The identity of a connection's client, and its permissions."""
 
 import time
 from collections.abc import Mapping, Set

@@ -1,6 +1,7 @@
-"""One connection's socket: frames come out of it, frames and descriptors go into it, on the event loop's thread.
+"""The socket of one connection: reads frames, writes frames and descriptors, on the event loop's thread.
 
-Descriptors that a client sends are never received: no call here makes room for them, so the kernel closes them.
+Descriptors that a client sends are never received: no call here provides a buffer for them, so the kernel closes
+them.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""What the processes of one server, or the replicas of one application, know of one another."""
+"""Communication between the processes of one server, or between the replicas of one application."""

@@ -1,6 +1,6 @@
-"""The same application in several processes that somebody else starts, ends and sends requests to.
+"""The same application in several processes that another program starts, stops and sends requests to.
 
-Such replicas know neither how many they are nor how to reach one another; what they share is a `Board`.
+Such replicas know neither their number nor each other's addresses; they share a `Board`.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
-"""The processes of one fleet, as each of them sees the others.
+"""The processes of one server, as each of them sees the others.
 
-Every process owns a device and its own copy of the registered layers.  They reach one another by Unix domain
-sockets in a folder that only this user may enter, and speak frames there that no HTTP server reads: no client's
-request can pass for a sibling's, whatever it says and wherever it comes from.
+Every process owns a device and its own copy of the registered layers.  They communicate over Unix domain sockets
+in a folder that only the server's user may enter, with frames that no HTTP server accepts, so that a client's
+request cannot be mistaken for a message of another process.
 
-A frame is its length in four bytes, then so many bytes.  A question is a JSON object of strings, what is asked
-under "do"; an answer is one byte, `+` or `-`, and its content.  A connection may carry many, one after another.
+A frame is its length in four bytes, followed by the content.  A request is a JSON object of strings, with the name
+of the request under "do"; a response is one byte, `+` or `-`, and its content.  A connection may carry several,
+one after another.
 """
 
 import asyncio

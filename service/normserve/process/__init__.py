@@ -1,1 +1,1 @@
-"""Processes: how one starts, listens, serves and ends, and who supervises several."""
+"""Processes: how one starts, listens, serves and ends, and the supervision of several."""

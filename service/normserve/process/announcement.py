@@ -1,4 +1,4 @@
-"""What a server says once it can be used."""
+"""The message of a server that is ready."""
 
 from normserve.http.curl import curl_line
 from normserve.settings import Settings

@@ -1,4 +1,4 @@
-"""The end of a serving process on its channel to the process that accepts connections."""
+"""The serving process's end of its channel to the process that accepts connections."""
 
 import asyncio
 import functools

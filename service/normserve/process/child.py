@@ -1,4 +1,4 @@
-"""A process that the supervisor starts, and starts again: what it says, and the connections that it has."""
+"""A process that the supervisor starts and restarts, its state, and its connections."""
 
 import asyncio
 import dataclasses

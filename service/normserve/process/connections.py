@@ -1,6 +1,7 @@
-"""How many connections may be open, from all addresses and from one; the others are refused as they are accepted.
+"""Limits on the number of open connections, in total and from one address; more are refused.
 
-Whoever accepts counts: the server itself, or where there are several processes the one that hands them connections.
+Connections are counted by the process that accepts them: the server itself, or the supervisor of several
+processes.
 """
 
 import asyncio

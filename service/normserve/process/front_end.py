@@ -1,7 +1,8 @@
-"""A front end: `python -m normserve.process.front_end CHANNEL`, which only `supervisor` starts.
+"""A front end: `python -m normserve.process.front_end CHANNEL`, started by `supervisor` only.
 
-It speaks HTTP and owns no device: the application runs in the processes that do, to which it relays every request.
-Its settings come pickled on standard input; connections, and links to those processes, come over the channel.
+It speaks HTTP and owns no device: it relays every request to a process that owns a device and runs the
+application.  It reads its settings, pickled, from standard input; connections, and links to those processes,
+arrive over the channel.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A server that speaks HTTP on connections which others accept, and drains before it ends."""
+"""An HTTP server for connections that another object accepts; it drains before it ends."""
 
 import asyncio
 import contextlib

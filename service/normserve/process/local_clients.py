@@ -1,4 +1,4 @@
-"""The parts of a process that serve clients on the same host, put together."""
+"""Construction of the objects that serve clients on the same host."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A server of settings, run until it ends."""
+"""Runs a server with given settings until it ends."""
 
 import contextlib
 import logging

@@ -1,9 +1,10 @@
 """`--devices` and `--frontends`: several processes behind one port.
 
-This process owns the listening sockets and no device.  It accepts connections and hands each to the next process
-that is ready, so that connections are spread evenly, none is lost with a process that dies before it had any, and
-one that starts gets none until it can serve.  What a connection says is between its client and that process: one
-that owns a device or, where there are front ends, one of those, each of which is linked to every owner.
+This process owns the listening sockets and no device.  It accepts connections and passes each to the next process
+that is ready.  Connections are therefore spread evenly, a process that starts receives none before it is ready,
+and if a process ends before it has received a connection, another process receives it.  Data of a connection is
+exchanged only between its client and that process: one that owns a device or, with front ends, a front end that is
+linked to all owners.
 """
 
 import asyncio

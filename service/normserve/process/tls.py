@@ -1,4 +1,4 @@
-"""TLS on the port: a server's certificate and key from files, which may be replaced while the server runs."""
+"""TLS on the port: the server's certificate and key from files, which may be replaced while the server runs."""
 
 import ssl
 from dataclasses import dataclass

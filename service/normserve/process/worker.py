@@ -1,7 +1,7 @@
-"""One process of a fleet: `python -m normserve.process.worker CHANNEL`, which only `supervisor` starts.
+"""One process of several: `python -m normserve.process.worker CHANNEL`, started by `supervisor` only.
 
-Its settings and its place come pickled on standard input; connections come as descriptors over the channel, and
-whether it is ready goes back.
+It reads its settings and its index, pickled, from standard input; connections arrive as descriptors over the
+channel, over which it reports whether it is ready.
 """
 
 import pickle

@@ -1,1 +1,1 @@
-"""What is done with a request whatever transport it came by: its parameters, its charges, the layer it brings."""
+"""Processing of requests that is the same for all transports: parameters, charges, layers to be registered."""

@@ -1,4 +1,4 @@
-"""What a request takes of the server's memory is granted before it is computed, or it is refused."""
+"""Charges a request for the memory of its computation before it is computed, or refuses it."""
 
 from dataclasses import dataclass
 

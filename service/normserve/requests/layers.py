@@ -1,4 +1,4 @@
-"""A layer to be registered: what a query and a payload say of it, and what is told of one that is."""
+"""A layer to be registered, from its query and payload, and the description of a registered layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Query parameters: one table says what exists, what it means and how it is read."""
+"""Query parameters: one table of their names, meanings and parsers."""
 
 import difflib
 import math

@@ -1,7 +1,7 @@
 """Several tensors in one request that share parameters: x.0, x.1 and so on are the rows, or samples, of one x.
 
-What belongs to rows or samples is joined along the first axis, computed as one job, and divided again.  Tensors
-that lie one after another in the body are joined where they lie.
+Tensors with rows or samples are joined along the first axis, computed as one job, and divided again.  Tensors that
+are adjacent in the body are joined without a copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence

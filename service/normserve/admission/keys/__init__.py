@@ -1,4 +1,4 @@
-"""API keys: their file, what each may do, and the look-up of the key that a request brings."""
+"""API keys: their file, their scopes and limits, and the lookup of a request's key."""
 
 from normserve.admission.keys.file import ApiKey, KeyScope, KeysFileError, parse_keys
 from normserve.admission.keys.keyring import Grant, Keyring

@@ -1,4 +1,4 @@
-"""The file of API keys: TOML, one table `[[keys]]` for each, with the SHA-256 of the key in place of the key."""
+"""The file of API keys: TOML, one table `[[keys]]` for each, with the SHA-256 of the key instead of the key."""
 
 import tomllib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A new API key, and what stands for it in the file of keys."""
+"""Generation of an API key and of its entry in the file of keys."""
 
 import hashlib
 import re

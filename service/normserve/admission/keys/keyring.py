@@ -1,4 +1,4 @@
-"""Which API key a request brings, and whether it comes too often."""
+"""The API key of a request, and its rate limit."""
 
 import hashlib
 import time

@@ -1,4 +1,4 @@
-"""The file of API keys is read again when it changes."""
+"""Reloading of the file of API keys when it changes."""
 
 import asyncio
 import logging
