@@ -4,6 +4,7 @@ import threading
 from collections import deque
 
 from normserve.backends.base import InFlight
+from normserve.errors import DeviceOutOfMemoryError
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Execution
 
