@@ -11,13 +11,8 @@ from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.reference.dropout import dropout_mask, philox_words
 from torch import Tensor
 
-TORCH_ACTIVATIONS = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-}
+from tests.kernels.harness.activations import TORCH_ACTIVATIONS
+
 P, SEED = 0.3, -(2**40) - 5
 
 

@@ -7,6 +7,7 @@ from fusednorm import reference
 from normserve.backends import cpu
 from normserve.backends.launch import launch
 from normserve.backends.tensors import channels_first
+from normserve.codec.activations import ACTIVATIONS
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType
 
@@ -36,7 +37,7 @@ def arrived(spec: NormSpec, samples: int = 2) -> dict[str, torch.Tensor]:
     return {name: channels_first(spec, name, tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("activation", ["none", "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("direction", Pass)
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -1,6 +1,7 @@
 """What a query means: each value at the bounds of what it may be, defaults, and what goes together."""
 
 import pytest
+from normserve.codec.activations import ACTIVATIONS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import Layout, Op, Pass
 from normserve.memory.host_tensors import DType
@@ -35,7 +36,7 @@ def parsed(query: str, parameters=GROUP_FORWARD) -> dict:
         ("num_groups=" + "0" * 18 + "7", 7),
         ("layout=nchw", "nchw"),
         ("layout=nhwc", "nhwc"),
-        *((f"activation={name}", name) for name in ("none", "relu", "silu", "gelu", "gelu_tanh")),
+        *((f"activation={name}", name) for name in ACTIVATIONS),
         ("dropout=0", 0.0),
         ("dropout=0.999999", 0.999999),
         ("seed=0", 0),

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from normserve.client import AsyncClient, Client
+from normserve.codec.activations import ACTIVATIONS
 
 from tests.integration.api.operations.cases import GROUPS, Case, assert_close, post
 from tests.integration.harness.wire import DTYPES, NPY, SAFETENSORS, from_npy, packed
 
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 PATH = "/v1/group_norm"
 BACKWARD = "/v1/group_norm/backward"
 

@@ -3,15 +3,7 @@
 Not torch's own norms: `torch.nn.functional.layer_norm` has no right derivative of its forward mode.
 """
 
-import torch.nn.functional as F  # noqa: N812
-
-_ACTIVATIONS = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "silu": lambda z: z * z.sigmoid(),
-    "gelu": lambda z: 0.5 * z * (1 + (z * 0.5**0.5).erf()),
-    "gelu_tanh": lambda z: 0.5 * z * (1 + ((z + 0.044715 * z**3) * 0.7978845608028654).tanh()),
-}
+from tests.kernels.harness.activations import TORCH_ACTIVATIONS
 
 
 def normalised(h, axes, eps, centre=True):
@@ -24,7 +16,7 @@ def rows(name, x, w, b, r, activation="none"):
     h = x + r if name.startswith("add_") else x
     rms = "rms" in name
     z = normalised(h, -1, 1e-6 if rms else 1e-5, centre=not rms) * (w + 1 if "zero" in name else w)
-    y = _ACTIVATIONS[activation](z if rms else z + b)
+    y = TORCH_ACTIVATIONS[activation](z if rms else z + b)
     return (y, h) if name.startswith("add_") else y
 
 
@@ -37,7 +29,7 @@ def groups(name, x, w, b, r, activation="none", scale=None, shift=None):
         z = z * (1 + scale.reshape(*scale.shape, *per_channel[1:]))
     if shift is not None:
         z = z + shift.reshape(*shift.shape, *per_channel[1:])
-    y = _ACTIVATIONS[activation](z)
+    y = TORCH_ACTIVATIONS[activation](z)
     return (y, h) if name.startswith("add_") else y
 
 

@@ -19,6 +19,7 @@ from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from torch import Tensor
 
 from tests.kernels.harness.accuracy import assert_close_to_oracle
+from tests.kernels.harness.activations import TORCH_ACTIVATIONS
 
 # One forced configuration of every algorithm, small enough that small inputs take several tiles, splits and
 # programs, with full and partial ones among them.
@@ -82,16 +83,7 @@ class Case:
         """The plain composition in x's dtype, without dropout."""
         h = x if residual is None else x + residual
         y = F.group_norm(h, self.groups, weight, bias)
-        match self.options.get("activation", "none"):
-            case "relu":
-                return F.relu(y)
-            case "silu":
-                return F.silu(y)
-            case "gelu":
-                return F.gelu(y)
-            case "gelu_tanh":
-                return F.gelu(y, approximate="tanh")
-        return y
+        return TORCH_ACTIVATIONS[self.options.get("activation", "none")](y)
 
 
 def make_case(shape, groups, dtype, device, last=False, affine=True, residual=False, **options):

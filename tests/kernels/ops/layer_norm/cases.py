@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import reference
 
 from tests.kernels.harness.accuracy import assert_close_to_oracle
+from tests.kernels.harness.activations import TORCH_ACTIVATIONS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,16 +61,7 @@ class Case:
         return self.activated(y).to(x.dtype)
 
     def activated(self, y):
-        match self.options.get("activation", "none"):
-            case "relu":
-                return F.relu(y)
-            case "silu":
-                return F.silu(y)
-            case "gelu":
-                return F.gelu(y)
-            case "gelu_tanh":
-                return F.gelu(y, approximate="tanh")
-        return y
+        return TORCH_ACTIVATIONS[self.options.get("activation", "none")](y)
 
 
 def make_case(op, dtype, rows, cols, device, affine=True, residual=False, **options):

@@ -72,3 +72,10 @@ def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypa
     assert backend._workplaces.prepare(Batch((job,))) is None
     (got,) = run(backend, job)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_flight_says_when_it_has_landed(backend):
+    (job, _) = in_and_out(Op.LAYER_NORM, Pass.FORWARD, Layout.NCHW, torch.bfloat16)
+    flight = backend.run(Batch((job,)))
+    assert flight.lands_within(10)
+    assert flight.wait().copy_out_s == 0
