@@ -13,7 +13,7 @@ from normserve.memory.host_tensors import DType, HostTensor
 from triton import knobs
 
 from tests.service.backends.answers import assert_right
-from tests.service.backends.cuda.on_gpu import backend, in_and_out, run
+from tests.service.backends.cuda.on_gpu import backend, run
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import DTYPES, back, host
 
