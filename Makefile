@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 	$(PYTHON) -m venv .venv
 
 .venv/.server: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "installing the server into .venv, once: downloads PyTorch with CUDA and Triton, about 3 GB; 4 minutes at 100 Mbit/s"
+	@echo "installing the server into .venv, once: downloads PyTorch with CUDA and Triton, some GB, which can take minutes"
 	$(PIP_INSTALL) --editable '.[server]'
 	@touch $@
 

@@ -8,7 +8,7 @@ from normserve.jobs.job import LAYER_OPS, Batch, Layout, NormJob, NormSpec, Op, 
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.answers import assert_right
-from tests.service.backends.cuda.on_gpu import backend, in_and_out, run
+from tests.service.backends.cuda.on_gpu import backend, run
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import DTYPES, host
 
@@ -20,6 +20,22 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(11)
+
+
+def in_and_out(op: Op, direction: Pass, layout: Layout, dtype: torch.dtype) -> list[NormJob]:
+    """Jobs of one and of three rows or samples, small enough to be computed in place."""
+    forward, grouped = direction is Pass.FORWARD, op is Op.GROUP_NORM
+    jobs = []
+    parameters = {} if grouped or not forward else {"weight": torch.randn(640)}
+    for count in (1, 3):
+        shape = (count, 640) if not grouped else (count, 7, 5, 64) if layout is Layout.NHWC else (count, 64, 7, 5)
+        names = ("x", "residual") if forward else ("x", "dy", "dresidual_out")
+        tensors = {name: torch.randn(shape).to(dtype) for name in names} | parameters
+        if grouped:
+            tensors |= {"scale": torch.randn(count, 64), "shift": torch.randn(count, 64).to(dtype)}
+        spec = NormSpec(op, direction, 1e-5, 8 if grouped else 0, layout, "silu", stats=forward)
+        jobs.append(NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
+    return jobs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
