@@ -65,6 +65,8 @@ def test_some_interpreted(monkeypatch):
 
 
 @pytest.mark.gpu
+# A cold cache: every combination of GroupNorm's backward pass compiles kernels of its own.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(name_of, kind)))
 def test_on_a_gpu(kind, gpu_backend):
     assert check(lambda job: gpu_backend.run(Batch((job,))).wait(), kind)
