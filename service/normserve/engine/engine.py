@@ -57,7 +57,7 @@ class Engine:
         self._metrics = metrics
         self._replies = Replies(self._withdraw)
         self._arrivals: dict[NormJob, bool] = {}
-        self._on_device = Launches(executor, self._finish)
+        self._on_device = Launches(executor, self._finish, self._feed)
         self.launches = self._on_device.progress
         self._failure: NormserveError | None = None
         self.state = State.STARTING

@@ -60,6 +60,7 @@ class _Work:
     do: Callable[[], object]
     reply: Reply
     lane: Lane
+    on_launched: Reply | None = None
 
 
 class _Thread:
@@ -68,21 +69,13 @@ class _Thread:
     def __init__(self, name: str, work: Callable[[_Work], None]) -> None:
         self._inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._work = work
-        # One is counted by those who put, the other by the thread: it is idle where they are equal.
-        self._given = self._done = 0
         # A device that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all that was put has been done.  Asked by those who put."""
-        return self._given == self._done
-
     def put(self, work: _Work) -> None:
-        self._given += 1
         self._inbox.put(work)
 
     def stop(self, timeout_s: float) -> None:
@@ -96,7 +89,6 @@ class _Thread:
                 self._work(work)
             except MemoryError:
                 _give_up(work)
-            self._done += 1
             # Whoever waits for the next piece must not keep this one's memory.
             del work
 
@@ -126,9 +118,12 @@ class Executor:
             thread.start()
         self._owner.put(_Work(self._start_backend, reply, Lane.SMALL))
 
-    def run(self, batch: Batch, reply: Reply) -> None:
-        """Run a batch; the reply's value is an `Execution`."""
-        self._owner.put(_Work(lambda: in_places(batch, self.backend.run(batch)), reply, batch.lane))
+    def run(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
+        """Run a batch; the reply's value is an `Execution`.
+
+        Args: on_launched: called before the reply if the batch is in flight and the thread is free for the next.
+        """
+        self._owner.put(_Work(lambda: in_places(batch, self.backend.run(batch)), reply, batch.lane, on_launched))
 
     def runs_soon(self, batch: Batch) -> bool:
         """Whether a batch is over sooner than it could be handed to a thread."""
@@ -138,10 +133,13 @@ class Executor:
 
     def launches_here(self, batch: Batch) -> bool:
         """Whether `launch_here` takes less time than handing a batch over."""
-        return self._owner.is_idle and self.backend.launches_at_once(batch)
+        return self.backend.launches_at_once(batch)
 
     def launch_here(self, batch: Batch) -> Outcome:
-        """Set a batch going on the caller's thread; the outcome's value is an `InFlight`, or an `Execution`."""
+        """Set a batch going on the caller's thread; the outcome's value is an `InFlight`, or an `Execution`.
+
+        No batch may be between `run` and its `on_launched`: a backend launches one at a time.
+        """
         return self._attempt(lambda: in_places(batch, self.backend.run(batch)))
 
     def run_here(self, batch: Batch) -> Outcome:
@@ -189,6 +187,8 @@ class Executor:
     def _do(self, work: _Work) -> None:
         outcome = self._attempt(work.do)
         if isinstance(outcome.value, InFlight):
+            if work.on_launched is not None:
+                work.on_launched(outcome)
             self.await_landing(outcome, outcome.value, work.lane, work.reply)
         else:
             work.reply(outcome)

@@ -19,16 +19,27 @@ class Launches:
         progress: of those that its threads run and have run.
     """
 
-    def __init__(self, executor: Executor, on_end: Callable[[Batch, Outcome], None]) -> None:
-        """Args: on_end: is told what became of a batch that `run` did not wait for."""
+    def __init__(
+        self, executor: Executor, on_end: Callable[[Batch, Outcome], None], on_room: Callable[[], None]
+    ) -> None:
+        """Args:
+        on_end: is told what became of a batch that `run` did not wait for.
+        on_room: called when there may be room for another batch although none has ended.
+        """
         self._executor = executor
-        self._on_end = on_end
+        self._on_end, self._on_room = on_end, on_room
+        # What the executor's own thread has not launched yet.  It gets no other batch before that: a queue there
+        # would keep all later batches from being launched on this thread, and two threads that launch and answer
+        # by turns wait for Python's lock at every call that releases it.
+        self._handed_over: Batch | None = None
         self._running = dict.fromkeys(Lane, 0)
         self._launched = 0
         self.progress = Progress()
 
     def has_room(self, lane: Lane) -> bool:
         """Whether the device would take another batch of that lane now."""
+        if self._handed_over is not None:
+            return False
         depth = self._executor.backend.depth
         return self._launched < depth.total and self._running[lane] < depth.lanes[lane]
 
@@ -50,7 +61,8 @@ class Launches:
             # Threads that take turns with Python's lock would set it going later, and hold up this one meanwhile.
             outcome = executor.launch_here(batch)
         if outcome is None:
-            executor.run(batch, self._reply(batch))
+            self._handed_over = batch
+            executor.run(batch, on_loop(functools.partial(self._note_launched, batch)), self._reply(batch))
         elif isinstance(outcome.value, InFlight):
             executor.await_landing(outcome, outcome.value, batch.lane, self._reply(batch))
         else:
@@ -63,7 +75,16 @@ class Launches:
     def _reply(self, batch: Batch) -> Reply:
         return on_loop(functools.partial(self._end, batch))
 
+    def _note_launched(self, batch: Batch, _: Outcome) -> None:
+        self._forget_handed_over(batch)
+        self._on_room()
+
+    def _forget_handed_over(self, batch: Batch) -> None:
+        if self._handed_over is batch:
+            self._handed_over = None
+
     def _end(self, batch: Batch, outcome: Outcome) -> None:
+        self._forget_handed_over(batch)
         self._running[batch.lane] -= 1
         self._launched -= 1
         self.progress.end()

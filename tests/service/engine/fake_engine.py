@@ -49,6 +49,9 @@ class FakeExecutor:
         self.backend = FakeBackend()
         self.running: list[tuple[Batch, Callable]] = []
         self.here: list[Batch] = []
+        self.handed_over = 0
+        self.launching: list[tuple[Batch, Callable]] = []
+        self.launches_quickly = True
         self.is_slow = False
         self.launches_at_once = False
         self.loaded: list = []
@@ -58,8 +61,12 @@ class FakeExecutor:
     def start(self, reply):
         reply(Outcome(0.0, value=DeviceInfo("a device", "cpu", 1e9, {})))
 
-    def run(self, batch, reply):
+    def run(self, batch, on_launched, reply):
+        self.handed_over += 1
         self.running.append((batch, reply))
+        self.launching.append((batch, on_launched))
+        if self.launches_quickly:
+            self.end_launch()
 
     def runs_soon(self, batch):
         return batch.nbytes <= self.backend.inline_bytes
@@ -92,9 +99,15 @@ class FakeExecutor:
         _, reply = self.compiling.pop(0)
         reply(Outcome(time.perf_counter() - 0.5, error=error))
 
+    def end_launch(self) -> None:
+        """What was handed over is in flight."""
+        batch, on_launched = self.launching.pop()
+        on_launched(Outcome(time.perf_counter(), value=Flying(batch)))
+
     def finish(self, error=None) -> Batch:
         """End the oldest launch."""
         batch, reply = self.running.pop(0)
+        self.launching = [each for each in self.launching if each[0] is not batch]
         if error is not None:
             reply(Outcome(time.perf_counter(), error=error))
         else:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from normserve.errors import (
+    DeviceOutOfMemoryError,
     DrainingError,
     NotReadyError,
 )
@@ -131,6 +132,43 @@ async def test_what_is_quick_to_launch_is_launched_where_it_comes_from(scene):
     scene.executor.finish()
     for each in tasks:
         await each
+
+
+@scene
+async def test_the_executors_thread_gets_one_batch_at_a_time_to_launch(scene):
+    executor = scene.executor
+    executor.backend = Deep()
+    executor.launches_quickly = False
+    tasks = [scene.submit(large_job()) for _ in range(3)]
+    await turn()
+    assert executor.handed_over == 1
+    # By now the next one could be launched at once: it waits all the same, and is not handed over.
+    executor.launches_at_once = True
+    tasks.append(scene.submit(large_job()))
+    await turn()
+    assert executor.handed_over == 1
+    assert executor.here == []
+    executor.end_launch()
+    await turn()
+    assert executor.handed_over == 1
+    assert len(executor.here) == 1
+    for each in tasks:
+        executor.finish()
+        await each
+
+
+@scene
+async def test_a_batch_that_fails_before_its_launch_is_followed_by_the_next(scene):
+    scene.executor.backend = Deep()
+    scene.executor.launches_quickly = False
+    tasks = [scene.submit(large_job()) for _ in range(2)]
+    await turn()
+    scene.executor.finish(error=DeviceOutOfMemoryError("too much"))
+    with pytest.raises(DeviceOutOfMemoryError):
+        await tasks[0]
+    assert scene.executor.handed_over == 2
+    scene.executor.finish()
+    await tasks[1]
 
 
 @scene

@@ -31,9 +31,13 @@ def executor(backend, replies):
     started.stop(20)
 
 
+def _unnoted(outcome) -> None:
+    """What is in flight is of no interest."""
+
+
 def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
     for _ in range(3):
-        executor.run(Batch((job(1, 4),)), replies)
+        executor.run(Batch((job(1, 4),)), _unnoted, replies)
         assert isinstance(replies.next().value, Execution)
     assert len(backend.threads) == 1
     assert threading.get_ident() not in backend.threads
@@ -43,7 +47,7 @@ def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
     backend.may_load.clear()
     executor.load(Op.RMS_NORM, tensor(4), None, replies)
     executor.compile(job(1, 4), replies)
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().value is EXECUTION
     backend.may_load.set()
     assert replies.next().error is replies.next().error is None
@@ -60,20 +64,20 @@ def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
 )
 def test_errors_come_back_as_what_they_mean(executor, backend, replies, raised, meant):
     backend.error = raised
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert type(replies.next().error) is meant
 
 
 def fly(executor, backend, replies, lane=Lane.SMALL) -> Landing:
     landing = Landing()
     backend.results.append(landing)
-    executor.run(Batch((job(1, 4),), lane), replies)
+    executor.run(Batch((job(1, 4),), lane), _unnoted, replies)
     return landing
 
 
 def test_owner_goes_on_while_a_batch_is_in_flight(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
     landing.may_end.set()
     outcome = replies.next()
@@ -93,7 +97,7 @@ def test_small_batch_lands_before_a_large_one_that_took_off_earlier(executor, ba
 
 def test_start_is_that_of_the_take_off(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     replies.next()
     landed = time.perf_counter()
     landing.may_end.set()
@@ -142,16 +146,22 @@ def test_a_batch_is_launched_here_while_the_owner_has_nothing_to_do(executor, ba
     assert replies.next().value is EXECUTION
 
 
-def test_a_batch_is_not_launched_here_while_the_owner_is_at_another(executor, backend, replies):
-    batch = Batch((job(1, 4),))
-    backend.may_run.clear()
-    executor.run(batch, replies)
-    assert not executor.launches_here(batch)
-    backend.may_run.set()
-    replies.next()
-    deadline = time.monotonic() + 20
-    while not executor.launches_here(batch):
-        assert time.monotonic() < deadline
+def test_the_launch_of_a_batch_is_reported_before_its_end(executor, backend, replies):
+    landing = Landing()
+    backend.results.append(landing)
+    executor.run(Batch((job(1, 4),)), replies, replies)
+    assert replies.next().value is landing
+    landing.may_end.set()
+    assert replies.next().value is EXECUTION
+
+
+def test_only_the_end_is_reported_of_a_batch_that_is_never_in_flight(executor, backend, replies):
+    executor.run(Batch((job(1, 4),)), replies, replies)
+    assert replies.next().value is EXECUTION
+    backend.error = MemoryError()
+    executor.run(Batch((job(1, 4),)), replies, replies)
+    assert isinstance(replies.next().error, DeviceOutOfMemoryError)
+    assert len(replies.all) == 3
 
 
 def test_what_would_wait_for_something_is_not_launched_here(executor, backend):
@@ -184,20 +194,20 @@ def test_stop_waits_for_what_is_in_flight(executor, backend, replies):
 
 def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog):
     backend.error = ZeroDivisionError("a secret")
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     error = replies.next().error
     assert error.code == "internal"
     assert "secret" not in error.detail
     assert "ZeroDivisionError" in caplog.text
     backend.error = None
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
 
 
 def test_stop_finishes_what_was_handed_in(backend, replies):
     executor = Executor(lambda: backend)
     executor.start(replies)
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     executor.stop(20)
     assert len(replies.all) == 2
 
@@ -220,10 +230,10 @@ def test_whoever_waits_is_answered_though_there_is_no_memory_for_the_words(execu
 
     backend.error = MemoryError()
     monkeypatch.setattr(backend, "translate", without_memory)
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error.code == "device_out_of_memory"
     backend.error = None
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
 
 
@@ -236,7 +246,7 @@ def test_an_answer_that_found_no_memory_is_given_as_soon_as_there_is_some(execut
             raise MemoryError
         replies(outcome)
 
-    executor.run(Batch((job(1, 4),)), reply)
+    executor.run(Batch((job(1, 4),)), _unnoted, reply)
     assert replies.next().error.code == "device_out_of_memory"
-    executor.run(Batch((job(1, 4),)), replies)
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
