@@ -15,12 +15,13 @@ from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
+from normserve.backends.cuda.copies import transfer_of
 from normserve.backends.cuda.cuda_streams import CudaStreams
 from normserve.backends.cuda.device_work import DeviceWork, device_work, shareable
 from normserve.backends.cuda.flights import InItsPlaces, OnTheDevice
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
-from normserve.backends.cuda.parcels import Bundle, Parcel, collected, is_packed, parcel_of, places_of, written
+from normserve.backends.cuda.parcels import is_packed, places_of
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.cuda.streams import Flight, LoneFlight, Pipeline, StageSeconds
@@ -29,7 +30,6 @@ from normserve.backends.tensors import (
     TORCH_DTYPES,
     channels_first,
     kernel_bytes_of,
-    payload_order,
     results_to_write,
     shape_of,
     split,
@@ -170,10 +170,10 @@ class TritonBackend:
         began = time.perf_counter()
         workplace = self._workplaces.prepare(batch)
         if workplace is None:
-            parcel = parcel_of(batch, self._slabs)
+            transfer = transfer_of(batch, self._slabs, fusednorm, _DEVICE)
             packed_s = time.perf_counter() - began
-            flight: Flight | LoneFlight = self._start_copies(batch, parcel)
-            shares = split(batch, flight.value)
+            flight: Flight | LoneFlight = transfer.start(self._pipelines[batch.lane])
+            shares = split(batch, transfer.results)
             kernel_bytes = kernel_bytes_of(batch, shares)
         else:
             packed_s = time.perf_counter() - began
@@ -207,39 +207,6 @@ class TritonBackend:
             pipeline.aside(work.capture)
 
         return InItsPlaces(flight, work)
-
-    @torch.inference_mode()
-    def _start_copies(self, batch: Batch, parcel: Parcel) -> Flight:
-        """To the device, through the kernels and back, each tensor in device memory meanwhile."""
-        job = batch.jobs[0]
-
-        def copy_in(_: object) -> dict[str, Tensor]:
-            return parcel.brought(_on_the_device)
-
-        results = results_to_write(job, sum([each.rows for each in batch.jobs]))
-
-        def compute(tensors: dict[str, Tensor]) -> dict[str, Tensor] | Bundle:
-            inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
-            if job.layer is not None:
-                inputs |= parameters_of(job.layer.resident)
-            if results is None or len(results) == 1:
-                outputs = launch(fusednorm, job.spec, inputs)
-                return {name: payload_order(job.spec, name, tensor) for name, tensor in outputs.items()}
-            bundle = Bundle.empty(results, _DEVICE)
-            call_of(fusednorm, job.spec, inputs, {"out": destinations(job.spec, bundle.tensors())})()
-            return bundle
-
-        places = job.places if len(batch.jobs) == 1 else None
-
-        def copy_out(outputs: dict[str, Tensor] | Bundle) -> dict[str, HostTensor]:
-            if places is not None:
-                return written(outputs.tensors() if isinstance(outputs, Bundle) else outputs, places)
-            return (
-                outputs.taken_home(self._slabs) if isinstance(outputs, Bundle) else collected(outputs, self._slabs)
-            )
-
-        # The batch and its parcel are held with the rest: the device reads their slabs.
-        return self._pipelines[batch.lane].start(copy_in, compute, copy_out, first=(batch, parcel))
 
     @torch.inference_mode()
     def compile(self, job: NormJob) -> None:
@@ -282,18 +249,6 @@ class TritonBackend:
 def _launch_class(batch: Batch) -> Hashable:
     """Launches that are equal in this run the same kernels in the same way."""
     return batch.jobs[0].kernel_class(), sum([job.rows for job in batch.jobs])
-
-
-def _on_the_device(parts: Sequence[Tensor]) -> Tensor:
-    """Copies of them on the device, one after another; complete when the current stream has come so far."""
-    if len(parts) == 1:
-        return parts[0].to(_DEVICE, non_blocking=True)
-    whole = torch.empty(sum([part.nbytes for part in parts]), dtype=torch.uint8, device=_DEVICE)
-    start = 0
-    for part in parts:
-        whole[start : start + part.nbytes].copy_(part, non_blocking=True)
-        start += part.nbytes
-    return whole
 
 
 def _call_without_memory(job: NormJob) -> None:

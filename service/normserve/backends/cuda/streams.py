@@ -5,7 +5,7 @@ This module keeps the order.  The stages, streams and events themselves belong t
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -36,7 +36,10 @@ class Streams(Protocol):
 
 
 class StageSeconds(NamedTuple):
-    """How long each stage took on the device, without its wait for the one before."""
+    """How long each stage took on the device, without its wait for the one before.
+
+    Of a batch in several parts, `copy_out` is what came after the last part was copied in, without `compute`.
+    """
 
     copy_in: float
     compute: float
@@ -53,11 +56,12 @@ class Flight:
     def __init__(
         self,
         value: Any,
-        spans: list[tuple[Event, Event]],
+        spans: list[list[tuple[Event, Event]]],
         held: list[Any],
         marks: list[Event],
         spare: list[Event],
     ) -> None:
+        """Args: spans: of each stage the begin and the end of each of its parts."""
         self.value = value
         self._spans = spans
         self._held = held
@@ -75,9 +79,19 @@ class Flight:
         if not self._has_landed:
             self._marks[-1].synchronize()
         self._held.clear()
-        took = [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
+        took = self._took()
         self._spare.extend(self._marks)
-        return StageSeconds(*took)
+        return took
+
+    def _took(self) -> StageSeconds:
+        copies_in, computed, copies_out = self._spans
+        compute_s = sum([_seconds(*span) for span in computed])
+        if len(computed) == 1:
+            return StageSeconds(_seconds(*copies_in[0]), compute_s, _seconds(*copies_out[0]))
+        # Stages of several parts overlap: the last one gets what is left, so that the sum is the whole.
+        copy_in_s = _seconds(copies_in[0][0], copies_in[-1][1])
+        whole_s = _seconds(self._marks[0], self._marks[-1])
+        return StageSeconds(copy_in_s, compute_s, max(0.0, whole_s - copy_in_s - compute_s))
 
 
 class LoneFlight:
@@ -122,33 +136,49 @@ class Pipeline:
         # Events of flights that are over; whoever waited for one adds its own.
         self._spare: list[Event] = []
 
-    def start(self, *stages: Callable[[Any], Any], first: Any = None) -> Flight:
+    def start(self, *stages: Callable[[Any], Any], firsts: Sequence[Any] = (None,), held: Any = None) -> Flight:
         """Put copy-in, compute and copy-out on their streams, each after the one before it; blocks for none.
 
         Args:
-            stages: each is called with what the one before it gave, `first` the first.  What they gave stays alive
-                until the flight is over: a device's allocator knows one stream for each block of memory, so a block
-                may be given back only when no stream uses it.
+            stages: each is called with what the one before it gave.  What they gave stays alive until the flight is
+                over: a device's allocator knows one stream for each block of memory, so a block may be given back
+                only when no stream uses it.
+            firsts: for each part of the batch what the first stage is called with; the parts follow one another on
+                each stream.
+            held: stays alive, too.
         """
-        held = [first]
-        spans: list[tuple[Event, Event]] = []
+        kept = [held]
+        spans: list[list[tuple[Event, Event]]] = [[] for _ in stages]
         marks: list[Event] = []
-        current: Stream | None = None
         try:
-            for stream, stage in zip(self._streams, stages, strict=True):
-                with self._source.use(stream):
-                    if stream is not current:
-                        current = stream
-                        if marks:
-                            stream.wait_event(marks[-1])
-                        marks.append(self._mark(stream))
-                    held.append(stage(held[-1]))
-                    marks.append(self._mark(stream))
-                    spans.append((marks[-2], marks[-1]))
+            for first in firsts:
+                self._put(stages, first, spans, marks, kept)
         except BaseException:
             self._settle()
             raise
-        return Flight(held[-1], spans, held, marks, self._spare)
+        return Flight(kept[-1], spans, kept, marks, self._spare)
+
+    def _put(
+        self,
+        stages: Sequence[Callable[[Any], Any]],
+        value: Any,
+        spans: list[list[tuple[Event, Event]]],
+        marks: list[Event],
+        kept: list[Any],
+    ) -> None:
+        """Put one part on the streams, and add its spans and marks and what its stages gave."""
+        current: Stream | None = None
+        for stream, stage, own in zip(self._streams, stages, spans, strict=True):
+            with self._source.use(stream):
+                if stream is not current:
+                    if current is not None:
+                        stream.wait_event(marks[-1])
+                    current = stream
+                    marks.append(self._mark(stream))
+                value = stage(value)
+                kept.append(value)
+                marks.append(self._mark(stream))
+                own.append((marks[-2], marks[-1]))
 
     def start_one(self, stage: Callable[[Any], Any], first: Any) -> LoneFlight:
         """Put a compute stage alone on its stream; as `start` with nothing to copy, in half of its steps."""
@@ -179,6 +209,10 @@ class Pipeline:
             # The error that is on its way says more than the same device's next.
             with contextlib.suppress(Exception):
                 stream.synchronize()
+
+
+def _seconds(began: Event, ended: Event) -> float:
+    return began.elapsed_time(ended) / 1000
 
 
 def _passes_within(event: Event, seconds: float) -> bool:

@@ -90,7 +90,7 @@ def stages(device, label=""):
 
 
 def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
-    flight = pipeline.start(*stages(device), first="x")
+    flight = pipeline.start(*stages(device), firsts=("x",))
     assert flight.value == "x>in>compute>out"
     assert device.log == [
         ("in", "reaches", 1),
@@ -108,7 +108,7 @@ def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
 
 
 def test_stages_on_one_stream_wait_for_nothing_and_share_their_moments(device):
-    flight = Pipeline(device, apart=False).start(*stages(device), first="x")
+    flight = Pipeline(device, apart=False).start(*stages(device), firsts=("x",))
     assert device.log == [
         ("in", "reaches", 1),
         ("in", "runs", "x"),
@@ -124,8 +124,8 @@ def test_stages_on_one_stream_wait_for_nothing_and_share_their_moments(device):
 
 
 def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline):
-    first = pipeline.start(*stages(device, " 1"), first="a")
-    second = pipeline.start(*stages(device, " 2"), first="b")
+    first = pipeline.start(*stages(device, " 1"), firsts=("a",))
+    second = pipeline.start(*stages(device, " 2"), firsts=("b",))
     assert not [entry for entry in device.log if entry[0] == "host"]
     # Nothing on the copy-in stream waits, so the second copy runs beside the first one's kernel.
     assert not [entry for entry in device.log if entry[:2] == ("in", "waits for")]
@@ -140,6 +140,28 @@ def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline)
 def test_stages_are_timed_without_their_waits(device, pipeline):
     took = pipeline.start(*stages(device)).wait()
     assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
+
+
+def test_parts_of_a_batch_follow_one_another_on_each_stream(device, pipeline):
+    flight = pipeline.start(*stages(device), firsts=("a", "b"))
+    assert flight.value == "b>in>compute>out"
+    runs = [entry for entry in device.log if entry[1] == "runs"]
+    assert runs[3:] == [("in", "runs", "b"), ("compute", "runs", "b>in"), ("out", "runs", "b>in>compute")]
+    # Each part waits for its own stages only: the second is copied in while the first is computed.
+    waits = [entry for entry in device.log if entry[1] == "waits for"]
+    assert waits == [
+        ("compute", "waits for", 2),
+        ("out", "waits for", 4),
+        ("compute", "waits for", 8),
+        ("out", "waits for", 10),
+    ]
+
+
+def test_stages_of_parts_that_overlap_add_up_to_the_whole(device, pipeline):
+    took = pipeline.start(*stages(device), firsts="abc").wait()
+    assert device.log[-1] == ("host", "waits for", 18)
+    # From the first part's begin to the last one's end in, what was computed, and the rest of all.
+    assert (took.copy_in, took.compute, took.copy_out) == (13.0, 3.0, 1.0)
 
 
 def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
@@ -194,7 +216,7 @@ def test_memory_of_every_stage_lives_until_the_flight_is_over(pipeline):
 
     given = Memory()
     alive.append(weakref.ref(given))
-    flight = pipeline.start(stage, stage, stage, first=given)
+    flight = pipeline.start(stage, stage, stage, held=given)
     del given
     assert all(memory() is not None for memory in alive)
     flight.wait()

@@ -1,0 +1,207 @@
+"""Batches that are copied to the device, computed there and copied back.
+
+A large forward job goes in chunks of rows: while one chunk is copied in, the results of the one before are copied
+out, and the bus transfers both ways at once.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from math import prod
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from normserve.backends.cuda.parcels import (
+    Bundle,
+    collected,
+    parcel_of,
+    room_for,
+    views,
+    written,
+)
+from normserve.backends.cuda.streams import Flight, Pipeline
+from normserve.backends.launch import call_of, destinations, launch, parameters_of
+from normserve.backends.tensors import (
+    TORCH_DTYPES,
+    channels_first,
+    payload_order,
+    results_of,
+    results_to_write,
+    shape_of,
+    view,
+)
+from normserve.jobs.job import Batch, NormJob, Pass
+from normserve.jobs.tensor_names import is_parameter
+from normserve.memory.host_tensors import HostTensor
+from normserve.memory.slabs import SlabPool
+
+# A chunk costs the host some 50 microseconds, in which the bus transfers 2.5 MiB each way.
+_CHUNK_BYTES = 4 * 2**20
+# More would keep the thread that launches them from everything else for longer, and save little: of n chunks the
+# first copy in and the last copy out overlap with nothing.
+_MOST_CHUNKS = 6
+# A device computes fewer rows at less than its bandwidth.
+_FEWEST_UNITS = 4
+
+
+def transfer_of(batch: Batch, slabs: SlabPool, library: ModuleType, device: str) -> "Whole | Divided":
+    """A batch ready to be started; small tensors are packed.
+
+    Args:
+        slabs: memory for what is packed, and for results that have no place.
+        library: has the functions of `fusednorm`.
+        device: as torch names it.
+
+    Raises:
+        MemoryError: there is no memory for it.
+    """
+    chunks = chunks_of(batch.jobs[0]) if len(batch.jobs) == 1 else ()
+    if chunks:
+        return Divided(batch.jobs[0], chunks, slabs, library, device)
+    return Whole(batch, slabs, library, device)
+
+
+def chunks_of(job: NormJob) -> Sequence[range]:
+    """The rows, or samples, of each chunk; none of a job that is not divided.
+
+    A gradient of parameters is a sum over all rows, and dropout's mask depends on a row's number.
+    """
+    if job.spec.direction is not Pass.FORWARD or job.spec.dropout:
+        return ()
+    if any(tensor.fortran_order for tensor in job.tensors.values()):
+        return ()
+    unit = max(1, job.heads)
+    units = job.rows // unit
+    count = min(job.nbytes // _CHUNK_BYTES, _MOST_CHUNKS, units // _FEWEST_UNITS)
+    if count < 2:
+        return ()
+    edges = [unit * (units * number // count) for number in range(count + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(edges)]
+
+
+class Whole:
+    """A batch in one piece, and the stages that it goes through.
+
+    Attributes:
+        results: of the launch, once it is started; complete when it has landed.
+    """
+
+    results: Mapping[str, HostTensor]
+
+    def __init__(self, batch: Batch, slabs: SlabPool, library: ModuleType, device: str) -> None:
+        self._batch = batch
+        self._parcel = parcel_of(batch, slabs)
+        self._slabs = slabs
+        self._library = library
+        self._device = device
+
+    @torch.inference_mode()
+    def start(self, pipeline: Pipeline) -> Flight:
+        """Put the stages on a pipeline's streams."""
+        flight = pipeline.start(self._copy_in, self._compute, self._copy_out, held=(self._batch, self._parcel))
+        self.results = flight.value
+        return flight
+
+    def _copy_in(self, _: object) -> dict[str, Tensor]:
+        return self._parcel.brought(self._on_the_device)
+
+    def _compute(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | Bundle:
+        job = self._batch.jobs[0]
+        spec, results = job.spec, results_to_write(job, sum([each.rows for each in self._batch.jobs]))
+        inputs = {name: channels_first(spec, name, tensor) for name, tensor in tensors.items()}
+        if job.layer is not None:
+            inputs |= parameters_of(job.layer.resident)
+        if results is None or len(results) == 1:
+            outputs = launch(self._library, spec, inputs)
+            return {name: payload_order(spec, name, tensor) for name, tensor in outputs.items()}
+        bundle = Bundle.empty(results, self._device)
+        call_of(self._library, spec, inputs, {"out": destinations(spec, bundle.tensors())})()
+        return bundle
+
+    def _copy_out(self, outputs: dict[str, Tensor] | Bundle) -> dict[str, HostTensor]:
+        jobs = self._batch.jobs
+        if len(jobs) == 1 and jobs[0].places is not None:
+            return written(outputs.tensors() if isinstance(outputs, Bundle) else outputs, jobs[0].places)
+        return outputs.taken_home(self._slabs) if isinstance(outputs, Bundle) else collected(outputs, self._slabs)
+
+    def _on_the_device(self, parts: Sequence[Tensor]) -> Tensor:
+        """Copies of them on the device, one after another; complete when the current stream has come so far."""
+        if len(parts) == 1:
+            return parts[0].to(self._device, non_blocking=True)
+        whole = torch.empty(sum([part.nbytes for part in parts]), dtype=torch.uint8, device=self._device)
+        start = 0
+        for part in parts:
+            whole[start : start + part.nbytes].copy_(part, non_blocking=True)
+            start += part.nbytes
+        return whole
+
+
+class Divided:
+    """A job in chunks, and the stages that each of them goes through.
+
+    Attributes:
+        results: of the whole job; complete when it has landed.
+    """
+
+    def __init__(
+        self, job: NormJob, chunks: Sequence[range], slabs: SlabPool, library: ModuleType, device: str
+    ) -> None:
+        """Args: chunks: the rows of each."""
+        self._job = job
+        self._chunks = chunks
+        self._library = library
+        self._device = device
+        # On the device, from the first chunk on.
+        self._parameters: dict[str, Tensor] = {}
+        described = results_of(job, job.rows)
+        if job.places is None:
+            slab, offsets = room_for(described, slabs)
+            self.results: Mapping[str, HostTensor] = views(slab, offsets, described)
+        else:
+            self.results = {
+                name: HostTensor(dtype, shape, job.places[name][: prod(shape) * dtype.itemsize])
+                for name, (dtype, shape) in described.items()
+            }
+
+    @torch.inference_mode()
+    def start(self, pipeline: Pipeline) -> Flight:
+        """Put the stages of all chunks on a pipeline's streams."""
+        stages = self._copy_in, self._compute, self._copy_out
+        return pipeline.start(*stages, firsts=self._chunks, held=(self._job, self.results))
+
+    def _copy_in(self, rows: range) -> tuple[range, dict[str, Tensor]]:
+        job = self._job
+        if not self._parameters:
+            self._parameters = {
+                name: view(tensor).to(self._device, non_blocking=True)
+                for name, tensor in job.tensors.items()
+                if is_parameter(name)
+            }
+        came = {}
+        for name, tensor in job.tensors.items():
+            if not is_parameter(name):
+                part = torch.frombuffer(_rows_of(tensor, rows, job.rows), dtype=TORCH_DTYPES[tensor.dtype])
+                came[name] = part.to(self._device, non_blocking=True).view(shape_of(job, name, len(rows)))
+        return rows, came
+
+    def _compute(self, chunk: tuple[range, dict[str, Tensor]]) -> tuple[range, Bundle]:
+        rows, tensors = chunk
+        job = self._job
+        inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
+        inputs |= self._parameters if job.layer is None else parameters_of(job.layer.resident)
+        bundle = Bundle.empty(results_of(job, len(rows)), self._device)
+        call_of(self._library, job.spec, inputs, {"out": destinations(job.spec, bundle.tensors())})()
+        return rows, bundle
+
+    def _copy_out(self, chunk: tuple[range, Bundle]) -> None:
+        rows, bundle = chunk
+        for name, tensor in bundle.tensors().items():
+            place = torch.frombuffer(_rows_of(self.results[name], rows, self._job.rows), dtype=torch.uint8)
+            place.copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=True)
+
+
+def _rows_of(tensor: HostTensor, rows: range, of: int) -> memoryview:
+    """The bytes of some rows of a tensor that has `of` of them."""
+    row_bytes = len(tensor.data) // of
+    return tensor.data[rows.start * row_bytes : rows.stop * row_bytes]

@@ -1,0 +1,148 @@
+"""Batches that are copied, whole and in chunks of rows, with the CPU's kernels in place of a device's."""
+
+import pytest
+import torch
+from normserve.backends import cpu
+from normserve.backends.cuda import copies
+from normserve.backends.cuda.copies import Divided, Whole, chunks_of, transfer_of
+from normserve.backends.cuda.streams import Pipeline
+from normserve.backends.launch import ResidentParameters
+from normserve.backends.tensors import channels_first, payload_order
+from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.slabs import SlabPool
+
+from tests.service.backends.cuda.no_device import HostStreams, Writing
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import back, host
+
+FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(copies, "_CHUNK_BYTES", 1024)
+
+
+@pytest.fixture
+def slabs():
+    return SlabPool(max_idle_bytes=0)
+
+
+@pytest.fixture
+def library():
+    return Writing()
+
+
+@pytest.fixture
+def run(slabs, library):
+    def run(job):
+        transfer = transfer_of(Batch((job,)), slabs, library, "cpu")
+        transfer.start(Pipeline(HostStreams(urgent=False))).wait()
+        return transfer.results
+
+    return run
+
+
+def job_of(spec=FORWARD, registered=None, **tensors):
+    return NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}, registered)
+
+
+def equal(results, right, names):
+    assert results.keys() == set(names)
+    for name in names:
+        assert torch.equal(back(results[name]), getattr(right, name)), name
+
+
+def test_chunks_cover_all_rows_once_and_are_about_equal():
+    for rows in (1000, 1003, 4099):
+        chunks = chunks_of(job_of(x=torch.randn(rows, 8)))
+        assert len(chunks) == 6
+        assert [row for chunk in chunks for row in chunk] == list(range(rows))
+        assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
+
+
+def test_chunks_of_heads_hold_whole_tokens():
+    chunks = chunks_of(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)))
+    assert chunks
+    assert all(edge % 3 == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job_of(x=torch.randn(7, 4096)),
+        job_of(x=torch.randn(255, 2)),
+        job_of(NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, dropout=0.5, seed=1), x=torch.randn(100, 64)),
+        job_of(NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5), x=torch.randn(100, 64), dy=torch.randn(100, 64)),
+        NormJob(FORWARD, {"x": HostTensor(DType.FLOAT32, (64, 64), memoryview(bytearray(2**14)), fortran_order=True)}),
+    ],
+    ids=["few rows", "little", "dropout", "backward", "column-major"],
+)
+def test_what_is_not_divided(job, slabs, library):
+    assert not chunks_of(job)
+    assert isinstance(transfer_of(Batch((job,)), slabs, library, "cpu"), Whole)
+
+
+def test_jobs_that_share_a_launch_are_not_divided(slabs, library):
+    batch = Batch((job_of(x=torch.randn(100, 64)), job_of(x=torch.randn(100, 64))))
+    assert isinstance(transfer_of(batch, slabs, library, "cpu"), Whole)
+
+
+def test_rows_in_chunks_have_the_bits_of_the_whole(run, library, slabs):
+    x, weight, bias = torch.randn(301, 33), torch.randn(33), torch.randn(33)
+    results = run(job_of(x=x, weight=weight, bias=bias))
+    assert len(library.written) == 6
+    equal(results, cpu.layer_norm_forward(x, weight, bias, eps=1e-5, stats=True), ("y", "mean", "rstd"))
+    assert slabs.used_bytes > 0
+    del results
+    assert slabs.used_bytes == 0
+
+
+def test_results_of_chunks_go_to_their_places(run, slabs):
+    x = torch.randn(301, 32).bfloat16()
+    residual = torch.randn(301, 32)
+    # Longer than the results: what is beyond stays as it is.
+    places = {name: memoryview(bytearray(b"*" * 50_000)) for name in ("y", "residual_out", "mean", "rstd")}
+    tensors = {"x": host(x), "residual": host(residual)}
+    results = run(NormJob(FORWARD, tensors, places=places))
+    right = cpu.layer_norm_forward(x, eps=1e-5, stats=True, residual=residual)
+    equal(results, right, places)
+    assert slabs.used_bytes == 0
+    for name, tensor in results.items():
+        assert tensor.data.obj is places[name].obj
+        assert set(places[name][len(tensor.data) :]) == {ord("*")}
+
+
+def test_results_may_be_written_over_what_came(run):
+    x = torch.randn(301, 32)
+    memory = memoryview(bytearray(x.numpy().tobytes()))
+    tensor = HostTensor(DType.FLOAT32, (301, 32), memory)
+    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5)
+    results = run(NormJob(spec, {"x": tensor}, may_overwrite=True, places={"y": memory}))
+    assert torch.equal(back(results["y"]), cpu.rms_norm_forward(x, eps=1e-5).y)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_samples_in_chunks_with_a_registered_layer(run, layout):
+    resident = ResidentParameters(torch.randn(8), torch.randn(8))
+    registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, resident=resident)
+    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, layout)
+    x = torch.randn(25, 8, 5, 3) if layout is Layout.NCHW else torch.randn(25, 5, 3, 8)
+    job = job_of(spec, registered, x=x, scale=torch.randn(25, 8))
+    assert chunks_of(job)
+    first = channels_first(spec, "x", x)
+    scale = back(job.tensors["scale"])
+    right = cpu.group_norm_forward(first, 2, resident.weight, resident.bias, scale=scale, eps=1e-5).y
+    assert torch.equal(back(run(job)["y"]), payload_order(spec, "y", right))
+
+
+def test_memory_that_is_read_is_held_until_the_chunks_have_landed(slabs, library):
+    job = job_of(x=torch.randn(301, 32))
+    transfer = transfer_of(Batch((job,)), slabs, library, "cpu")
+    assert isinstance(transfer, Divided)
+    flight = transfer.start(Pipeline(HostStreams(urgent=False)))
+    del transfer
+    assert slabs.used_bytes > 0
+    flight.wait()
+    assert slabs.used_bytes == 0
